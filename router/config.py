@@ -100,8 +100,9 @@ class RouterConfig(Flagged):
     )
     cluster: str = flag(
         EMBEDDED,
-        "Where membership is kept: embedded (in this router), or redis://[:PASSWORD@]HOST:PORT[/DB], "
-        "rediss:// (TLS) or unix:///SOCKET for a Redis 7 that several routers share.",
+        "Where membership is kept: embedded (in this router); local:///FOLDER, which routers of this machine "
+        "share (mode 0700); or redis://[:PASSWORD@]HOST:PORT[/DB], rediss:// (TLS) or unix:///SOCKET for a "
+        "Redis 7 that several routers share.",
         metavar="URL",
         secret=True,
     )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey, read_secret
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.cluster.membership import EmbeddedMembership, Membership
+from sglang_ext.router.cluster.membership_local import LocalMembership
 
 EMBEDDED = "embedded"
-SCHEMES = ("redis", "rediss", "unix")
+LOCAL = "local"
+SCHEMES = ("redis", "rediss", "unix", LOCAL)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -28,17 +31,20 @@ def check_cluster(url: str, name: str, password_file: str | None, is_loopback: C
         if password_file is not None:
             raise ConfigError("there is no Redis that it is for", field="--cluster-password-file")
         return
-    forms = "redis://HOST:PORT, rediss://HOST:PORT or unix:///SOCKET"
+    forms = "local:///FOLDER, redis://HOST:PORT, rediss://HOST:PORT or unix:///SOCKET"
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
         raise ConfigError(f"is not 'embedded' and not of the form {forms}", field="--cluster") from None
-    has_place = parts.path if parts.scheme == "unix" else parts.hostname
+    on_disk = parts.scheme in ("unix", LOCAL)
+    has_place = parts.path if on_disk else parts.hostname
     if parts.scheme not in SCHEMES or not has_place:
         raise ConfigError(f"is not 'embedded' and not of the form {forms}", field="--cluster")
+    if parts.scheme == LOCAL and password_file is not None:
+        raise ConfigError("there is no Redis that it is for", field="--cluster-password-file")
     has_password = bool(parts.password or parse_qs(parts.query).get("password") or password_file)
-    if parts.scheme != "unix" and not is_loopback(parts.hostname or "") and not has_password:
+    if not on_disk and not is_loopback(parts.hostname or "") and not has_password:
         raise ConfigError(
             f"{parts.hostname} is another machine, and no password is given",
             field="--cluster",
@@ -63,6 +69,8 @@ def open_membership(
     """
     if url == EMBEDDED:
         return EmbeddedMembership()
+    if (parts := urlsplit(url)).scheme == LOCAL:
+        return LocalMembership(Path(parts.path), router, clock, on_crash=on_crash)
     from sglang_ext.router.cluster.membership_redis import RedisMembership
 
     password = None

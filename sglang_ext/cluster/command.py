@@ -86,17 +86,26 @@ def _remove_left_folders(where: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def open_door(config: ClusterConfig, ports: Ports) -> tuple[int, Door]:
-    """The router's port, and what its processes inherit; all held by ``ports``.
+def open_door(config: ClusterConfig, ports: Ports, private: Path) -> tuple[int, Door]:
+    """The routers' port, and what their processes inherit; all held by ``ports``.
+
+    Args:
+        config: what the user asked for.
+        ports: holds what is opened.
+        private: a folder that nobody else can enter, where several routers get theirs.
 
     Raises:
         ConfigError: the port cannot be had.
     """
     sockets = ports.open(config.host, config.port, "--port")
     port = int(sockets[0].getsockname()[1])
+    descriptors = tuple(each.fileno() for each in sockets)
+    if config.routers > 1:
+        shared = private / "routers"
+        shared.mkdir(mode=0o700)
+        return port, Door(descriptors, tuple(ports.free_after(port, config.routers)), shared)
     stands_by = config.restart and not speaks_tls(config)
-    member_ports = ports.free_after(port, 2) if stands_by else []
-    return port, Door(tuple(each.fileno() for each in sockets), tuple(member_ports))
+    return port, Door(descriptors, tuple(ports.free_after(port, 2)) if stands_by else ())
 
 
 @contextlib.asynccontextmanager
@@ -115,7 +124,7 @@ async def running_cluster(
         ConfigError: it cannot run here; names the flag.
     """
     with Ports() as ports, made_keys() as keys:
-        router_port, door = open_door(config, ports)
+        router_port, door = open_door(config, ports, keys.servers.parent)
         server_ports = ports.free_after(router_port, config.ports)
         parts = make_plan(config, host or host_facts(), router_port, server_ports, keys, door)
         cluster = Cluster(

@@ -56,6 +56,11 @@ class ClusterConfig(Flagged):
         "The port of the router, 0 for a free one. The servers take free ports after it, on loopback.",
         PORT,
     )
+    routers: int = flag(
+        1,
+        "Routers on that port, each on a core of its own. With --restart, the others go on while one that "
+        "died starts again.",
+    )
     policy: str = flag("auto", "How the router chooses a server; see python -m sglang_ext.router --help.")
     server_args: tuple[str, ...] = ()
     """SGLang flags for every server."""
@@ -97,6 +102,10 @@ class ClusterConfig(Flagged):
         if self.servers < 1:
             raise ConfigError(
                 f"{self.servers} servers make no cluster", field="--colocated", hint="Give 1 or more"
+            )
+        if self.routers < 1:
+            raise ConfigError(
+                f"{self.routers} routers answer nobody", field="--routers", hint="Give 1 or more"
             )
         for index in self.instance_args:
             if not 0 <= index < self.servers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_ext.cluster.config import ClusterConfig, flag_value
@@ -22,6 +22,7 @@ SERVER_KEY_FLAG = "--kv-cluster-key-file"
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
 ROLE_SWITCH_FLAG = "--enable-pd-role-switch"
+MEMBERSHIP_FLAG = "--cluster"
 CONTROLLER_FLAG = "--role-controller"
 BOUND_TO_A_ROLE = (
     ("--speculative-algorithm",),
@@ -77,6 +78,8 @@ class Part:
     """Added to the supervisor's environment; what the user has set there stays."""
     url: str
     """Where it listens; it is ready when ``url + ready_path`` answers 200."""
+    own_url: str = ""
+    """Where it answers alone, if another part listens at ``url`` too."""
     needs: tuple[str, ...] = ()
     """Parts that have to be ready before this one starts."""
     ready_path: str = "/health"
@@ -117,7 +120,9 @@ class Door:
     sockets: tuple[int, ...]
     """Descriptors of sockets that are bound to the router's address."""
     member_ports: tuple[int, ...] = ()
-    """Where servers register: a port for the router that serves, and one for the router that stands by."""
+    """Where servers register: a port for each router, the one that stands by included."""
+    shared: Path | None = None
+    """The folder through which several routers share their membership."""
 
 
 def make_plan(
@@ -128,7 +133,7 @@ def make_plan(
     keys: Keys | None = None,
     door: Door | None = None,
 ) -> tuple[Part, ...]:
-    """The servers, then the router.
+    """The servers, then the routers.
 
     Args:
         config: what the user asked for.
@@ -205,7 +210,21 @@ def make_plan(
         secrets=hidden,
         slots=_slots(config, door),
     )  # fmt: skip
-    return (*servers, router)
+    if config.routers == 1:
+        return (*servers, router)
+    if door is None or door.shared is None:
+        raise InternalError("several routers need a folder that they share")
+    shares = flag_value(router_args, MEMBERSHIP_FLAG) is None
+    sharing = (MEMBERSHIP_FLAG, f"local://{door.shared}") if shares else ()
+    return *servers, *(
+        replace(
+            router,
+            name=f"router-{number}",
+            command=(*router.command, *sharing, "--member-port", str(port)),
+            own_url=f"{scheme}://{LOOPBACK}:{port}",
+        )
+        for number, port in enumerate(door.member_ports)
+    )
 
 
 def speaks_tls(config: ClusterConfig) -> bool:
@@ -215,7 +234,7 @@ def speaks_tls(config: ClusterConfig) -> bool:
 
 def _slots(config: ClusterConfig, door: Door | None) -> tuple[tuple[str, ...], ...]:
     """Two routers where one is to be started again when it dies: starting takes seconds."""
-    if door is None or not config.restart:
+    if door is None or not config.restart or config.routers > 1:
         return ()
     return tuple(("--member-port", str(port)) for port in door.member_ports) or ((), ())
 

@@ -356,10 +356,10 @@ class Cluster:
 
     async def _until_healthy(self, status: PartStatus) -> None:
         """The probes that wait for the first answer."""
-        name = status.part.name
+        name, part = status.part.name, status.part
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await self._probe(status.part.url + status.part.ready_path):
+                while not await self._probe((part.own_url or part.url) + part.ready_path):
                     await self._clock.sleep(PROBE_INTERVAL_S)
         except TimeoutError:
             if status.state is State.STARTING:

@@ -191,7 +191,7 @@ class StoreView(msgspec.Struct, frozen=True, kw_only=True):
     """Where membership is kept."""
 
     kind: str
-    """``embedded`` or ``redis``."""
+    """``embedded``, ``local`` or ``redis``."""
     connected: bool = True
     since_s: float = 0.0
     """Seconds for which it has been connected, or lost."""

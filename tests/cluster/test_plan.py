@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_keys
 from sglang_ext.cluster.config import ClusterConfig, flag_value
-from sglang_ext.cluster.plan import HostFacts, Keys, Part, given_key, make_plan
+from sglang_ext.cluster.plan import Door, HostFacts, Keys, Part, given_key, make_plan
 from sglang_ext.cluster.process import environment_of
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.errors import ConfigError
@@ -397,3 +397,41 @@ def test_a_router_asks_servers_with_their_key() -> None:
     assert flag_value(router.command, "--worker-api-key-file") == "/other"
     with pytest.raises(ConfigError, match="one key"):
         plan(instance_args={1: ("--api-key-file", "/k")})
+
+
+def routers_of(**values: Any) -> tuple[Part, ...]:
+    config = ClusterConfig(model_path="m", **values)
+    ports = range(30_010, 30_010 + config.ports)
+    return make_plan(config, CPU, 30_000, ports, door=Door((7,), (30_001, 30_002), Path("/run/made/routers")))
+
+
+def test_several_routers_share_a_port_and_what_they_know() -> None:
+    server, *routers = routers_of(routers=2, restart=1)
+    assert [router.name for router in routers] == ["router-0", "router-1"]
+    assert flag_value(server.command, "--kv-router") == "http://127.0.0.1:30001,http://127.0.0.1:30002"
+    for router, port in zip(routers, ("30001", "30002"), strict=True):
+        assert router.url == "http://127.0.0.1:30000"
+        assert router.own_url == f"http://127.0.0.1:{port}", "at the port of both, the other may answer"
+        assert flag_value(router.command, "--listen-fds") == "7"
+        assert flag_value(router.command, "--member-port") == port
+        assert flag_value(router.command, "--cluster") == "local:///run/made/routers"
+        assert router.sockets == (7,)
+        assert not router.slots, "the others serve while one starts again"
+
+
+def test_routers_share_through_what_the_user_names() -> None:
+    _, router, _ = routers_of(routers=2, router_args=("--cluster", "redis://127.0.0.1"))
+    assert router.command.count("--cluster") == 1
+    assert flag_value(router.command, "--cluster") == "redis://127.0.0.1"
+
+
+def test_routers_over_tls_are_asked_over_tls() -> None:
+    server, router, _ = routers_of(routers=2, router_args=("--tls-cert-file", "c", "--tls-key-file", "k"))
+    assert router.own_url == "https://127.0.0.1:30001"
+    assert flag_value(server.command, "--kv-router") is None
+
+
+def test_there_is_a_router() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(routers=0)
+    assert caught.value.field == "--routers"

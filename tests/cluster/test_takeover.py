@@ -229,7 +229,7 @@ def alone(router: Part, *workers: str) -> Part:
 async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path) -> None:
     config = ClusterConfig(model_path="m", port=0, restart=KILLS)
     with Ports() as ports:
-        port, door = open_door(config, ports)
+        port, door = open_door(config, ports, tmp_path)
         *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, config.ports), door=door)
         router = alone(router)
         first, second = door.member_ports
@@ -260,7 +260,7 @@ async def test_a_router_over_tls_is_seen_to_be_ready(tmp_path: Path, certificate
     tls = ("--tls-cert-file", certificate[0], "--tls-key-file", certificate[1])
     config = ClusterConfig(model_path="m", port=0, router_args=tls)
     with Ports() as ports:
-        port, door = open_door(config, ports)
+        port, door = open_door(config, ports, tmp_path)
         *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, config.ports), door=door)
         async with (
             running_worker() as worker,

@@ -1,4 +1,4 @@
-"""Memberships: both kinds keep the contract, and the shared one outlives Redis and routers."""
+"""Memberships: all kinds keep the contract, and the shared ones outlive routers, and Redis."""
 
 from __future__ import annotations
 

@@ -1,0 +1,326 @@
+"""Membership shared by the routers of one machine, through sockets in a folder that only they can enter.
+
+Each router listens at a socket in the folder. It tells whoever connects everything that it has, then what
+changes, and connects to every other router to hear the same. Nobody leads and nothing is written down: what
+one router knew is known to all others, so that any may die; if all die, they begin anew.
+
+A router that does not keep up is cut off, and is told everything again when it connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import ConfigError, PeerError
+from sglang_ext.protocol.cluster import StoreView
+from sglang_ext.router.api.documents import Document, decode_document
+from sglang_ext.router.cluster.membership import (
+    MAX_SESSION_CHARACTERS,
+    MEMBER_TTL_S,
+    ROUTER_TTL_S,
+    Listener,
+    RouterStatus,
+)
+from sglang_ext.router.cluster.roster import Intent, Member, decode_member, encode_member
+from sglang_ext.tasks import Tasks
+
+logger = logging.getLogger("router.membership")
+
+SUFFIX = ".sock"
+HEARING_S = 2.0
+"""How long the start waits for what a router has: one that is stopped says nothing."""
+MAX_FRAME = 64 << 20
+MAX_BEHIND = 64 << 20
+"""Bytes that may wait for one router."""
+MAX_SESSIONS = 20_000
+
+MEMBER, DOCUMENT, SESSION, STATUS, COMPLETE = b"m", b"d", b"s", b"r", b"c"
+"""What a frame holds: its first byte. After ``COMPLETE``, everything is new."""
+
+
+def _say(error: BaseException) -> None:
+    logger.critical("sharing the membership has ended", exc_info=error)
+
+
+class LocalMembership:
+    """Membership of the routers that name one folder.
+
+    Args:
+        folder: of this user, mode 0700.
+        router: which router this is.
+        clock: seconds.
+        on_crash: called when sharing ends by an error of ours.
+    """
+
+    def __init__(
+        self, folder: Path, router: str, clock: Clock, *, on_crash: Callable[[BaseException], None] = _say
+    ) -> None:
+        self._folder = folder
+        self._router = router
+        self._clock = clock
+        self._tasks = Tasks(on_crash)
+        self._listener: Listener | None = None
+        self._directory = -1
+        self._door: socket.socket | None = None
+        self._hearers: set[asyncio.StreamWriter] = set()
+        """Routers that hear this one."""
+        self._heard: dict[str, asyncio.Event] = {}
+        """Routers that this one hears, and whether all that they had was told."""
+        self._statuses: dict[str, tuple[float, RouterStatus]] = {}
+        """What others have told last and when, by socket."""
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._status: RouterStatus | None = None
+        self._since = clock.monotonic()
+        self.others: Mapping[str, RouterStatus] = {}
+        self.refused = 0
+        """Frames that were none."""
+        self._seen: dict[str, tuple[int, float]] = {}
+        """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
+
+    def __repr__(self) -> str:
+        return f"LocalMembership({self._folder}, {len(self._heard)} heard, {len(self._hearers)} hear us)"
+
+    # -- the contract ---------------------------------------------------------------------------------------
+
+    async def start(self, listener: Listener) -> None:
+        """Listen, and hear what the others have.
+
+        Raises:
+            ConfigError: the folder is not there, or others than its user can enter it.
+        """
+        self._directory = _open_private(self._folder)
+        self._listener = listener
+        # By the folder's descriptor: the path of a socket has at most 107 characters. It gets its name when
+        # it listens: whoever meets one that does not takes its router for dead.
+        here = f"/proc/self/fd/{self._directory}/"
+        self._door = door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        door.bind(f"{here}.{self._router}")
+        os.chmod(f"{here}.{self._router}", 0o600)
+        door.listen(64)
+        os.rename(f"{here}.{self._router}", f"{here}{self._router}{SUFFIX}")
+        self._tasks.start(self._accept(door, listener), name="accept routers")
+        self._look()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARING_S):
+                for complete in list(self._heard.values()):
+                    await complete.wait()
+
+    async def stop(self) -> None:
+        """End every connection, by which the others know."""
+        self._listener = None
+        if self._door is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._router + SUFFIX, dir_fd=self._directory)
+            while self._tasks:
+                await self._tasks.cancel()
+            for writer in list(self._hearers):
+                self._cut(writer)
+            self._door.close()
+            self._door = None
+            os.close(self._directory)
+            await asyncio.sleep(0)  # in which the loop closes what was aborted
+        self.others = {}
+
+    def publish(self, member: Member) -> None:
+        """Tell the others."""
+        self._first_seen(member)
+        self._tell_all(MEMBER, encode_member(member))
+
+    def tell(self, status: RouterStatus) -> None:
+        """Tell the others, leave out those that are silent, and look for new ones."""
+        if self._listener is None:
+            return
+        self._status = status
+        self._tell_all(STATUS, msgspec.json.encode(status))
+        now = self._clock.monotonic()
+        silent = [name for name, (at, _) in self._statuses.items() if now - at > ROUTER_TTL_S]
+        for name in silent:
+            del self._statuses[name]
+        if silent:
+            self._see_others()
+        self._look()
+
+    def remember(self, session: str, instance: str) -> None:
+        """Tell the others."""
+        if self._listener is not None and len(session) <= MAX_SESSION_CHARACTERS:
+            self._keep(session, instance)
+            self._tell_all(SESSION, msgspec.json.encode((session, instance)))
+
+    def share(self, document: Document) -> None:
+        """Tell the others."""
+        self._tell_all(DOCUMENT, msgspec.json.encode(document))
+
+    def view(self) -> StoreView:
+        """Always there."""
+        return StoreView(
+            kind="local",
+            since_s=round(self._clock.monotonic() - self._since, 3),
+            address=f"local://{self._folder}",
+        )
+
+    # -- telling --------------------------------------------------------------------------------------------
+
+    async def _accept(self, door: socket.socket, listener: Listener) -> None:
+        knocked = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(door, knocked.set)
+        try:
+            while True:
+                await knocked.wait()
+                knocked.clear()
+                with suppress(BlockingIOError):
+                    # Not `sock_accept`: cancelled in the moment of an accept, it would lose the connection.
+                    connection, _ = door.accept()
+                    reader, writer = await asyncio.open_unix_connection(sock=connection)
+                    self._hearers.add(writer)
+                    writer.writelines(self._everything(listener))
+                    self._tasks.start(self._until_gone(reader, writer), name="a router hears this one")
+                    self._look()
+        finally:
+            loop.remove_reader(door)
+
+    async def _until_gone(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await reader.read(1)  # it says nothing here
+        self._cut(writer)
+
+    def _cut(self, writer: asyncio.StreamWriter) -> None:
+        self._hearers.discard(writer)
+        writer.transport.abort()
+
+    def _everything(self, listener: Listener) -> Iterator[bytes]:
+        for member in list(listener.records()):
+            if member.intent is not Intent.STAY or self._is_alive(member, listener):
+                yield _frame(MEMBER, encode_member(member))
+        for document in list(listener.documents()):
+            yield _frame(DOCUMENT, msgspec.json.encode(document))
+        for session in self._sessions.items():
+            yield _frame(SESSION, msgspec.json.encode(session))
+        if self._status is not None:
+            yield _frame(STATUS, msgspec.json.encode(self._status))
+        yield _frame(COMPLETE)
+
+    def _is_alive(self, member: Member, listener: Listener) -> bool:
+        """Whether somebody hears the instance, or nobody has had the time to."""
+        seen_s = self._clock.monotonic() - self._first_seen(member)
+        return seen_s < MEMBER_TTL_S or listener.heard(member.instance)
+
+    def _first_seen(self, member: Member) -> float:
+        stamp, since = self._seen.get(member.instance, (-1, 0.0))
+        if stamp != member.stamp:
+            since = self._clock.monotonic()
+            self._seen[member.instance] = (member.stamp, since)
+        return since
+
+    def _tell_all(self, kind: bytes, body: bytes) -> None:
+        frame = _frame(kind, body)
+        for writer in list(self._hearers):
+            if writer.transport.get_write_buffer_size() > MAX_BEHIND:
+                logger.warning("another router does not keep up, and is to hear everything again")
+                self._cut(writer)
+            else:
+                writer.write(frame)
+
+    # -- hearing --------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Hear every router of the folder."""
+        for entry in os.listdir(self._directory):
+            name, suffix = os.path.splitext(entry)
+            if suffix == SUFFIX and name != self._router and name not in self._heard:
+                complete = self._heard[name] = asyncio.Event()
+                self._tasks.start(self._hear(name, complete), name=f"hear router {name}")
+
+    async def _hear(self, name: str, complete: asyncio.Event) -> None:
+        writer = None
+        try:
+            path = f"/proc/self/fd/{self._directory}/{name}{SUFFIX}"
+            reader, writer = await asyncio.open_unix_connection(path)
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "big")
+                if not 0 < size <= MAX_FRAME:
+                    raise PeerError(f"a frame of {size} bytes")
+                frame = await reader.readexactly(size)
+                self._take(name, frame[:1], frame[1:], complete)
+        except ConnectionRefusedError:
+            with suppress(FileNotFoundError):  # its router has died, and its name does not come again
+                os.unlink(name + SUFFIX, dir_fd=self._directory)
+        except (PeerError, msgspec.MsgspecError, RecursionError) as error:
+            self.refused += 1
+            logger.warning("router %s is heard anew: %s", name, error)
+        except (OSError, EOFError):
+            pass  # it has gone
+        finally:
+            complete.set()
+            del self._heard[name]
+            if writer is not None:
+                writer.transport.abort()
+            if self._statuses.pop(name, None) is not None:
+                self._see_others()
+
+    def _take(self, name: str, kind: bytes, body: bytes, complete: asyncio.Event) -> None:
+        if (listener := self._listener) is None:
+            return
+        if kind == MEMBER:
+            member = decode_member(body)
+            self._first_seen(member)
+            listener.on_member(member)
+        elif kind == DOCUMENT:
+            listener.on_document(decode_document(body))
+        elif kind == SESSION:
+            session, instance = msgspec.json.decode(body, type=tuple[str, str])
+            # What it had before may be older than what is known here.
+            if complete.is_set() or session not in self._sessions:
+                self._keep(session, instance)
+                listener.on_session(session, instance)
+        elif kind == STATUS:
+            status = msgspec.json.decode(body, type=RouterStatus)
+            self._statuses[name] = self._clock.monotonic(), status
+            self._see_others()
+        elif kind == COMPLETE:
+            complete.set()
+        else:
+            raise PeerError(f"a frame of kind {kind!r}")
+
+    def _keep(self, session: str, instance: str) -> None:
+        self._sessions[session] = instance
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def _see_others(self) -> None:
+        self.others = {status.router: status for _, status in self._statuses.values()}
+        if self._listener is not None:
+            self._listener.on_routers(self.others)
+
+
+def _frame(kind: bytes, body: bytes = b"") -> bytes:
+    return (1 + len(body)).to_bytes(4, "big") + kind + body
+
+
+def _open_private(folder: Path) -> int:
+    """A descriptor of a folder that only this user can enter."""
+    try:
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"cannot open {folder}: {error.strerror}", field="--cluster") from None
+    status = os.fstat(directory)
+    if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
+        return directory
+    os.close(directory)
+    raise ConfigError(
+        f"others can enter {folder}, and whoever does decides where prompts are sent",
+        field="--cluster",
+        hint=f"Make it your own: chmod 700 {folder}",
+    )
