@@ -123,6 +123,13 @@ async def running_cluster(
     Raises:
         ConfigError: it cannot run here; names the flag.
     """
+    if config.ray is not None:
+        from sglang_ext.cluster.ray_cluster import running_on_ray
+
+        with made_keys() as keys:
+            async with running_on_ray(config, log_dir, keys, observer) as cluster:
+                yield cluster
+        return
     with Ports() as ports, made_keys() as keys:
         router_port, door = open_door(config, ports, keys.servers.parent)
         server_ports = ports.free_after(router_port, config.ports)

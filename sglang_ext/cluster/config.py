@@ -62,6 +62,12 @@ class ClusterConfig(Flagged):
         "died starts again.",
     )
     policy: str = flag("auto", "How the router chooses a server; see python -m sglang_ext.router --help.")
+    ray: str | None = flag(
+        None,
+        "Place servers and routers on the Ray cluster at this address (HOST:PORT, or auto) instead of this "
+        "machine; needs pip install 'sglang-ext[ray]' on every node.",
+        metavar="ADDRESS",
+    )
     server_args: tuple[str, ...] = ()
     """SGLang flags for every server."""
     instance_args: Mapping[int, tuple[str, ...]] = flag(

@@ -1,7 +1,7 @@
 """Runs one command and leaves nothing of it behind: the process between the supervisor and each part.
 
-``python guard.py WATCH_FD GRACE_SECONDS -- COMMAND...``, started by the supervisor in a session of its own.
-It imports the standard library only, and none of this package, so that it starts in milliseconds.
+``python guard.py WATCH_FD GRACE_SECONDS [FOLDER] -- COMMAND...``, started by the supervisor in a session of
+its own. It imports the standard library only, and none of this package, so that it starts in milliseconds.
 
 Who can die, and what happens then:
 
@@ -15,7 +15,9 @@ Who can die, and what happens then:
 The guard is the reaper of all descendants (PR_SET_CHILD_SUBREAPER), so that a process whose parent has died,
 or that moved to a session of its own, is still found. It gives the command a folder for temporary files, and
 removes it and the shared memory that the command's processes had and nobody has any more: SGLang leaves
-sockets in the first, and parts of the second when one of its processes is killed.
+sockets in the first, and parts of the second when one of its processes is killed. FOLDER goes too, whoever
+has died; with one, the guard is a grandchild of whoever started it, and its child only passes signals on: Ray
+kills the children of a process that it ends, and the guard is to live on and see the end of WATCH_FD.
 """
 
 from __future__ import annotations
@@ -290,6 +292,15 @@ def guard(watch: int, grace: float, run: Run) -> int:
     return status
 
 
+def step_aside() -> None:
+    """Go on in a child. This process passes on what it is told, and ends as the child does."""
+    child = os.fork()
+    if child:
+        for number in (*Signals.ASK, signal.SIGQUIT):
+            signal.signal(number, lambda number, frame: os.kill(child, number))
+        end_like(os.waitpid(child, 0)[1])
+
+
 def end_like(status: int) -> None:
     """End this process as the command ended."""
     code = os.waitstatus_to_exitcode(status)
@@ -303,4 +314,10 @@ def end_like(status: int) -> None:
 
 
 if __name__ == "__main__":
-    end_like(guard(int(sys.argv[1]), float(sys.argv[2]), execute(sys.argv[4:])))
+    cut = sys.argv.index("--")
+    if sys.argv[3:cut]:
+        step_aside()
+    ended = guard(int(sys.argv[1]), float(sys.argv[2]), execute(sys.argv[cut + 1 :]))
+    for folder in sys.argv[3:cut]:
+        shutil.rmtree(folder, ignore_errors=True)
+    end_like(ended)

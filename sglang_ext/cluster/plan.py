@@ -132,6 +132,9 @@ def make_plan(
     server_ports: Sequence[int],
     keys: Keys | None = None,
     door: Door | None = None,
+    *,
+    address: str = LOOPBACK,
+    tells: str | None = None,
 ) -> tuple[Part, ...]:
     """The servers, then the routers.
 
@@ -143,6 +146,8 @@ def make_plan(
             for torch's rendezvous.
         keys: made for the cluster, used unless the user has named others.
         door: what the router inherits; without it, it binds ``router_port`` itself.
+        address: where the servers listen.
+        tells: where the servers register, if the router is not told where they are.
 
     Raises:
         ConfigError: this machine cannot run it.
@@ -153,7 +158,8 @@ def make_plan(
         )
     scheme = "https" if speaks_tls(config) else "http"
     router_url = f"{scheme}://{_connectable(config.host)}:{router_port}"
-    tells: str | None = router_url
+    listed = tells is None
+    tells = tells or router_url
     if door is not None and door.member_ports:
         tells = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
     if speaks_tls(config):
@@ -181,7 +187,7 @@ def make_plan(
     servers = tuple(
         _server(
             config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key, server_key,
-            changes=not fixed,
+            changes=not fixed, address=address,
         )
         for index, port in enumerate(server_ports[: config.servers])
     )  # fmt: skip
@@ -197,7 +203,7 @@ def make_plan(
         name="router",
         command=(
             sys.executable, "-m", "sglang_ext.router",
-            "--worker-urls", *urls,
+            *(("--worker-urls", *urls) if listed else ()),
             "--host", config.host, "--port", str(router_port), "--policy", config.policy,
             *(("--listen-fds", ",".join(map(str, door.sockets))) if door is not None else ()),
             *router_args,
@@ -299,12 +305,14 @@ def _server(
     server_key: str | None,
     *,
     changes: bool,
+    address: str,
 ) -> Part:
     """One server. tells: the router to which it tells what it holds. key, server_key: the files with the
-    cluster's key and with the servers'. changes: whether it can change between prefill and decode."""
+    cluster's key and with the servers'. changes: whether it can change between prefill and decode. address:
+    where it listens."""
     flags = config.flags_of(index)
     role, number = config.role_of(index)
-    ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
+    ours = ["--model-path", config.model_path, "--host", address, "--port", str(port)]
     if flag_value(flags, RENDEZVOUS_FLAG) is None:
         # SGLang would pick one that the kernel also gives to connections, and listen there seconds later: a
         # connection that has it by then ends the server at its start.
@@ -345,7 +353,7 @@ def _server(
         name=name,
         command=(sys.executable, "-m", "sglang_ext.launch_server", *ours, *flags, *_own_disk(flags, name)),
         environment={**ENVIRONMENT, **(_cpu_environment(config, host, index) if on_cpu else {})},
-        url=f"http://{LOOPBACK}:{port}",
+        url=f"http://{_connectable(address)}:{port}",
     )
 
 
@@ -361,7 +369,7 @@ def fixed_roles(config: ClusterConfig) -> str:
     sizes = set()
     for index in range(config.colocated, config.servers):
         flags = config.flags_of(index)
-        sizes.add(_ranks(flags))
+        sizes.add(ranks(flags))
         if (flag_value(flags, TRANSFER_FLAG) or "global") != "global":
             return f"{TRANSFER_FLAG} {flag_value(flags, TRANSFER_FLAG)}"
         if (caching := flag_value(flags, "--kv-pd-caching") or "3") not in ("2", "3"):
@@ -392,7 +400,7 @@ def _on_cpu(config: ClusterConfig, host: HostFacts, index: int) -> bool:
     return host.accelerators == 0 or flag_value(config.flags_of(index), "--device") == "cpu"
 
 
-def _ranks(flags: Sequence[str]) -> int:
+def ranks(flags: Sequence[str]) -> int:
     """Scheduler processes of a server, each with its device or its share of the cores."""
     count = 1
     for names in (
@@ -413,12 +421,12 @@ def _devices(config: ClusterConfig, host: HostFacts, index: int) -> list[str]:
     flags = config.flags_of(index)
     if flag_value(flags, "--base-gpu-id") is not None:
         return []
-    first = sum(_ranks(config.flags_of(other)) for other in range(index))
-    if first + _ranks(flags) <= host.accelerators:
+    first = sum(ranks(config.flags_of(other)) for other in range(index))
+    if first + ranks(flags) <= host.accelerators:
         return ["--base-gpu-id", str(first)]
-    if _ranks(flags) <= host.accelerators and flag_value(flags, "--mem-fraction-static") is not None:
-        places = host.accelerators // _ranks(flags)
-        return ["--base-gpu-id", str(index % places * _ranks(flags))]
+    if ranks(flags) <= host.accelerators and flag_value(flags, "--mem-fraction-static") is not None:
+        places = host.accelerators // ranks(flags)
+        return ["--base-gpu-id", str(index % places * ranks(flags))]
     raise ConfigError(
         f"{config.servers} servers need more than the {host.accelerators} GPUs there are",
         field="--colocated",
@@ -434,11 +442,11 @@ def _cpu_environment(config: ClusterConfig, host: HostFacts, index: int) -> Mapp
     rank the kernel places the threads; with several, SGLang wants the cores of each rank spelled out.
     """
     flags = config.flags_of(index)
-    share = max(1, host.cores // sum(_ranks(config.flags_of(i)) for i in range(config.servers)))
+    share = max(1, host.cores // sum(ranks(config.flags_of(i)) for i in range(config.servers)))
     found = {"OMP_NUM_THREADS": str(share)}
-    if (ranks := _ranks(flags)) > 1:
-        first = index * ranks * share
-        cores = [[(first + rank * share + k) % host.cores for k in range(share)] for rank in range(ranks)]
+    if (count := ranks(flags)) > 1:
+        first = index * count * share
+        cores = [[(first + rank * share + k) % host.cores for k in range(share)] for rank in range(count)]
         found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, some)) for some in cores)
     return found
 

@@ -12,6 +12,7 @@ import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from sglang_ext.cluster.plan import Part
@@ -25,6 +26,33 @@ NOISE = re.compile(r"^ - leaked |^ - \.\.\. skipped|^nanobind: |^See https://nan
 """Lines that hide what came before: an extension module's when any process with SGLang ends, and probes."""
 
 
+class Running(Protocol):
+    """What the supervisor needs of a part's process, wherever that runs."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of its guard, once started, if that is on this machine."""
+
+    @property
+    def url(self) -> str:
+        """Where it answers, if that is found out when it is placed; else empty."""
+
+    async def run(self) -> int:
+        """Start it and wait for its end; returns the exit code, negative for a signal's number."""
+
+    def take_over(self) -> None:
+        """Tell a process that stands by to serve from now on."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def hasten(self) -> None:
+        """End it at once."""
+
+    def kill(self) -> None:
+        """End it, whatever becomes of what it has started."""
+
+
 class PartProcess:
     """A part's process under its guard.
 
@@ -35,6 +63,7 @@ class PartProcess:
         grace_s: seconds between SIGTERM and SIGKILL when it is told to end.
         flags: further ones for its command.
         stands_by: start it as one that waits until it is told to take over.
+        folder: goes when the process has ended, also if this one dies before.
     """
 
     def __init__(
@@ -46,8 +75,10 @@ class PartProcess:
         grace_s: float,
         flags: Sequence[str] = (),
         stands_by: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self._part = part
+        self._removed = () if folder is None else (str(folder),)
         self._flags = tuple(flags)
         self._call: tuple[int, int] | None = os.pipe() if stands_by else None
         """What it waits at: the end that it reads from, and the one that is written to."""
@@ -63,6 +94,11 @@ class PartProcess:
         """The guard's process id, once started."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def url(self) -> str:
+        """Where the plan says."""
+        return ""
+
     async def run(self) -> int:
         """Start it and wait for its end; returns the exit code, negative for a signal's number."""
         flags, inherited = self._flags, self._part.sockets
@@ -73,7 +109,16 @@ class PartProcess:
                 log.write(f"$ {' '.join((self._part.shown_command, *flags))}\n".encode())
                 log.flush()
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(GUARD), str(self._watch), str(self._grace_s), "--"),
+                    *(
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        str(GUARD),
+                        str(self._watch),
+                        str(self._grace_s),
+                        *self._removed,
+                        "--",
+                    ),
                     *self._part.command,
                     *flags,
                     stdin=asyncio.subprocess.DEVNULL,

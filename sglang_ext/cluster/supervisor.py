@@ -18,7 +18,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster import lifecycle
 from sglang_ext.cluster.lifecycle import Action, Event, State
 from sglang_ext.cluster.plan import Part, log_path
-from sglang_ext.cluster.process import PartProcess, how_it_ended, probe, stop_listening, tail
+from sglang_ext.cluster.process import PartProcess, Running, how_it_ended, probe, stop_listening, tail
 from sglang_ext.errors import InternalError, PeerError
 
 PROBE_INTERVAL_S = 0.25
@@ -33,7 +33,7 @@ Probe = Callable[[str], Awaitable[bool]]
 class Standby:
     """A process that stands by, and its end."""
 
-    process: PartProcess
+    process: Running
     slot: int
     ending: asyncio.Task[int]
 
@@ -51,13 +51,18 @@ class PartStatus:
     """Monotonic seconds of the latest start; 0 before the first."""
     ready_after_s: float | None = None
     """How long the latest start took."""
-    process: PartProcess | None = field(default=None, repr=False)
+    process: Running | None = field(default=None, repr=False)
     slot: int = 0
     """Which of the part's slots ``process`` has."""
     standby: Standby | None = field(default=None, repr=False)
     standby_deaths: int = 0
     """Times that the one that stood by died while it did."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Where this part alone answers; empty while it is not placed."""
+        return (self.process.url if self.process else "") or self.part.own_url or self.part.url
 
     @property
     def pid(self) -> int | None:
@@ -90,6 +95,7 @@ class Cluster:
         stop_timeout_s: seconds between asking a part to end and killing it.
         observer: is told of every change.
         probe: whether ``GET url`` answers 200.
+        elsewhere: makes a part's process, given the part and its log, where that is not one of this machine.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Cluster:
         observer: Observer | None = None,
         clock: Clock | None = None,
         probe: Probe = probe,
+        elsewhere: Callable[[Part, Path], Running] | None = None,
     ) -> None:
         self.parts = {part.name: PartStatus(part, log_path(log_dir, part)) for part in parts}
         self.failure: ClusterError | None = None
@@ -113,6 +120,7 @@ class Cluster:
         self._observer = observer
         self._clock = clock or SystemClock()
         self._probe = probe
+        self._elsewhere = elsewhere
         self._stopping = False
         self._changed = asyncio.Event()
         self._watch: tuple[int, int] | None = None
@@ -279,7 +287,9 @@ class Cluster:
         self._task(status, self._live(status, ending))
         self._task(status, self._until_healthy(status))
 
-    def _process(self, status: PartStatus, slot: int, *, stands_by: bool = False) -> PartProcess:
+    def _process(self, status: PartStatus, slot: int, *, stands_by: bool = False) -> Running:
+        if self._elsewhere is not None:
+            return self._elsewhere(status.part, status.log)
         if self._watch is None:
             raise InternalError("the cluster was not entered")
         part = status.part
@@ -356,10 +366,10 @@ class Cluster:
 
     async def _until_healthy(self, status: PartStatus) -> None:
         """The probes that wait for the first answer."""
-        name, part = status.part.name, status.part
+        name = status.part.name
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await self._probe((part.own_url or part.url) + part.ready_path):
+                while not (status.url and await self._probe(status.url + status.part.ready_path)):
                     await self._clock.sleep(PROBE_INTERVAL_S)
         except TimeoutError:
             if status.state is State.STARTING:

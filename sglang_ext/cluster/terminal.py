@@ -27,11 +27,6 @@ STYLES: Mapping[State, str] = {
 BUSY = frozenset({State.WAITING, State.STARTING, State.STOPPING})
 
 
-def own_url(status: PartStatus) -> str:
-    """Where a part is asked for its metrics: what it shares a port with has others."""
-    return status.part.own_url or status.part.url
-
-
 class Display:
     """Shows the parts of a cluster as its observer; ``with`` puts the terminal right at the end.
 
@@ -85,7 +80,7 @@ class Display:
             again = f" again (restart {status.restarts})" if status.restarts else ""
             return escape(f"{name}: starting{again}, log {status.log}")
         if state is State.READY and status.ready_after_s is not None:
-            return escape(f"{name}: ready after {status.ready_after_s:.0f} s, {own_url(status)}")
+            return escape(f"{name}: ready after {status.ready_after_s:.0f} s, {status.url}")
         return escape(f"{name}: {state.value}")
 
     def _table(self) -> Table:
@@ -102,7 +97,7 @@ class Display:
                 name,
                 f"[{style}]{status.state.value}[/]",
                 "" if took is None else f"{took:.0f} s",
-                own_url(status),
+                status.url,
                 f"[dim]{escape(last)}[/]",
             )
         return table
@@ -113,10 +108,11 @@ class Display:
             self._print("the cluster is complete again")
             return
         self._announced = True
-        parts = [status.part for status in self._parts.values()]
+        parts = list(self._parts.values())
+        last = parts[-1]
         self._print(f"The cluster is ready after {time.monotonic() - self._started:.0f} s.")
-        self._print(escape(f"  {'router':10} {parts[-1].url}  send requests here"))
-        for part in reversed(parts if parts[-1].own_url else parts[:-1]):
-            self._print(escape(f"  {part.name:10} {part.own_url or part.url}"))
+        self._print(escape(f"  {'router':10} {last.part.url or last.url}  send requests here"))
+        for status in reversed(parts if last.part.own_url else parts[:-1]):
+            self._print(escape(f"  {status.part.name:10} {status.url}"))
         self._print(escape(f"  {'logs':10} {self._log_dir}"))
         self._print("Ctrl-C ends it.")

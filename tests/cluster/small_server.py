@@ -4,6 +4,7 @@ exit=N        end at once with this status, after a line of output
 exit-once=N   the same, but only when PID_FILE is empty
 late-again=S  listen after so many seconds, but at once when PID_FILE is empty
 deaf          never listen
+host=ADDRESS  listen there instead of 127.0.0.1
 stubborn      ignore SIGTERM
 family        start a child in a session of its own whose parent ends, so that nobody is left who knows it
 --listen-fds N    accept connections from this inherited socket instead
@@ -72,17 +73,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 flags = dict(itertools.pairwise(behaviours))
+host = next((each.partition("=")[2] for each in behaviours if each.startswith("host=")), "127.0.0.1")
 if "--standby-fd" in flags:
     with open(pid_file + ".standby", "a") as file:
         file.write(f"{os.getpid()}\n")
     if not os.read(int(flags["--standby-fd"]), 1):
         os._exit(5)
 if "--listen-fds" in flags:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler, bind_and_activate=False)
+    server = http.server.ThreadingHTTPServer((host, port), Handler, bind_and_activate=False)
     server.socket.close()
     server.socket = socket.socket(fileno=int(flags["--listen-fds"]))
     server.server_activate()
 else:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = http.server.ThreadingHTTPServer((host, port), Handler)
 print(f"listening on {port}", flush=True)
 server.serve_forever()

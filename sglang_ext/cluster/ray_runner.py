@@ -1,0 +1,80 @@
+"""What runs a part of a cluster on a node of Ray: an actor, and below it the guard, as on one machine.
+
+When the actor dies, with the driver or the node's Ray, the guard sees it and ends all that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sglang_ext.cluster.host import Ports
+from sglang_ext.cluster.plan import LOOPBACK, Part
+from sglang_ext.cluster.process import PartProcess
+from sglang_ext.cluster.ray_plan import Place
+
+FOLDER_PREFIX = "sglang-ext-ray-"
+LOG_BYTES = 1 << 18
+"""Of a log's end, which the driver gets."""
+
+
+class Runner:
+    """Runs one part, once.
+
+    Args:
+        keys: files of its private folder, by name. Its log is there too.
+    """
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        for name, text in keys.items():
+            descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(text)
+        self._log = self._folder / "log"
+        self._ports = Ports()
+        self._process: PartProcess | None = None
+        self._told: list[str] = []
+
+    async def place(self, address: str, wanted: Sequence[int]) -> Place:
+        """Hold ports at ``address``, free ones for 0.
+
+        Raises:
+            ConfigError: one is in use.
+        """
+        ports = [self._ports.take(address, port, "--port") for port in wanted]
+        if len(ports) > 1:  # the rendezvous of a server's ranks is on loopback
+            ports[2] = self._ports.take(LOOPBACK, 0, "--port")
+        return Place(address, tuple(ports), str(self._folder))
+
+    async def run(self, part: Part, grace_s: float) -> tuple[int, bytes]:
+        """Run the part to its end: its exit code, and the end of its log."""
+        watch = os.pipe()
+        try:
+            self._process = PartProcess(part, self._log, watch=watch[0], grace_s=grace_s, folder=self._folder)
+            for what in self._told:
+                await self.tell(what)
+            log = os.open(self._log, os.O_RDONLY | os.O_CREAT, 0o600)  # the guard may remove it
+            try:
+                code = await self._process.run()
+                return code, os.pread(log, LOG_BYTES, max(0, os.fstat(log).st_size - LOG_BYTES))
+            finally:
+                os.close(log)
+        finally:
+            for end in watch:
+                os.close(end)
+            self._ports.__exit__()
+
+    async def tell(self, what: str) -> None:
+        """``terminate``, ``hasten`` or ``kill`` it."""
+        if self._process is None:
+            self._told.append(what)
+        else:
+            getattr(self._process, what)()
+
+    async def idle(self) -> None:
+        """Return at once: it lives."""
+        await asyncio.sleep(0)
