@@ -154,6 +154,7 @@ class Router(Parts):
         await self.mover.stop()
         await self.members.stop()
         await self.agents.close()
+        await self.stock.close()
         await self.advisory.stop()
         await self.background.stop()
         await self.relay.stop()

@@ -16,6 +16,7 @@ from sglang_ext.router.cluster.members import Members, new_router_name
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.setup import open_membership
+from sglang_ext.router.cluster.stock_links import StockLinks
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.advisory_book import HintBook
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
@@ -119,6 +120,7 @@ class Parts:
             on_crash=on_crash,
         )
         self.agents = Agents(self.trees, clock, router=name, key=self.cluster_key, listener=self.watch)
+        self.stock = StockLinks(self.trees, self.fleet)
 
         # The model: its tokens, and what computing takes.
         self.tokenizers = TokenizerService(
@@ -282,7 +284,7 @@ class Parts:
             self.fleet.restarted.subscribe(forget)
         for part in (
             self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs,
-            self.role_changes, self.roles,
+            self.role_changes, self.roles, self.stock,
         ):  # fmt: skip
             part.measure(self.metrics)
 

@@ -217,7 +217,7 @@ class Information:
 
     def _history(self) -> History | None:
         """What the index remembers of evictions; nothing where no instance tells of them."""
-        tells = any(self._trees.replica(name) is not None for name in self._fleet.rows)
+        tells = any(self._trees.tells(name) for name in self._fleet.rows)
         return self._trees.history if tells and self._trees.mode != "approximate" else None
 
     async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:

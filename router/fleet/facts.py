@@ -47,6 +47,16 @@ class ChatFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where a stock server publishes its KV events: addresses that can be connected to."""
+
+    endpoint: str
+    replay: str | None = None
+    """Where batches are sent again that were missed."""
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceFacts:
     """What an instance tells about itself when it is first reached, and whenever it comes back."""
 
@@ -63,6 +73,8 @@ class InstanceFacts:
     """Of a prefill server: where decode servers ask it for KV."""
     tells: bool = False
     """It was started with ``--kv-router``: it will register, and tell what it holds."""
+    events: EventSource | None = None
+    """It was started with ``--kv-events-config``, in a way that can be followed."""
     changes_role: bool = False
     """It was started with ``--enable-pd-role-switch``: it can change between prefill and decode."""
     chat: ChatFacts = ChatFacts()

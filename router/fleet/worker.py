@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 
 from sglang_ext.cost_model import Batching
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api.validation import Json
-from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
+from sglang_ext.router.fleet.facts import ChatFacts, EventSource, InstanceFacts, ModelFacts
 from sglang_ext.router.http.types import JSON_TYPE, Upstream
 
 _VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
@@ -32,6 +33,10 @@ LEARN_TIMEOUT_S = 10.0
 """``/server_info`` waits until the scheduler has finished its present batch."""
 FLUSH_TIMEOUT_S = 30.0
 TELLS_FLAG = "--kv-router"
+
+_WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
+"""Hosts at which SGLang's publisher listens; with any other it connects to who listens there."""
+_REPLAY = re.compile(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
 _ROLES = {"null": "colocated", None: "colocated"}
 
@@ -141,6 +146,7 @@ class WorkerApi:
             is_generation=generates,
             bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
             tells=_tells(server.get("launch_command")),
+            events=_events(url, server),
             changes_role=bool(server.get("enable_pd_role_switch")),
             chat=_chat_facts(model, server),
             batching=_batching(server),
@@ -205,6 +211,30 @@ def _tells(launch_command: object) -> bool:
     """Whether a server's command line names a router to register with."""
     words = launch_command.split() if isinstance(launch_command, str) else []
     return any(word.partition("=")[0] == TELLS_FLAG for word in words)
+
+
+def _events(url: str, server: Json) -> EventSource | None:
+    """Where a server publishes its KV events; ``None`` where it does not, or where they are no use: to a
+    socket that connects to one named host, or from several caches behind one address."""
+    told = server.get("kv_events")
+    if not isinstance(told, dict) or told.get("publisher") != "zmq" or told.get("dp_size") != 1:
+        return None
+    port = _port(told.get("endpoint_port_base"))
+    if port is None or str(told.get("endpoint_host")).strip("[]") not in _WILDCARDS:
+        return None
+    host = urlsplit(url).hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    try:
+        replay = str(orjson.loads(server["kv_events_config"])["replay_endpoint"])
+        again = _REPLAY.fullmatch(replay)
+    except (KeyError, TypeError, orjson.JSONDecodeError):
+        again = None
+    if again is not None:
+        there = host if again[1].strip("[]") in _WILDCARDS else again[1]
+        replay = f"tcp://{there}:{again[2]}"
+    return EventSource(
+        f"tcp://{host}:{port}", replay if again is not None else None, str(told.get("topic") or "")
+    )
 
 
 def _identity(server: Json) -> str:

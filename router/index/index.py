@@ -4,12 +4,15 @@
     ------------------------  -------------------------------------------------  ----------------------------
     with an agent             a copy of what it tells (`radix_global.replica`),   while its agent is heard and
                               one tree per role                                  nothing of it is missing
-    without one (any SGLang)  what passes by (`prompt_trees`)                     always, for what it is worth
+    stock SGLang with         a copy of what its events tell (`stock_replica`),  while no event is missing;
+    KV events                 in the same tree                                   beside it, while that is
+                                                                                 partial, what passes by
+    any other SGLang          what passes by (`prompt_trees`)                     always, for what it is worth
 
 Until the first snapshot of an instance that tells is in, or for as long as it takes to give that up, the
 instance is *awaited*: what it has told so far is used, and nobody knows what else it holds.
 
-Guesses, made when a request is routed, are the same for both and live 2 s. What the engine knows and the
+Guesses, made when a request is routed, are the same for all and live 2 s. What the engine knows and the
 router does not (prompts matched by text; adapters, whose ids the router is not told) is believed, not known.
 
 Memory is bounded over all of it. What is too much goes: the coldest ends of prefixes of the instance that has
@@ -23,8 +26,8 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import Namespace, block_keys, tenant_salt
@@ -44,16 +47,20 @@ from sglang_ext.radix_global.sync.runs import names_in
 from sglang_ext.router.index.history import Departure, History
 from sglang_ext.router.index.memory import TreeSize
 from sglang_ext.router.index.prompt_trees import MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
+from sglang_ext.router.index.stock_replica import StockReplica
 from sglang_ext.router.policies import Match
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier, nearest_in
 
+R = TypeVar("R", Replica, StockReplica)
 IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
 HISTORY_SHARE: Final = 16
 """The history takes at most this part of the memory."""
 BELIEVED_SHARE: Final = 8
 """At least this part of the memory is left for what is only believed, guesses among it."""
+STOCK_SHARE: Final = 4
+"""Names of stock instances' pages take at most this part."""
 GIVE_UP_BLOCKS: Final = 256
 WAIT_S: Final = 15.0
 MODES: Final = ("auto", "exact", "approximate")
@@ -63,9 +70,17 @@ MODES: Final = ("auto", "exact", "approximate")
 class _Known:
     """An instance that tells."""
 
-    replica: Replica
+    replica: Replica | StockReplica
     role: Role
     heard: bool = False
+    complete: bool = False
+    """A stock instance's copy is complete."""
+    mixed: set[str | None] = field(default_factory=set)
+    """Salts under which a stock instance was sent prompts that its events do not tell from others."""
+
+    def covers(self, tenant: Tenant) -> bool:
+        """Whether what is told of a tenant's prompts can be told from what is told of others'."""
+        return isinstance(self.replica, Replica) or (tenant[0] is None and tenant[1] not in self.mixed)
 
 
 class _RoleTree:
@@ -136,10 +151,18 @@ class Index(PromptTrees):
     def attach(self, name: str, role: Role) -> None:
         """An instance has an agent: from now on what it tells is believed, and nothing else."""
         known = self._known.get(name)
-        if known is not None and known.role is role:
+        if known is not None and known.role is role and isinstance(known.replica, Replica):
             return
-        if known is not None:
-            self.detach(name)
+        self._make(name, role, Replica)
+        super().forget(name)
+
+    def attach_stock(self, name: str, role: Role) -> StockReplica:
+        """A stock instance publishes its KV events: what they tell is believed from now on, and where that is
+        not all, what passes by as well. Whatever was known of it is dropped."""
+        return self._make(name, role, StockReplica)
+
+    def _make(self, name: str, role: Role, kind: type[R]) -> R:
+        self.detach(name)
         place = self._trees[role]
 
         def abandon(holder: Holder) -> None:
@@ -149,9 +172,9 @@ class Index(PromptTrees):
         def left(node: Node, blocks: int, left: int, kept: int) -> None:
             self._past.left(name, self._clock.wall(), node, blocks, left, kept)
 
-        replica = Replica(place.tree, name, serial=self._numbers, abandon=abandon, left=left)
+        replica = kind(place.tree, name, serial=self._numbers, abandon=abandon, left=left)
         self._known[name] = _Known(replica, role)
-        super().forget(name)
+        return replica
 
     def expect(self, name: str) -> None:
         """An instance has begun that tells, or will: what it holds is awaited from now on."""
@@ -178,19 +201,28 @@ class Index(PromptTrees):
             self._trees[known.role].live.pop(known.replica.holder, None)
 
     def replica(self, name: str) -> Replica | None:
-        """The copy of what an instance tells; ``None`` when it has no agent."""
+        """The copy of what an instance's agent tells; ``None`` when it has none."""
         known = self._known.get(name)
-        return None if known is None else known.replica
+        return known.replica if known is not None and isinstance(known.replica, Replica) else None
+
+    def stock(self, name: str) -> StockReplica | None:
+        """The copy of what a stock instance's events tell; ``None`` when nobody follows them."""
+        known = self._known.get(name)
+        return known.replica if known is not None and isinstance(known.replica, StockReplica) else None
+
+    def tells(self, name: str) -> bool:
+        """Whether an instance tells what it holds, by an agent or by events."""
+        return name in self._known
 
     def began(self, name: str, epoch: bytes, naming: Naming | None) -> None:
         """An instance's agent said in which epoch it is."""
-        if (known := self._known.get(name)) is not None:
-            known.replica.began(epoch, naming)
+        if (replica := self.replica(name)) is not None:
+            replica.began(epoch, naming)
 
     def apply(self, name: str, message: IndexMessage) -> Outcome:
         """An instance tells of placements."""
         known = self._known.get(name)
-        if known is None:
+        if known is None or not isinstance(known.replica, Replica):
             return Outcome.IGNORED
         if isinstance(message, Events):
             for event in message.events:
@@ -202,6 +234,25 @@ class Index(PromptTrees):
         self._trees[known.role].live[known.replica.holder] = known
         self._bound()
         return outcome
+
+    def stock_changed(self, name: str, replica: StockReplica) -> bool:
+        """What the events of a stock instance tell has changed. Returns whether they are still wanted: not
+        when the names of such instances' pages take more than a quarter of the memory."""
+        known = self._known.get(name)
+        if known is None or known.replica is not replica:
+            return False
+        stock = (k.replica.size_bytes for k in self._known.values() if isinstance(k.replica, StockReplica))
+        if sum(stock) > self._max_bytes // STOCK_SHARE:
+            self.detach(name)
+            return False
+        if replica.trusted:
+            self._awaited.pop(name, None)
+            if not replica.partial and not known.complete:
+                super().forget(name)
+        known.complete = replica.trusted and not replica.partial
+        self._trees[known.role].live[replica.holder] = known
+        self._bound()
+        return True
 
     def heard(self, name: str, *, alive: bool) -> None:
         """Whether the agent of an instance is heard."""
@@ -232,12 +283,22 @@ class Index(PromptTrees):
         if self.learns_of(namespace, instance):
             super().confirm(namespace, key, instance)
 
+    def guess(self, namespace: Any, key: bytes, instance: str) -> None:
+        """See ``PromptTrees.guess``. A stock instance's events leave out adapters and ``extra_key``: from now
+        on nobody knows whose the prompts are that they tell of under the same salt."""
+        known = self._known.get(instance)
+        if known is not None and len(namespace) == 4 and (namespace[1] or namespace[2]):
+            known.mixed.add(namespace[3] or None)
+        super().guess(namespace, key, instance)
+
     def learns_of(self, namespace: Hashable, instance: str) -> bool:
         """See ``PromptTrees.learns_of``."""
-        return self.mode != "exact" and not (self._tells(instance) and tenant_of(namespace) is not None)
-
-    def _tells(self, name: str) -> bool:
-        return self.mode != "approximate" and name in self._known
+        if self.mode == "exact":
+            return False
+        tenant, known = tenant_of(namespace), self._known.get(instance)
+        if self.mode == "approximate" or tenant is None or known is None:
+            return True
+        return not known.covers(tenant) or (isinstance(known.replica, StockReplica) and known.replica.partial)
 
     # -- what routing asks ----------------------------------------------------------------------------
 
@@ -289,7 +350,7 @@ class Index(PromptTrees):
         whole = len(key) // step
         size = place.tree.block_size
         for holder, known in place.live.items():
-            if not self._tells_truth(known):
+            if not self._tells_truth(known) or not known.covers(tenant):
                 continue
             held = in_hbm.get(holder, 0)
             below: dict[Tier, int] = {}
@@ -299,8 +360,12 @@ class Index(PromptTrees):
             if known.replica.named:
                 held += self._by_name(known.replica, tenant, key, held, names, below)
             depth, end = ends.get(holder, (0, None))
+            most = whole
+            if isinstance(known.replica, StockReplica):
+                held -= held % known.replica.page_blocks
+                most -= most % known.replica.page_blocks
             # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
-            own = held == whole or (
+            own = held == most or (
                 known.replica.trusted and held == depth and end is not None and _ends_at(end, holder, depth)
             )
             if held:
@@ -309,7 +374,7 @@ class Index(PromptTrees):
 
     def _by_name(
         self,
-        replica: Replica,
+        replica: Replica | StockReplica,
         tenant: Tenant,
         key: bytes,
         start: int,

@@ -1,0 +1,323 @@
+"""Following the KV events of stock SGLang servers: a subscription each, and asking again for what was missed.
+
+    batch 0 on, from the replay socket    the copy is complete, and the instance is trusted when it is in
+    a number left out                     the copy is not trusted until the replay socket has sent it again
+    it is not sent again, or there is     all that was known is dropped; what comes is taken, and what passes
+    no replay socket                      by is believed beside it (`index.stock_replica`: partial)
+    every `KEEP_UP_S`                     the last batch is asked for again: whoever does not have it, or has
+                                          another, was started anew; what was lost on the way comes with it
+
+That the server lives is for its probes to say. Everything runs on the event loop, a batch at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from zmq import constants as zmq
+from zmq.asyncio import Context
+
+from sglang_ext.radix_global.sync.replica import Outcome, State
+from sglang_ext.router.fleet.facts import EventSource
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.fleet.instance_record import InstanceRecord
+from sglang_ext.router.fleet.lifecycle import Event
+from sglang_ext.router.fleet.lifecycle import State as Life
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.index.stock_replica import StockReplica
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.tasks import Tasks
+
+logger = logging.getLogger("router.stock")
+
+KEEP_UP_S: Final = 2.0
+PATIENCE_S: Final = 3.0
+"""For an answer of the replay socket, from one message to the next; SGLang looks at it ten times a second."""
+MAX_BATCH_BYTES: Final = 64 << 20
+MAX_WAITING: Final = 10_000
+"""Batches that are kept while those before them are asked for again: as many as SGLang remembers."""
+END: Final = (-1).to_bytes(8, "big", signed=True)
+
+
+class StockLinks:
+    """Subscribes to the events of every instance of a fleet that publishes them and has no agent.
+
+    Args:
+        index: takes what they tell.
+        fleet: says who they are.
+    """
+
+    def __init__(self, index: Index, fleet: Fleet) -> None:
+        self._index = index
+        self._links: dict[str, StockLink] = {}
+        self._ending = Tasks()
+        self._context: Any = None
+        if index.mode != "approximate":
+            fleet.happened.subscribe(self._on_event)
+
+    def _on_event(self, row: InstanceRecord, event: Event, before: Life) -> None:
+        if row.state is Life.LEFT:
+            self._disconnect(row.name)
+        elif event is Event.LEARNT and row.facts is not None:
+            facts = row.facts
+            if facts.events is None or facts.tells or (row.registration and row.registration.agent):
+                self._disconnect(row.name)
+                return
+            link = self._links.get(row.name)
+            if link is not None and (link.source, link.identity) == (facts.events, facts.identity):
+                return
+            self._disconnect(row.name)
+            if self._context is None:
+                self._context = Context()
+            replica = self._index.attach_stock(row.name, row.role)
+            self._links[row.name] = StockLink(
+                self._context, self._index, row.name, facts.events, facts.identity, replica
+            )
+
+    def _disconnect(self, name: str) -> None:
+        if (link := self._links.pop(name, None)) is not None:
+            link.task.cancel()
+            self._ending.keep(link.task)
+            if self._index.stock(name) is link.replica:
+                self._index.detach(name)
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show what each instance's events brought."""
+        told = {
+            "batches": metrics.gauge("kv_event_batches", "Batches of KV events taken in", "instance"),
+            "lost_count": metrics.gauge(
+                "kv_event_losses", "How often KV events were lost and all they had told dropped", "instance"
+            ),
+        }
+
+        def refresh() -> None:
+            for what, gauge in told.items():
+                gauge.clear()
+                for name, link in self._links.items():
+                    gauge.labels(name).set(getattr(link.replica, what))
+
+        metrics.refreshing.subscribe(refresh)
+
+    async def close(self) -> None:
+        """End every subscription."""
+        for name in list(self._links):
+            self._disconnect(name)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+
+class StockLink:
+    """The subscription to one instance's events.
+
+    Args:
+        context: of ZeroMQ.
+        index: is told when the copy has changed.
+        identity: of the server's process, as it tells.
+        replica: the copy.
+        keep_up_s: see ``KEEP_UP_S``.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        index: Index,
+        name: str,
+        source: EventSource,
+        identity: str,
+        replica: StockReplica,
+        *,
+        keep_up_s: float = KEEP_UP_S,
+    ) -> None:
+        self.source = source
+        self.identity = identity
+        self.replica = replica
+        self._context = context
+        self._index = index
+        self._name = name
+        self._keep_up_s = keep_up_s
+        self._live = -1
+        """Number of the last batch that was published."""
+        self._waiting: dict[int, bytes] = {}
+        self._due = asyncio.Event()
+        """Something is to be asked for at once."""
+        index.heard(name, alive=True)
+        if source.replay is not None:
+            index.expect(name)
+        self.task = asyncio.create_task(self._run(), name=f"KV events of {name}")
+
+    async def _run(self) -> None:
+        if self.source.replay is None:
+            logger.warning(
+                "%s publishes KV events without a replay_endpoint: what it held before, and what gets lost, "
+                "is inferred from requests",
+                self._name,
+            )
+            self._go_on_from(0, partial=True)
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._receive(), name=f"receive KV events of {self._name}")
+                both.create_task(self._keep_up(), name=f"keep up with KV events of {self._name}")
+        except* _Unwanted:
+            if not self._index.tells(self._name):
+                logger.warning(
+                    "%s has so many pages that their names do not fit into the index: what it holds is "
+                    "inferred from requests. Give it larger pages, or the router more --tree-max-bytes",
+                    self._name,
+                )
+        except* Exception:
+            # A fault of ours: what it holds is inferred from requests from now on.
+            logger.exception("the KV events of %s cannot be taken in", self._name)
+            self._index.detach(self._name)
+
+    def _socket(self, kind: int, address: str) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+        socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
+        socket.connect(address)
+        return socket
+
+    # -- what is published --------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        socket = self._socket(zmq.SUB, self.source.endpoint)
+        try:
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) == 3 and len(frames[1]) == 8:
+                    self._published(int.from_bytes(frames[1], "big"), frames[2])
+                # Requests go between two batches, however many there are.
+                await asyncio.sleep(0)
+        finally:
+            socket.close(linger=0)
+
+    def _published(self, number: int, payload: bytes) -> None:
+        if number <= self._live:
+            logger.info("%s numbers its KV events anew: it was restarted", self._name)
+            self._waiting.clear()
+            self.replica.restart()
+            if self.source.replay is None:
+                self._go_on_from(number, partial=number > 0)
+            self._due.set()
+        elif self._live < 0 and self.source.replay is None:
+            self._go_on_from(number, partial=number > 0)
+        self._live = number
+        if self._take(number, payload) is not Outcome.BROKEN:
+            if not self.replica.trusted:
+                self._due.set()
+            return
+        if self.source.replay is None:
+            self._go_on_from(number, partial=True)
+            self._take(number, payload)
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting.clear()
+        self._waiting[number] = payload
+        self._due.set()
+
+    def _take(self, number: int, payload: bytes) -> Outcome:
+        outcome = self.replica.take(number, payload)
+        if outcome is Outcome.APPLIED and self.source.replay is None:
+            self.replica.caught_up()
+        self._changed()
+        return outcome
+
+    def _go_on_from(self, number: int, *, partial: bool) -> None:
+        """Nothing before this batch will come."""
+        if partial:
+            self.replica.lost(number)
+        else:
+            self.replica.began()
+        self.replica.caught_up()
+        self._changed()
+
+    def _changed(self) -> None:
+        if not self._index.stock_changed(self._name, self.replica):
+            raise _Unwanted
+
+    # -- what was missed ----------------------------------------------------------------------------
+
+    async def _keep_up(self) -> None:
+        """Ask for what follows, again and again."""
+        if self.source.replay is None:
+            return
+        while True:
+            socket = self._socket(zmq.DEALER, self.source.replay)
+            try:
+                while True:
+                    self._due.clear()
+                    await self._ask(socket)
+                    try:
+                        async with asyncio.timeout(self._keep_up_s):
+                            await self._due.wait()
+                    except TimeoutError:
+                        pass
+            except TimeoutError:
+                # Late answers go with the socket. What waits will not get what it waits for.
+                if self._waiting or self.replica.state is State.BLANK:
+                    self.replica.lost(min(self._waiting, default=self._live + 1))
+                    self._drain()
+            finally:
+                socket.close(linger=0)
+
+    async def _ask(self, socket: Any) -> None:
+        """Ask for the last batch and what follows it.
+
+        Raises:
+            TimeoutError: no answer.
+        """
+        replica = self.replica
+        first, last = max(0, replica.next - 1), replica.last
+        await socket.send_multipart([b"", first.to_bytes(8, "big")])
+        same: bool | None = None
+        while True:
+            async with asyncio.timeout(PATIENCE_S):
+                frames = await socket.recv_multipart()
+            if len(frames) != 3 or len(frames[1]) != 8:
+                continue
+            if frames[1] == END:
+                break
+            number, payload = int.from_bytes(frames[1], "big"), frames[2]
+            if same is None:
+                same = number > first or not last or payload == last
+            if not same:
+                continue
+            if replica.state is State.BLANK and number == 0:
+                replica.began()
+            if replica.take(number, payload) is Outcome.BROKEN:
+                replica.lost(number)  # it does not remember those before
+                replica.take(number, payload)
+            await asyncio.sleep(0)
+        if last and not same:
+            # Whoever does not know what it sent last is another process, which had nothing at its start.
+            self._waiting.clear()
+            replica.restart()
+            self._due.set()
+            return
+        if replica.state is State.BLANK:
+            replica.began()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Take what was published meanwhile; what is still missing is asked for at once."""
+        for number in sorted(self._waiting):
+            if self.replica.take(number, self._waiting[number]) is Outcome.BROKEN:
+                self._due.set()
+                break
+            del self._waiting[number]
+        else:
+            self.replica.caught_up()
+        self._changed()
+
+
+class _Unwanted(Exception):
+    """The index does not want an instance's events."""
