@@ -38,6 +38,18 @@ _HEADERS: Json = {
         "x-kv-route-reason": "Why this instance was chosen.",
     }.items()
 }
+_QUERY = schemas.record(
+    {
+        "model": schemas.MAYBE_TEXT,
+        "token_ids": {"type": "array", "items": schemas.TOKEN},
+        "block_size": {"type": ["integer", "null"], "minimum": 1, "maximum": 1 << 20},
+        "instance_id": schemas.MAYBE_TEXT,
+        "tenant_id": schemas.MAYBE_TEXT,
+        "lora_name": schemas.MAYBE_TEXT,
+        "cache_salt": schemas.MAYBE_TEXT,
+    },
+    "token_ids",
+)
 _REFUSALS = {
     "400": "The request is wrong; the error names the field.",
     "401": "A key is missing or wrong.",
@@ -108,6 +120,7 @@ def _paths() -> Json:
         "/tokenize": _post(tokenize, "The tokens of a text"),
         "/detokenize": _post(detokenize, "The text of tokens"),
         "/abort_request": _post(abort, "End a request by its rid or request id"),
+        "/query": _post(_QUERY, "How much of a prompt each instance has cached (Mooncake's KV-indexer API)"),
         "/model_info": _get("Facts of the model"),
         "/get_model_info": _get("As /model_info"),
         "/server_info": _get("Facts of a server and of the router"),

@@ -36,6 +36,7 @@ from sglang_ext.router.endpoints.cluster_api import ClusterApi
 from sglang_ext.router.endpoints.control import Control
 from sglang_ext.router.endpoints.documents_api import DocumentsApi
 from sglang_ext.router.endpoints.generation import Generation, generation_routes
+from sglang_ext.router.endpoints.indexer_api import IndexerApi
 from sglang_ext.router.endpoints.information import Information
 from sglang_ext.router.endpoints.pages import page_routes
 from sglang_ext.router.endpoints.routes import RouteTable
@@ -346,6 +347,7 @@ class Parts:
                 *cluster.routes(),
                 *self.advisory.routes(),
                 *DocumentsApi(self.documents, self.fleet, clock, config.document_ttl_secs).routes(),
+                *IndexerApi(self.fleet, self.trees).routes(),
                 *page_routes(),
             ]
         )

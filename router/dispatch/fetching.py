@@ -98,6 +98,7 @@ class Fetching:
         self._spans = metrics.counter(
             "fetched_spans", "Spans of prompts that were read from another instance, by how that ended", "how"
         )
+        self._transfers = metrics.transfers
         self._fetched_tokens = metrics.counter("fetched_tokens", "Tokens whose KV came from another instance")
         self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
         """(Of a hint, id) -> a fetch that has not ended, as far as is known; the oldest are forgotten."""
@@ -309,6 +310,8 @@ class Fetching:
             span.end, span.moved, span.took_s = ended.end, ended.tokens, ended.seconds
             self._spans.labels(ended.end).inc()
             self._fetched_tokens.inc(ended.tokens)
+            if ended.tokens and span.source is not None:
+                self._transfers.labels(span.source, name, "fetch").inc(ended.tokens)
             lost = span.stop - span.start if ended.end in IN_VAIN else 0
             moved = ended.tokens if ended.end == "done" else lost
             if moved and span.source is not None and span.tier != COMPUTED:

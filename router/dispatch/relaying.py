@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from sglang_ext.clock import Clock
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.stream_splice import NoContinuation
 from sglang_ext.router.api.usage import StreamReader, Usage, answer_id, read_answer
@@ -85,6 +86,7 @@ class Relay:
         self._broken_streams = metrics.counter(
             "broken_streams", "Streams whose worker went away in mid-answer"
         )
+        self._transfers = metrics.transfers
         self._clock = clock
         self._mover = mover
         self._learning = Tasks(lambda error: logger.error("cannot learn what was generated", exc_info=error))
@@ -310,6 +312,8 @@ class Relay:
             self._trees.confirm(prompt.namespace, prompt.key + generated, answering)
             if decision.decode is not None:
                 self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
+                moved = self._transfers.labels(decision.instance, answering, "hand-over")
+                moved.inc(len(prompt.key) // TOKEN_BYTES if prompt.tokens is not None else 0)
             for learn in self._on_learnt:
                 learn(flight, prompt.namespace, prompt.key + generated)
         if usage.response_id is not None:

@@ -35,6 +35,11 @@ class RouterMetrics:
             "tier_tokens", "Prompt tokens that workers report as cached, where they tell the tier", "tier"
         )
         self.completion_tokens = self._local_counters("completion_tokens", "Tokens generated")
+        self.transfers = self.counter(
+            "transferred_tokens",
+            "Tokens whose KV went from one instance to another: fetched, or of prompts that were handed over",
+            "source", "target", "how",
+        )  # fmt: skip
         self.disconnects = self.counter("client_disconnects", "Clients that went away before the end")
         self.tenant_requests = self._local_counters(
             "tenant_requests", "Generation requests", "tenant", "status"

@@ -43,6 +43,21 @@ export async function cluster() {
   return (await call("/cluster")).json();
 }
 
+// Samples of /metrics: [{name, labels, value}].
+export async function metrics() {
+  const samples = [];
+  for (const line of (await (await call("/metrics")).text()).split("\n")) {
+    const found = /^(\w+)(?:\{(.*)\})? (\S+)/.exec(line);
+    if (!found) continue;
+    const labels = {};
+    for (const [, name, value] of (found[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) {
+      labels[name] = value.replace(/\\(.)/g, (_, escaped) => (escaped === "n" ? "\n" : escaped));
+    }
+    samples.push({ name: found[1], labels, value: Number(found[3]) });
+  }
+  return samples;
+}
+
 export async function advise(session, messages, model) {
   return (await post("/v1/advisory", { session, messages, model })).json();
 }

@@ -54,24 +54,64 @@ export function turns(chart, rows) {
 }
 
 export function instances(list, rows, chosen) {
+  list.replaceChildren(...rows.map((row) => card(row, row.instance === chosen || row.url === chosen)));
+}
+
+function card(row, here) {
+  const box = element("div", `instance state-${row.state}${here ? " chosen" : ""}`);
+  const head = element("h3", "", row.instance);
+  head.append(element("span", "quiet", `${row.state}, ${row.in_flight} running`));
+  box.append(head);
+  for (const [name, fill] of Object.entries(row.tiers ?? {})) {
+    if (!fill.size) continue;
+    const line = element("div", "tier");
+    const meter = element("meter");
+    meter.max = fill.size;
+    meter.value = fill.used;
+    meter.title = `${fill.used} of ${fill.size} blocks`;
+    line.append(element("span", "", label(name)), meter, element("span", "", `${Math.round((100 * fill.used) / fill.size)} %`));
+    box.append(line);
+  }
+  return box;
+}
+
+// As `instances`, with what the operators of a cluster look at.
+export function cards(list, rows) {
   list.replaceChildren(
     ...rows.map((row) => {
-      const here = row.instance === chosen || row.url === chosen;
-      const card = element("div", `instance state-${row.state}${here ? " chosen" : ""}`);
-      const head = element("h3", "", row.instance);
-      head.append(element("span", "quiet", `${row.state}, ${row.in_flight} running`));
-      card.append(head);
-      for (const [name, fill] of Object.entries(row.tiers ?? {})) {
-        if (!fill.size) continue;
-        const line = element("div", "tier");
-        const meter = element("meter");
-        meter.max = fill.size;
-        meter.value = fill.used;
-        meter.title = `${fill.used} of ${fill.size} blocks`;
-        line.append(element("span", "", LABELS[name] ?? name), meter, element("span", "", `${Math.round((100 * fill.used) / fill.size)} %`));
-        card.append(line);
-      }
-      return card;
+      const box = card(row, false);
+      const index = row.awaited ? "index awaited" : row.trusted ? "index trusted" : "index not trusted";
+      const facts = [`${row.queued_tokens} tokens queued`, `${row.cached_tokens} cached`, row.usable ? index : row.why];
+      box.firstChild.after(element("span", "role", row.role), element("p", "facts", facts.join(", ")));
+      return box;
     }),
   );
+}
+
+export const label = (tier) => LABELS[tier] ?? tier;
+
+// A bar of parts [className, label, count], and what each part is.
+export function parts(stack, legend, rows, text) {
+  stack.replaceChildren();
+  legend.replaceChildren();
+  for (const [name, title, count] of rows) {
+    if (!count) continue;
+    const part = element("span", `held ${name}`);
+    part.style.flexGrow = count;
+    const item = element("li", "", `${title} ${text(count)}`);
+    part.title = item.textContent;
+    item.prepend(element("i", `held ${name}`));
+    stack.append(part);
+    legend.append(item);
+  }
+}
+
+// A line of the last values, the newest at the right.
+export function spark(series) {
+  const svg = document.getElementById("spark").content.firstElementChild.cloneNode(true);
+  const most = Math.max(...series, 1e-9);
+  const first = 120 - series.length;
+  const points = series.map((value, index) => `${first + index},${19 - (18 * value) / most}`);
+  svg.firstElementChild.setAttribute("points", points.join(" "));
+  return svg;
 }

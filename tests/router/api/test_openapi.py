@@ -30,6 +30,7 @@ async def test_every_endpoint_is_described_and_there(start_worker, start_router,
             "sglang_ext.router.endpoints.generation",
             "sglang_ext.router.endpoints.information",
             "sglang_ext.router.endpoints.control",
+            "sglang_ext.router.endpoints.indexer_api",
         )
     }
     assert described - served == set(), "described, and not there"

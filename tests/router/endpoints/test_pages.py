@@ -24,7 +24,8 @@ async def test_the_page_and_all_it_loads_are_served(start_worker, start_router, 
         seen.add(path)
         async with client.get(router.url + path) as answer:
             assert answer.status == 200, path
-            wanted |= set(re.findall(r'from "(/ui/[^"]+)"', await answer.text())) - seen
+            found = re.findall(r'(?:from |src=|href=)"(/ui/[^"]+)"', await answer.text())
+            wanted |= set(found) - seen
     pages = resources.files("sglang_ext.router") / "static" / "ui"
     shipped = {f"/ui/{item.name}" for item in pages.iterdir()}
     assert seen == shipped - {"/ui/index.html"}
