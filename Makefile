@@ -9,7 +9,7 @@ READY := $(VENV)/.setup/done
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-rdma check format docs docs-serve lock clean distclean
+.PHONY: help setup demo test test-long test-rdma check format docs docs-serve dist lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ docs: $(READY)  ## Build the documentation's site into build/site
 
 docs-serve: $(READY)  ## Serve the documentation on http://127.0.0.1:8000, and follow its changes
 	$(BIN)/python -m mkdocs serve --strict --dev-addr 127.0.0.1:8000
+
+dist: $(READY)  ## Build wheel and sdist into dist/, each tried in a fresh environment
+	$(BIN)/python scripts/dist.py
 
 lock:  ## Resolve the dependencies anew and write requirements/
 	@"$(PYTHON)" scripts/setup.py --lock

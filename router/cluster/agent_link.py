@@ -37,7 +37,7 @@ from sglang_ext.protocol.agent import (
     ToAgent,
     Welcome,
 )
-from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
+from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration, other_release
 from sglang_ext.radix_global.sync.replica import Outcome
 from sglang_ext.router.index.index import Index
 from sglang_ext.signals import Signal
@@ -111,6 +111,8 @@ class Link:
         self._ask_due = True
         self._waiting = False
         """Asked, and neither told to go on nor that a snapshot begins."""
+        self._spoken = AGENT_PROTOCOL
+        """What the agent speaks, as far as it has said."""
         self._socket: Any = None
         self.task = asyncio.create_task(self._run(), name=f"agent of {name}")
 
@@ -215,12 +217,14 @@ class Link:
             self.heard = True
             self._index.heard(self.name, alive=True)
             self._agents.reached(self.name)
+        if self._spoken != AGENT_PROTOCOL and not isinstance(message, Welcome):
+            return  # it may mean something else there
         match message:
             case Beat():
                 self._beat(message)
             case Welcome():
                 if message.protocol != AGENT_PROTOCOL:
-                    self._broken(f"speaks protocol {message.protocol}, this router {AGENT_PROTOCOL}")
+                    self._speaks_another(message.protocol)
                 else:
                     self._index.began(self.name, message.epoch, message.naming)
                     self._waiting = not message.resumed
@@ -265,6 +269,15 @@ class Link:
     def _lost_touch(self) -> None:
         if (replica := self._index.replica(self.name)) is not None:
             replica.lost_touch()
+
+    def _speaks_another(self, protocol: int) -> None:
+        if self._spoken != protocol:
+            self._spoken = protocol
+            logger.warning(
+                "the agent of %s and this router do not understand each other: protocol %s",
+                self.name,
+                other_release(protocol, AGENT_PROTOCOL),
+            )
 
     def _broken(self, why: str) -> None:
         if self._ask_due:

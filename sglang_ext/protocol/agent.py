@@ -46,7 +46,8 @@ from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
 AGENT_PROTOCOL: Final = 8
-"""Changes when one side would misunderstand the other."""
+"""Changes when one side would misunderstand the other. `Hello` and `Welcome` keep their form whatever
+changes, so that each side can say by name what the other speaks."""
 MAX_SECONDS: Final = 86_400
 """Of what is expected, or waited for: a day."""
 

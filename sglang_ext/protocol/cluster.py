@@ -88,7 +88,7 @@ class Registration(Body, frozen=True, kw_only=True):
         if self.agent and not _is_tcp(self.agent):
             raise ValueError(f"agent: {self.agent!r} is not of the form tcp://host:port")
         if self.protocol != PROTOCOL:
-            raise ValueError(f"protocol: this side speaks {PROTOCOL}, not {self.protocol}")
+            raise ValueError(f"protocol: {other_release(self.protocol, PROTOCOL)}")
 
 
 class Drain(Body, frozen=True, kw_only=True):
@@ -272,9 +272,29 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{kind.__name__}: {str(error)[:300]}") from None
+        raise UserError(f"{kind.__name__}: {_other_protocol(data) or str(error)[:300]}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"the body is not JSON: {str(error)[:200]}") from None
+
+
+class _Spoken(msgspec.Struct, frozen=True):
+    """What can be read of a message of any version."""
+
+    protocol: int = PROTOCOL
+
+
+def _other_protocol(data: bytes) -> str:
+    """What to say of a message of another protocol, whatever its other fields; empty for one of ours."""
+    try:
+        spoken = msgspec.json.decode(data, type=_Spoken).protocol
+    except msgspec.MsgspecError:
+        return ""
+    return "" if spoken == PROTOCOL else f"protocol: {other_release(spoken, PROTOCOL)}"
+
+
+def other_release(theirs: int, ours: int) -> str:
+    """Why two members of different releases refuse each other, and what to do."""
+    return f"{theirs} is spoken there, {ours} here; run one release on all members"
 
 
 def encode(message: Any) -> bytes:

@@ -395,6 +395,21 @@ async def test_an_owner_that_lies_is_not_connected(changes: dict, error: type[Ex
         assert len(me.endpoint.instances) == before
 
 
+@pytest.mark.parametrize("side", ["reader", "owner"])
+async def test_servers_of_other_releases_refuse_each_other_by_name(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two is newer; the twin is every other test here."""
+    from sglang_ext.disagg.transfer import connecting, owner
+
+    module = {"reader": connecting, "owner": owner}[side]
+    monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
+    async with reader() as me, reader() as other:
+        with pytest.raises(RefusedError, match=f"protocol {module.VERSION - 1}.*run one release"):
+            await me.endpoint.connect([other.endpoint.address])
+        assert not me.endpoint.instances
+
+
 async def test_garbage_to_the_control_socket_harms_nobody() -> None:
     async with reader() as owner, reader() as me:
         host, port = owner.endpoint.address.split(":")

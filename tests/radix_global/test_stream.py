@@ -87,9 +87,13 @@ def test_nobody_goes_on_over_events_that_were_dropped(stream: EventStream) -> No
     assert stream.hello(b"r", Hello("r", EPOCH, 4))[1] is None
 
 
-def test_who_speaks_another_protocol_is_told_nothing(stream: EventStream) -> None:
-    assert stream.hello(b"r", Hello("r", protocol=AGENT_PROTOCOL + 1)) == ([], None)
+def test_who_speaks_another_protocol_is_told_which_is_spoken_and_nothing_else(stream: EventStream) -> None:
+    sends, snapshot = stream.hello(b"r", Hello("r", protocol=AGENT_PROTOCOL + 1))
+    (welcome,) = decoded(sends)
+    assert isinstance(welcome, Welcome)
+    assert (welcome.protocol, welcome.resumed, snapshot) == (AGENT_PROTOCOL, False, None)
     assert not stream.readers
+    assert stream.publish([Removed(1)]) == []
 
 
 def test_messages_are_cut_by_events_and_by_bytes(stream: EventStream) -> None:

@@ -24,7 +24,16 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey
-from sglang_ext.protocol.cluster import PATH, VERDICT_S, Registered, Registration, encode, instance_path
+from sglang_ext.protocol.cluster import (
+    PATH,
+    PROTOCOL,
+    VERDICT_S,
+    Registered,
+    Registration,
+    encode,
+    instance_path,
+    other_release,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +142,8 @@ class Registrar:
             status, body = self._call(router, "POST", PATH, encode(self._registration), CALL_S)
             problem = "" if status == 200 else f"it answered {status}: {body[:300].decode(errors='replace')}"
             answer = msgspec.json.decode(body, type=Registered) if not problem else None
+            if answer is not None and answer.protocol != PROTOCOL:
+                problem, answer = f"protocol: {other_release(answer.protocol, PROTOCOL)}", None
         except ssl.SSLCertVerificationError as error:
             problem, answer = f"{error}. Set SSL_CERT_FILE to the certificate that vouches for it", None
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:

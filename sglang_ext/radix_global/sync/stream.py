@@ -82,14 +82,16 @@ class EventStream:
     def hello(self, reader: Reader, message: Hello) -> tuple[Sends, int | None]:
         """A reader says what it has: what to send it, and the number of the snapshot it needs, if any."""
         self.goodbye(reader)
-        if message.protocol != AGENT_PROTOCOL:
-            return [], None
-        missed = self._missed(message)
-        self._readers.add(reader)
+        spoken = message.protocol == AGENT_PROTOCOL
+        missed = self._missed(message) if spoken else None
         welcome = Welcome(
             self._instance, self.epoch, self._block_size, resumed=missed is not None, naming=self.naming
         )
         sends = [(reader, FROM_AGENT.encode(welcome))]
+        if not spoken:
+            # It learns from this which protocol is spoken here, and is told nothing that it would misread.
+            return sends, None
+        self._readers.add(reader)
         if missed is not None:
             return sends + [(reader, data) for data in missed], None
         self._number += 1

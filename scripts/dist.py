@@ -1,0 +1,141 @@
+"""``make dist``: build wheel and source distribution, and try each in a fresh environment beside SGLang.
+
+Built from the files that git knows, in a folder of their own, so that nothing which lies about is shipped.
+Each is installed into an environment that has nothing of its own but sees the packages of the present one
+(SGLang among them), and smoke-tested there by `scripts/smoke.py`. Only what passes is put into ``dist/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = (
+    "import sys; from setuptools import build_meta; to = sys.argv[1]; "
+    "build_meta.build_wheel(to); build_meta.build_sdist(to)"
+)
+"""The backend takes ``sys.argv`` for itself, so it is read first."""
+
+
+class DistError(Exception):
+    """What is wrong with what was built."""
+
+
+def shipped(tracked: Iterable[str], package_dir: dict[str, str]) -> set[str]:
+    """Where each tracked file of a package lies once it is installed, ``sglang_ext/router/config.py``."""
+    places = {"sglang_ext": "sglang_ext"} | {folder: name for name, folder in package_dir.items()}
+    found = set()
+    for path in tracked:
+        top, _, rest = path.partition("/")
+        if top in places and rest:
+            found.add(f"{places[top].replace('.', '/')}/{rest}")
+    return found
+
+
+def lacking(wanted: Iterable[str], wheel: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What a wheel lacks, and what it has that nobody has written."""
+    there = {name for name in wheel if ".dist-info/" not in name and not name.endswith("/")}
+    return sorted(set(wanted) - there), sorted(there - set(wanted))
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> None:
+    """Run a command quietly.
+
+    Raises:
+        DistError: it fails; with the end of what it said.
+    """
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False, timeout=600
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()[-20:]
+        raise DistError("\n".join([f"{' '.join(map(str, command))[:200]} failed:", *said]))
+
+
+def tracked_files() -> list[str]:
+    """The files of the checkout: those that git knows, and new ones that it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def build(scratch: Path) -> tuple[Path, Path]:
+    """Wheel and source distribution.
+
+    Raises:
+        DistError: something is missing from one, or is in it that should not be.
+    """
+    tracked = tracked_files()
+    source, out = scratch / "source", scratch / "out"
+    out.mkdir()
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    run(sys.executable, "-c", BUILD, out, cwd=source)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    with zipfile.ZipFile(wheel) as archive:
+        missing, strange = lacking(shipped(tracked, package_dir), archive.namelist())
+    if missing or strange:
+        raise DistError(f"the wheel lacks {missing}, and has {strange} beside what is tracked")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    if missing := {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} - names:
+        raise DistError(f"the source distribution lacks {missing}")
+    return wheel, sdist
+
+
+def try_out(package: Path, scratch: Path) -> None:
+    """Install a package into a fresh environment, and smoke-test it there.
+
+    Raises:
+        DistError: it cannot be installed, or does not work.
+    """
+    venv = scratch / f"venv-{package.suffix[1:]}"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    python = venv / "bin" / "python"
+    (site,) = venv.glob("lib/python*/site-packages")
+    # A path that stands in a .pth file brings packages, but not the .pth files in it: what is installed here
+    # in editable form stays out of sight.
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed", *pip, package)
+    version = package.name.removesuffix(".tar.gz").split("-")[1]
+    run(python, "-P", ROOT / "scripts" / "smoke.py", venv, version, cwd=scratch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Build and try out wheel and source distribution.")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    out: Path = parser.parse_args(arguments).out
+    try:
+        with tempfile.TemporaryDirectory(prefix="sglang-ext-dist-") as folder:
+            packages = build(Path(folder))
+            for package in packages:
+                try_out(package, Path(folder))
+                print(f"{package.name}: installs beside SGLang, and works")
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
+            for package in packages:
+                shutil.copy2(package, out)
+    except DistError as error:
+        print(f"make dist: {error}", file=sys.stderr)
+        return 1
+    print(f"in {out}: {', '.join(package.name for package in packages)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
