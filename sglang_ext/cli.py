@@ -54,6 +54,7 @@ COMMANDS: Mapping[str, Command] = {
         "sglang_ext.calibration.command", "measure a running server for the router's cost model"
     ),
     "cluster-status": Command("sglang_ext.cluster.status", "show who is in a cluster, as its router sees it"),
+    "top": Command("sglang_ext.cluster.top", "watch a cluster in the terminal, as its router sees it"),
     "drain": Command("sglang_ext.cluster.drain", "let an instance of a cluster finish what it has, and go"),
     "role": Command(
         "sglang_ext.cluster.role", "have an instance prefill instead of decode, or the other way round"

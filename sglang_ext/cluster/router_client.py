@@ -45,21 +45,31 @@ class RouterClient:
     def call(
         self, method: str, path: str, kind: type[T], body: Any = None, *, timeout_s: float = TIMEOUT_S
     ) -> T:
-        """One call.
+        """One call, whose answer is JSON.
 
         Raises:
             UserError: the router says that what was asked is wrong.
             PeerError: it cannot be reached, or does not answer as a router.
         """
+        try:
+            return msgspec.json.decode(self.read(method, path, body, timeout_s=timeout_s), type=kind)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"{self.url} does not answer as this router does: {error}") from None
+
+    def read(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
+        """One call; its answer as it comes.
+
+        Raises:
+            UserError: the router says that what was asked is wrong.
+            PeerError: it cannot be reached.
+        """
         data = b"" if body is None else msgspec.json.encode(body)
         try:
-            return self._call(method, path, kind, data, timeout_s, ahead_s=0.0)
+            return self._call(method, path, data, timeout_s, ahead_s=0.0)
         except _OtherClock as error:
-            return self._call(method, path, kind, data, timeout_s, ahead_s=error.ahead_s)
+            return self._call(method, path, data, timeout_s, ahead_s=error.ahead_s)
 
-    def _call(
-        self, method: str, path: str, kind: type[T], data: bytes, timeout_s: float, *, ahead_s: float
-    ) -> T:
+    def _call(self, method: str, path: str, data: bytes, timeout_s: float, *, ahead_s: float) -> bytes:
         headers = {"content-type": "application/json"} if data else {}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
@@ -72,7 +82,8 @@ class RouterClient:
         )
         try:
             with opener.open(request, timeout=timeout_s) as answer:
-                return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=kind)
+                content: bytes = answer.read(MAX_ANSWER_BYTES)
+                return content
         except urllib.error.HTTPError as error:
             with error:
                 told = error.headers.get(CLOCK_HEADER)
@@ -85,8 +96,6 @@ class RouterClient:
             raise PeerError(f"cannot reach {self.url}: {error.reason}", field="--router") from None
         except (OSError, http.client.HTTPException) as error:
             raise PeerError(f"cannot reach {self.url}: {error}", field="--router") from None
-        except msgspec.MsgspecError as error:
-            raise PeerError(f"{self.url} does not answer as this router does: {error}") from None
 
 
 class _OtherClock(Exception):
