@@ -77,12 +77,12 @@ def parse_urls(text: str) -> str:
     """URLs of routers, with commas between them.
 
     Raises:
-        ValueError: when one is not of the form http://host:port.
+        ValueError: when one is not of the form http://host:port or dns+http://name:port.
     """
     urls = [url.strip().rstrip("/") for url in text.split(",")]
     for url in urls:
-        if not re.fullmatch(r"https?://[^/?#@\s]+", url):
-            raise ValueError(f"{url!r} is not of the form http://host:port")
+        if not re.fullmatch(r"(https?|dns\+http)://[^/?#@\s]+", url):
+            raise ValueError(f"{url!r} is not of the form http://host:port or dns+http://name:port")
     return ",".join(dict.fromkeys(urls))
 
 
@@ -247,7 +247,8 @@ class KvConfig(Flagged):
     router: str | None = flag(
         None,
         "A router to register with, and to tell of everything that enters or leaves the cache. Give it once "
-        "per router (in the environment: URLs with commas between them).",
+        "per router (in the environment: URLs with commas between them). dns+http://NAME:PORT means the "
+        "routers at all addresses of a name, such as a headless Service's; it is looked up every 5 seconds.",
         Parser(parse_urls, "URL"),
         several="append",
         collect=",".join,

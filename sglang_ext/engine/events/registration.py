@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey
+from sglang_ext.engine.events.router_names import AGAIN_S, DNS, RouterNames, addresses
 from sglang_ext.protocol.cluster import (
     PATH,
     PROTOCOL,
@@ -68,11 +69,12 @@ class Registrar:
     """See the module's docstring. Started by `start`, ended by `close`.
 
     Args:
-        routers: URLs.
+        routers: URLs; those with ``dns+`` are looked up again and again (`router_names`).
         registration: what to say.
         key: signs it; ``None`` in a cluster without a key.
         silent_s: seconds since the router of that name said something to the agent.
         now: seconds, monotonic. wall: seconds since the epoch, for signatures.
+        resolve, look_up_s: how names are looked up, and how often.
     """
 
     def __init__(
@@ -84,8 +86,11 @@ class Registrar:
         *,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        resolve: Callable[[str, int], Sequence[str]] = addresses,
+        look_up_s: float = AGAIN_S,
     ) -> None:
-        self._routers = [_Router(url) for url in routers]
+        self._names = RouterNames(routers, resolve, look_up_s)
+        self._routers = [_Router(url) for url in routers if not url.startswith(DNS)]
         self._registration = registration
         self._key = key
         self._silent_s = silent_s
@@ -116,8 +121,17 @@ class Registrar:
                 except (OSError, http.client.HTTPException) as error:
                     logger.info("cannot tell router %s that the instance leaves: %s", router.url, error)
 
+    def _follow(self) -> None:
+        """Take in routers that have come, and drop those that have gone."""
+        known = {router.url: router for router in self._routers}
+        urls = self._names.urls(self._now())
+        for url in known.keys() - set(urls):
+            logger.info("the router at %s has gone", url)
+        self._routers = [known.get(url) or _Router(url) for url in urls]
+
     def _main(self) -> None:
         while not self._stopping.is_set():
+            self._follow()
             for router in self._routers:
                 if not self._stopping.is_set() and self._is_due(router):
                     self._register(router)

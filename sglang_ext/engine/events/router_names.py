@@ -1,0 +1,78 @@
+"""Which routers there are: those that are listed, and all that a name in the DNS stands for.
+
+``dns+http://NAME:PORT`` means every address of NAME, as a headless Service of Kubernetes gives them. The name
+is looked up again and again, because routers come and go. Decides; looking up is a function that comes in.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+logger = logging.getLogger(__name__)
+
+DNS: Final = "dns+"
+"""Before a URL whose name stands for several routers."""
+AGAIN_S: Final = 5.0
+"""Seconds."""
+
+
+def addresses(host: str, port: int) -> list[str]:
+    """The addresses of a host, in order.
+
+    Raises:
+        OSError: it cannot be looked up.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(each[4][0]) for each in found})
+
+
+class RouterNames:
+    """See the module's docstring.
+
+    Args:
+        given: URLs, as `--kv-router` has them.
+        resolve: addresses of a host and port; raises OSError.
+        again_s: between two look-ups of a name.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[str],
+        resolve: Callable[[str, int], Sequence[str]] = addresses,
+        again_s: float = AGAIN_S,
+    ) -> None:
+        self._listed = [url for url in given if not url.startswith(DNS)]
+        self._found: dict[str, list[str]] = {url: [] for url in given if url.startswith(DNS)}
+        self._resolve = resolve
+        self._again_s = again_s
+        self._due = float("-inf")
+        self._problem = ""
+
+    def urls(self, now: float) -> list[str]:
+        """The routers of this moment. now: seconds, monotonic; names are looked up when it is time."""
+        if self._found and now >= self._due:
+            self._due = now + self._again_s
+            for url in self._found:
+                self._look_up(url)
+        return list(dict.fromkeys([*self._listed, *(each for urls in self._found.values() for each in urls)]))
+
+    def _look_up(self, url: str) -> None:
+        parts = urlsplit(url.removeprefix(DNS))
+        host, port = parts.hostname or "", parts.port or 80
+        try:
+            there = self._resolve(host, port)
+        except OSError as error:
+            # A DNS that does not answer is no word of routers that have gone: those known stay.
+            problem = f"cannot look up the routers at {host}: {error}; will try again"
+            if problem != self._problem:
+                logger.warning("%s", problem)
+            self._problem = problem
+            return
+        self._problem = ""
+        self._found[url] = [
+            f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in there
+        ]
