@@ -108,6 +108,7 @@ def test_a_server_that_keeps_its_settings_can_still_be_forked() -> None:
         "from sglang_ext.patches.process import PROCESS\n"
         "from sglang_ext.patches.hooks import transfer\n"
         "args = SimpleNamespace(disaggregation_transfer_backend='global', radix_cache_backend='global')\n"
+        "args.host, args.port = '127.0.0.1', 30000\n"
         "transfer.keep_settings(args, object, None)\n"
         "assert PROCESS.config is not None\n"
         "assert 'prometheus_client' not in sys.modules\n"
