@@ -326,6 +326,13 @@ class RouterConfig(Flagged):
         "Probes missed in a row after which a worker is down; a refused connection is a verdict at once.",
         COUNT.positive(),
     )
+    silence_secs: float = flag(
+        8.0,
+        "How long a worker on another machine may answer no probe, and its agent be silent, before it is "
+        "down, unless it refuses a connection. 8 outlasts a network that fails over in 3 s. On this machine, "
+        "3 s of the agent and the probes missed are enough.",
+        SECONDS.positive(),
+    )
     connect_timeout_secs: float = flag(2.0, "The time to connect to a worker.", SECONDS.positive())
     request_timeout_secs: float = flag(1800.0, "The time a request may take in all.", SECONDS.positive())
     max_retries: int = flag(

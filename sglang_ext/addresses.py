@@ -156,9 +156,10 @@ def _announced(given: str | None, host: str, routers: Sequence[str], network: Ne
     loopback = "::1" if family == 6 else LOOPBACK
     if not keyed:
         return loopback
-    for each in (*remote, ELSEWHERE[family], ELSEWHERE[10 - family]):
+    for each in (*remote, ELSEWHERE[family]):
         address = network.route(each) or ""
-        if address and not is_loopback(address):
+        # A wildcard of one family is not listened to in the other one.
+        if address and not is_loopback(address) and (":" in address) == (family == 6):
             return address
     if routers and not remote:
         return loopback

@@ -333,6 +333,12 @@ class KvConfig(Flagged):
         "given: each rank takes the one nearest to its GPU or memory, by PCI and NUMA.",
         metavar="A,B",
     )
+    silence: float = flag(
+        8.0,
+        "How long a server on another machine may be silent before it is taken for dead, and what it held is "
+        "freed. 8s outlasts a network that fails over in 3s. On this machine, 2.5s are enough.",
+        SECONDS.positive(),
+    )
     transfer_coalescing: str = flag(
         "on",
         "Whether adjacent ranges of KV are read or written as one (KVDirect, section 4.2). off is for "

@@ -71,7 +71,13 @@ class Wired:
 ROUTER = "http://10.0.0.1:30000"
 WIRED = Wired(
     names={"node7": "10.0.0.7", "router.cluster": "10.0.0.1", "gpu": "10.0.0.7"},
-    routes={"10.0.0.1": "10.0.0.7", "10.0.0.7": "10.0.0.7", "192.0.2.1": "192.168.1.7", "fd00::1": "fd00::7"},
+    routes={
+        "10.0.0.1": "10.0.0.7",
+        "10.0.0.7": "10.0.0.7",
+        "192.0.2.1": "192.168.1.7",
+        "fd00::1": "fd00::7",
+        "2001:db8::1": "fd00::7",
+    },
     interfaces={"ib0": "10.9.0.7", "ib6": "fd09::7"},
 )
 
@@ -87,7 +93,7 @@ def placed(host: str, *, key: str | None = "key", network: Wired = WIRED, **flag
         ("", ROUTER, "10.0.0.7"),
         ("0.0.0.0", "http://router.cluster:30000", "10.0.0.7"),
         ("::", "http://[fd00::1]:30000", "fd00::7"),
-        ("::", ROUTER, "10.0.0.7"),
+        ("::", ROUTER, "fd00::7"),
         ("node7", ROUTER, "10.0.0.7"),
         ("10.0.0.7", ROUTER, "10.0.0.7"),
         # The router is here, others are not: what they reach is announced.

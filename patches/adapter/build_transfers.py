@@ -79,6 +79,7 @@ def endpoint_config(
         lease_ttl=LEASE_SECONDS,
         heartbeat=HEARTBEAT_SECONDS,
         dead_after=VERDICT_SECONDS,
+        far_after=max(VERDICT_SECONDS, config.silence),
     )
 
 

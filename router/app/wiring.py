@@ -110,6 +110,7 @@ class Parts:
             trusted=self.trees.trusted,
             awaited=self.trees.awaited,
             pairs=True,
+            silence_s=config.silence_secs,
             now=clock.monotonic,
         )
         self.watch = HealthWatch(
@@ -120,7 +121,14 @@ class Parts:
             timeout_s=config.health_check_timeout_secs,
             on_crash=on_crash,
         )
-        self.agents = Agents(self.trees, clock, router=name, key=self.cluster_key, listener=self.watch)
+        self.agents = Agents(
+            self.trees,
+            clock,
+            router=name,
+            key=self.cluster_key,
+            listener=self.watch,
+            far_verdict_s=config.silence_secs,
+        )
         self.stock = StockLinks(self.trees, self.fleet)
 
         # The model: its tokens, and what computing takes.

@@ -81,11 +81,13 @@ class LinkOwner(Protocol):
     index: Index
     clock: Clock
     router: str
-    verdict_s: float
     listener: AgentListener | None
     messages: Signal[[str, FromAgent]]
     loads: Signal[[str, Load]]
     reached: Signal[[str]]
+
+    def verdict_of(self, registration: Registration) -> float:
+        """How long an agent may be silent, in seconds."""
 
     def socket(self, registration: Registration) -> Any:
         """A connected socket to an agent."""
@@ -169,7 +171,7 @@ class Link:
     async def _beats(self, receiving: asyncio.Task[None]) -> None:
         """Ask, ping, and watch the time, until the agent has been silent for too long."""
         since = self._clock.monotonic()  # from when silence counts
-        limit = self._agents.verdict_s - HEARTBEAT_S / 2
+        limit = self._agents.verdict_of(self.registration) - HEARTBEAT_S / 2
         while True:
             if receiving.done():
                 receiving.result()

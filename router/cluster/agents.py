@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from zmq import constants as zmq
 from zmq.asyncio import Context
 
+from sglang_ext.addresses import host_of, is_loopback
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.protocol.agent import (
@@ -76,6 +77,7 @@ class Agents(AgentChannels):
         router: what this router calls itself.
         key: of the cluster.
         listener: told of heartbeats and silence.
+        far_verdict_s: how long an agent on another machine may be silent.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Agents(AgentChannels):
         router: str,
         key: ClusterKey | None = None,
         listener: AgentListener | None = None,
+        far_verdict_s: float = VERDICT_S,
     ) -> None:
         self.index = index
         self.listener = listener
@@ -98,10 +101,16 @@ class Agents(AgentChannels):
         """An agent is heard, for the first time or again: (name)."""
         self.verdict_s = VERDICT_S
         """How long an agent may be silent; tests on a busy machine give it longer."""
+        self._far_verdict_s = far_verdict_s
         self._key = key
         self._context: Any = None
         self._links: dict[str, Link] = {}
         self._ending = Tasks()
+
+    def verdict_of(self, registration: Registration) -> float:
+        """How long the agent of an instance may be silent, in seconds."""
+        near = is_loopback(host_of(registration.agent.removeprefix("tcp://")))
+        return self.verdict_s if near else max(self.verdict_s, self._far_verdict_s)
 
     # -- as the cluster manager wants it ------------------------------------------------------------
 

@@ -234,7 +234,7 @@ class Generation:
                 where, flight.failed = flight.failed or decision.instance, None
                 excluded |= {where}
                 if isinstance(error, ConnectFailed):
-                    self._fleet.lost(where, str(error))
+                    self._fleet.unconnected(where, str(error), refused=error.refused)
                     continue
                 # The worker may have died of this very request: give it one more chance, not a whole fleet.
                 lost += 1

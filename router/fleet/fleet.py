@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
+from sglang_ext.addresses import is_loopback
 from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
 from sglang_ext.errors import InternalError
@@ -55,6 +57,7 @@ class Fleet:
     Args:
         urls: instances that are there from the start; URLs are their names.
         failure_threshold: probes missed in a row that make the verdict.
+        silence_s: of an instance on another machine, for how long nothing was heard then, too.
         cached_tokens: how many tokens the index believes an instance to hold.
         trusted: whether the index of an instance is believed.
         awaited: whether the index of an instance is still coming in.
@@ -71,6 +74,7 @@ class Fleet:
         trusted: Callable[[str], bool] = lambda name: True,
         awaited: Callable[[str], bool] = lambda name: False,
         pairs: bool = False,
+        silence_s: float = 0.0,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rows = {url: InstanceRecord(url) for url in urls}
@@ -88,6 +92,7 @@ class Fleet:
         self._trusted = trusted
         self._awaited = awaited
         self._pairs = pairs
+        self._silence_s = silence_s
         self._now = now
         self._picks = itertools.count(1)
 
@@ -201,9 +206,18 @@ class Fleet:
         if row is None:
             return State.LEFT
         row.misses += 1
-        if row.misses >= self._failure_threshold:
+        if row.misses >= self._failure_threshold and (_is_near(name) or self._is_silent(row)):
             return self._apply(row, Event.LOST, f"{row.misses} probes missed: {why}")
         return self._apply(row, Event.MISSED, why)
+
+    def _is_silent(self, row: InstanceRecord) -> bool:
+        return row.heard is None or self._now() - row.heard >= self._silence_s
+
+    def unconnected(self, name: str, why: str, *, refused: bool) -> State:
+        """No connection could be made. refused: by its machine, where nobody listens; otherwise it may be the
+        network, and is a probe missed.
+        """
+        return self.lost(name, why) if refused or _is_near(name) else self.missed(name, why)
 
     def lost(self, name: str, why: str) -> State:
         """Nobody listens at the instance's address, or its agent is silent."""
@@ -370,6 +384,11 @@ class Fleet:
                 raise InternalError(f"{row.name} is draining and has nothing left to finish")
             if stale := [load for load in row.waiting if load.doomed]:
                 raise InternalError(f"{len(stale)} requests wait for {row.name} after a verdict")
+
+
+def _is_near(url: str) -> bool:
+    """Whether an instance is on this machine: then no network is in between."""
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def _unfit(facts: InstanceFacts, registration: Registration | None) -> str | None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, DeadlineError, PeerError
-from sglang_ext.protocol.cluster import VERDICT_S
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
@@ -116,8 +115,8 @@ class HealthWatch:
             self._fleet.heard(name)
 
     def on_silent(self, name: str) -> None:
-        """The agent of an instance (by URL) was not heard for ``VERDICT_S``."""
-        self._fleet.lost(name, f"its agent was not heard for {VERDICT_S:g} s")
+        """The agent of an instance (by URL) was not heard for too long."""
+        self._fleet.lost(name, "its agent is silent")
         self.watch(name)
 
     async def _watch(self, name: str) -> None:
@@ -149,7 +148,7 @@ class HealthWatch:
                 self._fleet.alive(name)
             return True
         except ConnectFailed as error:
-            self._fleet.lost(name, str(error))
+            self._fleet.unconnected(name, str(error), refused=error.refused)
         except NotUsable as error:
             # While it starts or stops, SGLang answers with errors; that is no verdict over a known one.
             if known is None:

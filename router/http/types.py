@@ -142,6 +142,11 @@ class Upstream(Protocol):
 class ConnectFailed(PeerError):
     """No connection to the worker: the request was not sent."""
 
+    @property
+    def refused(self) -> bool:
+        """Whether its machine said that nobody listens there; else it may be the network between."""
+        return isinstance(self.__cause__, ConnectionRefusedError)
+
 
 class ConnectionLost(PeerError):
     """The connection ended before the answer did."""

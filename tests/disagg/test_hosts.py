@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
+from sglang_ext.testing.waiting import wait_until
 
 PORTS = (31_000, 31_001)
 
 
+CUT_S = 3.0
+"""As long as a switch may take to fail over."""
+
+
 @contextmanager
-def endpoint(host: Host, **options: Any) -> Iterator[dict[str, Any]]:
-    """An endpoint on a host; what it says when it serves."""
+def endpoint(host: Host, **options: Any) -> Iterator[Endpoint]:
+    """An endpoint on a host, and what it says when it serves."""
     command = [sys.executable, "-m", "sglang_ext.testing.transfer.owner", json.dumps(options)]
     process = host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        yield json.loads(process.stdout.readline())
+        yield Endpoint(process.stdout, json.loads(process.stdout.readline()))
     finally:
         stop(process)
+
+
+@dataclass
+class Endpoint:
+    """A process that has said something, and may say more."""
+
+    out: IO[bytes]
+    found: dict[str, Any]
+
+    def more(self, seconds: float) -> str:
+        """The next thing that it says; nothing if it does not in time."""
+        ready, _, _ = select.select([self.out], [], [], seconds)
+        return self.out.readline().decode() if ready else ""
+
+
+def sent(host: Host) -> int:
+    """Bytes that a host has sent on its network."""
+    (line,) = (each for each in host.run("cat", "/proc/net/dev").splitlines() if "lan:" in each)
+    return int(line.split()[9])
 
 
 @pytest.mark.parametrize(("family", "network"), [(4, "kv"), (6, "lan")])
@@ -40,8 +67,31 @@ def test_hosts_reach_each_other_where_they_say(key_file: Path, family: int, netw
         there = lab["b"].address(network, family)
         owner = stack.enter_context(endpoint(lab["b"], announce=there, **common))
         host = f"[{there}]" if family == 6 else there
-        assert owner["address"].rpartition(":")[0] == host
-        assert int(owner["address"].rpartition(":")[2]) in PORTS
+        assert owner.found["address"].rpartition(":")[0] == host
+        assert int(owner.found["address"].rpartition(":")[2]) in PORTS
         here = lab["a"].address(network, family)
-        reader = stack.enter_context(endpoint(lab["a"], announce=here, connect=owner["address"], **common))
-        assert reader["transport"] == "tcp"
+        reader = stack.enter_context(
+            endpoint(lab["a"], announce=here, connect=owner.found["address"], **common)
+        )
+        assert reader.found["transport"] == "tcp"
+
+
+def test_a_network_that_fails_over_ends_nothing(key_file: Path) -> None:
+    """Who writes goes on when the network is back; where the other side is hasty, its session is over."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Lab("a", "b", shared=[key_file], families=(4,)) as lab, ExitStack() as stack:
+        a, b = lab["a"], lab["b"]
+        writers = {}
+        for name, far_after in (("patient", 8.0), ("hasty", 1.0)):
+            common = {"name": name, "bind": "0.0.0.0", "far_after": far_after, "key_file": str(key_file)}
+            owner = stack.enter_context(endpoint(b, announce=b.address(), aside=[0], **common))
+            writes = {"connect": owner.found["address"], "reserve": [0], "write": 1 << 10}
+            writers[name] = stack.enter_context(endpoint(a, announce=a.address(), **common, **writes))
+        lab.cut("a", "b")
+        time.sleep(CUT_S)
+        lab.wire("a", "b")
+        assert "ended" in writers["hasty"].more(30)
+        before = sent(a)
+        wait_until(lambda: sent(a) > before + (1 << 16), seconds=30, what="the patient writer goes on")
+        assert writers["patient"].more(0) == ""

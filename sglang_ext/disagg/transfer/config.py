@@ -26,7 +26,8 @@ class EndpointConfig:
         time. inline_bytes: reads up to this are made by the event loop's own thread, if no lane is at
         work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for never.
     verifications: lanes of all connections that may compare generations at a time.
-    dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
+    dead_after: a peer on this machine that is silent for so long is gone: its leases end, reads from it fail.
+    far_after: the same of peers on other machines, where a network may fail over; 0 for `dead_after`.
     """
 
     instance: str
@@ -49,6 +50,11 @@ class EndpointConfig:
     connect_timeout: float = 10.0
     heartbeat: float = 0.5
     dead_after: float = 2.0
+    far_after: float = 0.0
+
+    def patience(self, *, near: bool) -> float:
+        """For how long a peer may be silent, in seconds. near: whether it is on this machine."""
+        return self.dead_after if near or not self.far_after else self.far_after
 
     def __post_init__(self) -> None:
         for name in ("lanes", "piece_bytes", "verifications"):
@@ -59,5 +65,7 @@ class EndpointConfig:
                 raise ConfigError(f"{name} must be above 0 and at most an hour", field=name)
         if self.keys is None and not is_loopback(host_of(self.bind)):
             raise ConfigError(f"will not listen on {self.bind} without a key", field="bind")
+        if not 0 <= self.far_after <= 3600:
+            raise ConfigError("far_after must be at least 0 and at most an hour", field="far_after")
         if self.dead_after < 2 * self.heartbeat:
             raise ConfigError("dead_after must be at least two heartbeats", field="dead_after")

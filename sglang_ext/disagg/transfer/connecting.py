@@ -119,6 +119,7 @@ class Connector:
         for name, offer in offers.items():
             if name != channel.name:
                 self._transports[name].withdraw(offer)
+        patience = self._config.patience(near=who.host == self._identity().host)
         peer = Peer(
             info,
             channel,
@@ -128,7 +129,7 @@ class Connector:
             coalescing=self._config.coalescing,
             inline_bytes=self._config.inline_bytes,
         )
-        return Link(who, reply.session, client, peer, self._config.heartbeat, self._config.dead_after)
+        return Link(who, reply.session, client, peer, self._config.heartbeat, patience)
 
     def _agree(self, who: Identity) -> None:
         if who.version != VERSION:

@@ -122,6 +122,7 @@ class Endpoint:
             self.transports,
             clock,
             dead_after=config.dead_after,
+            patience=lambda reader: config.patience(near=reader.host == self._host),
             grant_ttl=config.grant_ttl,
             notify=self._notify,
             on_ended=on_ended,

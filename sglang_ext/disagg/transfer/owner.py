@@ -72,6 +72,7 @@ class Owner:
         clock: Clock,
         *,
         dead_after: float,
+        patience: Callable[[Identity], float],
         grant_ttl: float,
         notify: Callable[[bytes, Reply], None],
         on_ended: Callable[[str, Ended], None],
@@ -80,7 +81,8 @@ class Owner:
         self._pools = pools
         self._transports = transports
         self._clock = clock
-        self._dead_after = dead_after
+        self._stood_still = dead_after / 2
+        self._patience = patience
         self._grant_ttl = grant_ttl
         self._notify = notify
         self._on_ended = on_ended
@@ -155,13 +157,13 @@ class Owner:
     async def tick(self) -> None:
         """End what is overdue: silent readers, leases, grants. Called a few times a second."""
         now = self._clock.monotonic()
-        if now - self._last_tick > self._dead_after / 2:
+        if now - self._last_tick > self._stood_still:
             # It was this process that stood still: the readers' pings wait in our socket, they are not
             # silent.
             for session in self._sessions.values():
                 session.last_seen = now
         self._last_tick = now
-        silent = [s for s in self._sessions.values() if now - s.last_seen > self._dead_after]
+        silent = [s for s in self._sessions.values() if now - s.last_seen > self._patience(s.reader)]
         for session in silent:
             log.warning("reader %s is silent: its leases end", session.reader.instance)
             await self.end(session)
@@ -173,9 +175,10 @@ class Owner:
 
     def doubt(self, instance: Callable[[str], bool], seconds: float) -> None:
         """Readers of instances that may be dead have so long to be heard."""
-        latest = self._clock.monotonic() - self._dead_after + seconds
+        now = self._clock.monotonic()
         for session in self._sessions.values():
             if instance(session.reader.instance):
+                latest = now - self._patience(session.reader) + seconds
                 session.last_seen = min(session.last_seen, latest)
 
     async def end(self, session: Session) -> None:
@@ -392,7 +395,7 @@ class Owner:
         now = self._clock.monotonic()
         since = self._over_since.setdefault(grant.number, now)
         gone = self._sessions.get(writer.number) is not writer
-        if not gone and now - since < self._dead_after:
+        if not gone and now - since < self._patience(writer.reader):
             # Asked first: to fence it may cost other requests of the same writer their connection.
             self._notify(writer.identity, Revoke(grant.number))
             return

@@ -4,8 +4,8 @@
 
 Prints one line of JSON when it serves: {"address": ..., "pid": ...}. Publishes request `r<i>` for i in
 range(requests), all blocks each. With `connect` it connects there, takes the lease of `r0`, and prints it and
-the transport. With `reserve` it has these blocks there granted; with `write`, it writes to the first region
-there without end, and prints what ends that. Ends when its standard input does.
+the transport. With `reserve` it has these blocks there granted, which that one has `aside`; with `write`, it
+writes to the first region there without end, and prints what ends that. Ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ async def main(options: dict[str, Any]) -> None:
         lanes=options.get("lanes", 1),
         heartbeat=options.get("heartbeat", 0.1),
         dead_after=options.get("dead_after", 1.0),
+        far_after=options.get("far_after", 0.0),
     )
     ranks = await start_instance(
         config, shape, shared=options.get("shared", True), arena=options.get("arena", False)
     )
     rank = ranks[0]
     rank.pool.fill(options.get("seed", 1))
-    every = np.arange(shape.blocks)
+    every = np.setdiff1d(np.arange(shape.blocks), options.get("aside", ()))
     rank.owned.seal(every)
+    rank.receiver.aside = set(options.get("aside", ()))
     for i in range(options.get("requests", 1)):
         rank.endpoint.publish("hbm", f"r{i}", every, ttl=600.0)
     found: dict[str, Any] = {"address": rank.endpoint.address}

@@ -17,6 +17,7 @@ from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
 from sglang_ext.router.http.types import ConnectionLost
+from sglang_ext.testing.fakes import FakeClock
 
 MODEL = ModelFacts("llama", "LlamaForCausalLM", 32_000, 4096)
 FACTS = InstanceFacts(MODEL, "default", "start-1", "colocated", "/models/llama")
@@ -63,6 +64,30 @@ def test_the_verdict_needs_several_missed_probes_in_a_row() -> None:
     assert fleet.alive("a") is State.READY
     assert [fleet.missed("a", "slow") for _ in range(3)][-1] is State.DOWN
     assert "3 probes missed" in fleet.rows["a"].why
+
+
+def test_over_a_network_silence_is_given_more_time_and_a_refused_connection_none() -> None:
+    """A switch that fails over for 3 s takes no instance of another machine for dead."""
+    clock = FakeClock()
+    near, far = "http://127.0.0.1:1", "http://10.0.0.2:1"
+    fleet = Fleet((near, far), failure_threshold=3, silence_s=8.0, now=clock.monotonic)
+    for name in (near, far):
+        fleet.learnt(name, FACTS)
+    for _ in range(6):
+        clock.advance(1.0)
+        fleet.missed(near, "late")
+        fleet.missed(far, "late")
+        fleet.unconnected(far, "no route", refused=False)
+    assert (fleet.rows[near].state, fleet.rows[far].state) == (State.DOWN, State.SUSPECT)
+    fleet.alive(far)
+    assert fleet.rows[far].state is State.READY
+    fleet.unconnected(far, "nobody listens", refused=True)
+    assert fleet.rows[far].state is State.DOWN
+    fleet.learnt(far, FACTS)
+    for _ in range(3):
+        fleet.missed(far, "late")
+    clock.advance(8.0)
+    assert fleet.missed(far, "late") is State.DOWN
 
 
 def test_a_restart_is_told_from_a_hiccup() -> None:
