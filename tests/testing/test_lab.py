@@ -112,6 +112,17 @@ def test_hosts_reach_each_other_by_numbers_only(lab: Lab, family: int) -> None:
     assert lab["b"].run(sys.executable, "-I", "-S", "-c", look_up) == "127.0.1.1\n"
 
 
+def test_a_thread_is_on_a_hosts_network_inside_the_block_only(lab: Lab) -> None:
+    network = Path("/proc/thread-self/ns/net")
+    before = network.readlink()
+    with lab["a"].network():
+        inside = network.readlink()
+        with lab["b"].network():
+            assert network.readlink() not in (before, inside)
+        assert network.readlink() == inside != before
+    assert network.readlink() == before
+
+
 def test_a_wire_delays_in_one_direction_or_both(lab: Lab) -> None:
     with Probe(lab["a"], lab["b"]) as there, Probe(lab["b"], lab["a"]) as back:
         lab.wire("a", "b", both=False, delay_s=0.05)

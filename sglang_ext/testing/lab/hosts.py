@@ -112,11 +112,15 @@ class Host:
     @contextmanager
     def network(self) -> Iterator[None]:
         """What this thread opens inside the block, it opens on this host's network."""
-        enter_network(f"/proc/{self.pid}/ns/net")
+        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            yield
+            enter_network(f"/proc/{self.pid}/ns/net")
+            try:
+                yield
+            finally:
+                enter_network(f"/proc/self/fd/{before}")
         finally:
-            enter_network(f"/proc/{os.getpid()}/ns/net")
+            os.close(before)
 
     def popen(
         self,
