@@ -3,7 +3,8 @@
 Copies are measured against libc's memcpy of the same scattered blocks, loads from disk against fio reading
 the same file system with the same bytes in flight, and beside other ways to keep blocks: as values in LMDB,
 as a file per page, and LMCache's local disk backend. With real servers: the time to first token by the tier
-that holds the prompt, the share of the load that it does not show, and what writing costs decoding.
+that holds the prompt, the share of the load that it does not show, what writing costs decoding and an
+acknowledged end its answer, and what retracting others gains a request of a higher priority.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib.common import Options, Report, at_least, at_most
+from benchmarks.tiers import priority
+from benchmarks.tiers.acked import measure_acked
 from benchmarks.tiers.copy import measure_copies
 from benchmarks.tiers.disk import measure_disk
 from benchmarks.tiers.serving import measure_servers
 from sglang_ext.flags import flag, one_of
 
 PARTS = ("copy", "disk", "servers")
+ASKED_FOR = ("acked", "priority")
+"""Parts that are measured when they are named."""
 AIMS = {
     "dram_to_hbm_vs_copy": at_least(0.85),
     "hbm_to_dram_vs_copy": at_least(0.85),
@@ -30,6 +35,8 @@ AIMS = {
     "load_hidden_dram": at_least(0.9),
     "ttft_disk_vs_recompute_8k": at_most(0.5),
     "write_through_decode_cost": at_most(0.03),
+    "acked_answer_vs_disk": at_most(1.1),
+    priority.FIGURE: priority.AIM,
 }
 
 
@@ -39,7 +46,7 @@ class TierOptions(Options):
 
     disk_path: Path | None = flag(None, "Folder on the disk to measure; the temporary folder else.")
     lmcache_python: Path | None = flag(None, "Interpreter of an environment with LMCache, to measure it too.")
-    parts: tuple[str, ...] = flag(tuple(PARTS), "What to measure.", one_of(*PARTS), several="+")
+    parts: tuple[str, ...] = flag(tuple(PARTS), "What to measure.", one_of(*PARTS, *ASKED_FOR), several="+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_disk(options, report, options.disk_path, options.lmcache_python)
     if "servers" in options.parts:
         measure_servers(options, report, options.disk_path)
+    if "acked" in options.parts:
+        measure_acked(options, report, options.disk_path)
+    if "priority" in options.parts:
+        priority.measure_priority(options, report)
     return report.finish(options)
 
 
