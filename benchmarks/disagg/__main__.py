@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.disagg import elsewhere, split
 from benchmarks.disagg import figures as disagg_figures
-from benchmarks.disagg import split
 from benchmarks.disagg.loads import LOADS, Session, Size, sessions
 from benchmarks.disagg.loads import Turn as Said
 from benchmarks.disagg.report import Leg, Turn, complete_summary, report_on
@@ -61,6 +61,8 @@ AIMS = {
     "ttft_c3_vs_stock_mooncake_tcp": at_most(0.8),
     "ttft_new_pair_vs_warm": at_most(1.1),
     split.FIGURE: at_most(0.8),
+    elsewhere.FETCHED: at_most(0.6),
+    elsewhere.SPILLED: at_most(0.7),
 }
 FIGURES = ("pull_vs_push", "layers", "xpyd", "joins", "coalescing")
 ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
@@ -188,6 +190,12 @@ class DisaggOptions(Options):
     split: bool = flag(
         False, "Only compare a long prompt on one instance with one that two compute (MemServe, table 3)."
     )
+    fetching: bool = flag(
+        False, "Only compare fetching with computing where a session moves between prefill servers."
+    )
+    spilling: bool = flag(
+        False, "Only compare a server whose evicted KV an idle one keeps with one by itself (KVDirect, 7)."
+    )
     joins: bool = flag(False, "Only compare the first request through a new pair with later ones.")
 
 
@@ -290,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = DisaggOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
     figures = [name for name in FIGURES if getattr(options, name)]
-    designs = None if figures or options.roles or options.split else Designs(options, report)
+    alone = options.roles or options.split or options.fetching or options.spilling
+    designs = None if figures or alone else Designs(options, report)
     # Ends what was started, and what was seen until then is told.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     whole = options.designs is None and options.loads is None and not options.quick
@@ -300,6 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             getattr(disagg_figures, name)(options, report, end)
         if options.split:
             split.split(options, report, end)
+        if options.fetching:
+            elsewhere.fetching(options, report, end)
+        if options.spilling:
+            elsewhere.spilling(options, report, end)
         if options.roles:
             roles(options, report, end)
             if options.figure is not None:
@@ -322,6 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "pull_vs_push_jct": "--pull-vs-push measures it, or the form without choices",
             "ttft_new_pair_vs_warm": "--joins measures it",
             split.FIGURE: "--split measures it",
+            elsewhere.FETCHED: "--fetching measures it",
+            elsewhere.SPILLED: "--spilling measures it",
         }
         | why,
     )

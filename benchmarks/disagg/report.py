@@ -33,6 +33,8 @@ SUMMARY = (
     "pull_vs_push_jct",
     "ttft_new_pair_vs_warm",
     "ttft_split_16k_vs_alone",
+    "ttft_2p1d_fetched_vs_computed",
+    "ttft_spilled_vs_not",
     "wrong_answers",
 )
 """What the summary has, in each form of the benchmark; what was not measured is null."""

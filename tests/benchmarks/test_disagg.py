@@ -25,6 +25,8 @@ ASKED = {
     "pull_vs_push_jct",
     "ttft_new_pair_vs_warm",
     "ttft_split_16k_vs_alone",
+    "ttft_2p1d_fetched_vs_computed",
+    "ttft_spilled_vs_not",
     "wrong_answers",
 }
 
