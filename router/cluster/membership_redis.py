@@ -104,9 +104,9 @@ class RedisMembership:
         self.losses = 0
         """How often Redis was lost since the start."""
         self.refused = 0
+        """Records in Redis that were none."""
         self._seen: dict[str, tuple[int, float]] = {}
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
-        """Records in Redis that were none."""
 
     def __repr__(self) -> str:
         state = "connected" if self._connected else f"lost: {self._error}"
