@@ -101,7 +101,6 @@ def _limit(socket: Any) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, REQUESTS.limit)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 1000)
-    socket.setsockopt(zmq.IPV6, 1)
 
 
 class OnlyMembers:
@@ -162,6 +161,8 @@ class ControlServer:
         self._authenticator: Any = None
         self._socket = context.socket(zmq.ROUTER)
         _limit(self._socket)
+        # A socket for both would name 127.0.0.1 as [::ffff:127.0.0.1], and peers be told that.
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
         if keys is not None:
             self._authenticator = AsyncioAuthenticator(context)
             self._authenticator.start()
@@ -372,6 +373,7 @@ class ControlClient:
     def _line(self, server: bytes | None) -> _Line:
         socket, ends, keys = self._context.socket(zmq.DEALER), None, self._keys
         _limit(socket)
+        socket.setsockopt(zmq.IPV6, 1)
         if server is not None:
             socket.curve_publickey, socket.curve_secretkey = self._pairs[0]
             socket.curve_serverkey = server
