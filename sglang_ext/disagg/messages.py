@@ -178,3 +178,24 @@ Reply = Connected | Refused | Pong | Offer | Completed | Reserved | Revoke
 
 REQUESTS: Codec[Request] = Codec(Request)
 REPLIES: Codec[Reply] = Codec(Reply)
+
+
+class _Speaker(msgspec.Struct, frozen=True):
+    version: int
+
+
+class _AnyConnect(msgspec.Struct, frozen=True, tag_field="t", tag="connect"):
+    """Of CONNECT, what it has in every release."""
+
+    who: _Speaker
+
+
+_ANY_CONNECT: Final = msgspec.msgpack.Decoder(_AnyConnect)
+
+
+def connecting_version(data: bytes) -> int | None:
+    """By which version a CONNECT is made, whatever other fields that has; None for bytes that are none."""
+    try:
+        return _ANY_CONNECT.decode(data).who.version
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError):
+        return None

@@ -33,7 +33,17 @@ from sglang_ext.disagg.errors import (
     TransportUnavailableError,
 )
 from sglang_ext.disagg.memory import RegionTable
-from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Ping, Reserve, Written
+from sglang_ext.disagg.messages import (
+    REPLIES,
+    REQUESTS,
+    VERSION,
+    Connect,
+    Connected,
+    Ping,
+    Refused,
+    Reserve,
+    Written,
+)
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transfer.leases import LeaseEnd
@@ -408,6 +418,31 @@ async def test_servers_of_other_releases_refuse_each_other_by_name(
         with pytest.raises(RefusedError, match=f"protocol {module.VERSION - 1}.*run one release"):
             await me.endpoint.connect([other.endpoint.address])
         assert not me.endpoint.instances
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, VERSION])
+async def test_a_newer_release_is_refused_by_its_version_also_where_its_fields_are_others(
+    version: int,
+) -> None:
+    """The twin, with our version, is refused as no message."""
+    async with reader() as owner, reader() as me:
+        connect = msgspec.to_builtins(Connect(me.endpoint.identity(), {}), builtin_types=(bytes,))
+        connect["who"] |= {"version": version, "datacenter": "eu"}
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://{owner.endpoint.address}")
+        await dealer.send_multipart([b"x" * 8, msgspec.msgpack.encode({**connect, "hops": 3})])
+        _, answer = await dealer.recv_multipart()
+        context.destroy(linger=0)
+        refused = REPLIES.decode(answer)
+        assert isinstance(refused, Refused)
+        if version == VERSION:
+            assert refused.reason == "protocol"
+            assert "not a message" in refused.text
+        else:
+            assert refused.reason == "version"
+            assert f"protocol {version} there, {VERSION} here; run one release" in refused.text
+        assert not owner.endpoint.owner.sessions
 
 
 async def test_garbage_to_the_control_socket_harms_nobody() -> None:

@@ -36,7 +36,15 @@ from sglang_ext.disagg.errors import (
     TransferDeadlineError,
     TransferError,
 )
-from sglang_ext.disagg.messages import MOST_MS, REPLIES, REQUESTS, Refused, Reply
+from sglang_ext.disagg.messages import (
+    MOST_MS,
+    REPLIES,
+    REQUESTS,
+    VERSION,
+    Refused,
+    Reply,
+    connecting_version,
+)
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import Codec, WireError
@@ -244,6 +252,10 @@ class ControlServer:
         except WireError as error:
             self.refused += 1
             reply = Refused("protocol", str(error))
+            # Another release's CONNECT may have other fields.
+            theirs = connecting_version(data)
+            if theirs is not None and theirs != VERSION:
+                reply = Refused("version", f"protocol {theirs} there, {VERSION} here; run one release")
         except RefusedError as error:
             again_ms = int(min(MOST_MS, error.again_s * 1000))
             reply = Refused(error.reason, str(error), again_ms)
