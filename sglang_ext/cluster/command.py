@@ -19,7 +19,7 @@ from rich.console import Console
 
 from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import Ports, host_facts
-from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls
+from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls, with_environment
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
@@ -123,6 +123,7 @@ async def running_cluster(
     Raises:
         ConfigError: it cannot run here; names the flag.
     """
+    config = with_environment(config, os.environ)
     if config.ray is not None:
         from sglang_ext.cluster.ray_cluster import running_on_ray
 

@@ -34,6 +34,11 @@ BOUND_TO_A_ROLE = (
     ("--disaggregation-decode-host-receive-threshold",),
 )
 """Flags with state that SGLang does not rebuild for another role, or that it refuses with the switch."""
+ROLE_VARIABLES = {
+    "SGLANG_EXT_KV_PD_CACHING": "--kv-pd-caching",
+    "SGLANG_EXT_KV_TRANSFER_MODE": "--kv-transfer-mode",
+}
+"""What servers take from the environment that binds them to a role, or chooses their cache."""
 REPLICA_FLAGS = (
     (("--dp-size", "--data-parallel-size", "--dp"), "Give --colocated N instead: a server for each replica"),
     (("--attn-dp-size",), "Give --colocated N instead: a server for each replica"),
@@ -231,6 +236,20 @@ def make_plan(
         )
         for number, port in enumerate(door.member_ports)
     )
+
+
+def with_environment(config: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
+    """The configuration with what servers would take from the environment and the plan depends on, as flags.
+    Flags that were given win."""
+    if not config.prefill or (flag_value(config.server_args, TRANSFER_FLAG) or "global") != "global":
+        return config
+    found = [
+        word
+        for variable, flag in ROLE_VARIABLES.items()
+        if variable in environment
+        for word in (flag, environment[variable])
+    ]
+    return replace(config, server_args=(*found, *config.server_args))
 
 
 def speaks_tls(config: ClusterConfig) -> bool:

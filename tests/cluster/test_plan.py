@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_keys
+from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_keys, running_cluster
 from sglang_ext.cluster.config import ClusterConfig, flag_value
-from sglang_ext.cluster.plan import Door, HostFacts, Keys, Part, given_key, make_plan
+from sglang_ext.cluster.plan import Door, HostFacts, Keys, Part, given_key, make_plan, with_environment
 from sglang_ext.cluster.process import environment_of
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.errors import ConfigError
@@ -233,6 +234,40 @@ def test_servers_stay_what_they_are_where_sglang_cannot_change_them(values: dict
         )
     with pytest.raises(ConfigError, match=f"no server could change its role.*{why}"):
         plan(**apart, router_args=("--role-controller", "on"))
+
+
+@pytest.mark.parametrize(
+    ("given", "binds"), [((), True), (("--kv-pd-caching", "3"), False), (("--kv-pd-caching=basic",), True)]
+)
+async def test_what_the_environment_says_of_roles_counts_unless_a_flag_does(
+    given: tuple[str, ...], binds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that are told by it to keep nothing would refuse the switch of roles."""
+    environment = {"SGLANG_EXT_KV_PD_CACHING": "basic", "SGLANG_EXT_KV_DRAM_SIZE": "1GB"}
+    config = ClusterConfig(model_path="m", colocated=0, prefill=1, decode=1, port=0, server_args=given)
+    *servers, _ = make_plan(
+        with_environment(config, environment), CPU, 30_000, range(30_001, 30_001 + config.ports)
+    )
+    for part in servers:
+        assert (flag_value(part.command, "--enable-pd-role-switch") is None) == binds
+        assert (flag_value(part.command, "--kv-router") is None) == binds, "who keeps nothing tells nothing"
+        assert flag_value(part.command, "--kv-dram-size") is None, "it is the servers' affair"
+    if binds:
+        monkeypatch.setenv("SGLANG_EXT_KV_PD_CACHING", "basic")
+        controlled = replace(config, router_args=("--role-controller", "on"))
+        with pytest.raises(ConfigError, match="no server could change its role: --kv-pd-caching basic"):
+            async with running_cluster(controlled, tmp_path, host=CPU):
+                pass
+
+
+def test_the_environment_is_left_alone_where_there_are_no_roles_of_ours() -> None:
+    environment = {"SGLANG_EXT_KV_PD_CACHING": "basic"}
+    for values in (
+        {"colocated": 2},
+        {"prefill": 1, "decode": 1, "server_args": ("--disaggregation-transfer-backend", "mooncake")},
+    ):
+        config = ClusterConfig(model_path="m", **values)
+        assert with_environment(config, environment) == config
 
 
 def test_a_role_controller_wants_servers_that_can_change() -> None:
