@@ -199,11 +199,12 @@ def not_hidden(served: Iterable[Served]) -> dict[str, int]:
     return found
 
 
-def cost_of(level: float, served: Sequence[Served]) -> float:
-    """Normalized latency of the requests at a level over that of those at level 0, less 1."""
+def cost_of(level: float, served: Sequence[Served]) -> float | None:
+    """Normalized latency of the requests at a level over that of those at level 0, less 1; None where one of
+    the two had no request."""
     at = [one for one in served if one.level == level]
     base = [one for one in served if one.level == 0.0]
-    return normalized_latency(at) / normalized_latency(base) - 1.0
+    return normalized_latency(at) / normalized_latency(base) - 1.0 if at and base else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ FEW, FEW_LONGER = 6, 2
 """Fewer users than this are measured for so many times longer: they send little."""
 MOVED = "sglang_ext_router_hint_tokens_total"
 PREFILL_TOKENS = 512
+TTFT = ("ttft_p50_ms", "ttft_p99_ms")
 CHATDEV, FAN_OUT = "agents, all edges", "agents, fan-out"
 EVEN_ANSWERS = 24
 """Tokens of every answer where hints are missing: each request then says as much as any other."""
@@ -111,13 +112,15 @@ class Parts:
                 f"{level:.0%} of hints missing",
                 users=plan.main,
                 requests=len(at),
-                normalized_ms=1e3 * normalized_latency(at),
-                **_ttft(at),
+                normalized_ms=1e3 * normalized_latency(at) if at else None,
+                **(_ttft(at) if at else dict.fromkeys(TTFT)),
                 cost=cost_of(level, scene.served),
             )
-        line = cost_line(scene.served, plan.slice_s, SEED)
+        # No line goes through one level.
+        asked = len({one.level for one in scene.served}) > 1
+        line = cost_line(scene.served, plan.slice_s, SEED) if asked else None
         for level in (0.1, 0.3, 0.5):
-            cost, noise = line.cost(level)
+            cost, noise = (None, None) if line is None else line.cost(level)
             self.report.add(
                 f"{level:.0%} of hints missing, by the line", users=plan.main, cost=cost, noise=noise
             )
@@ -264,10 +267,8 @@ def _moved(url: str, system: System) -> float:
 
 
 def _ttft(served: Sequence[Served]) -> dict[str, Value]:
-    return {
-        "ttft_p50_ms": 1e3 * percentile([one.ttft for one in served], 50),
-        "ttft_p99_ms": 1e3 * percentile([one.ttft for one in served], 99),
-    }
+    seconds = [one.ttft for one in served]
+    return {name: 1e3 * percentile(seconds, percent) for name, percent in zip(TTFT, (50, 99), strict=True)}
 
 
 def _in_hbm(served: Sequence[Served]) -> float:

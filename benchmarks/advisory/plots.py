@@ -74,7 +74,7 @@ def _missing(rows: Rows) -> str | None:
     found = {
         str(row["case"]).removesuffix(suffix): _float(row["normalized_ms"])
         for row in rows
-        if str(row["case"]).endswith(suffix)
+        if str(row["case"]).endswith(suffix) and row["normalized_ms"] is not None
     }
     if not found:
         return None

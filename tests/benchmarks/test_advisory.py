@@ -17,13 +17,15 @@ import pytest
 from aiohttp import web
 
 from benchmarks.advisory.__main__ import Benchmark, main
-from benchmarks.advisory.figures import Told
-from benchmarks.advisory.fleet import BY_LAYER, SYSTEMS, WHOLE, Tiers, server_flags
+from benchmarks.advisory.figures import Served, Told
+from benchmarks.advisory.fleet import BY_LAYER, HINTED, SYSTEMS, WHOLE, Tiers, server_flags
 from benchmarks.advisory.graphs import Call, Edge
-from benchmarks.advisory.plan import AdvisoryOptions
+from benchmarks.advisory.parts import Parts
+from benchmarks.advisory.plan import TINY, AdvisoryOptions
 from benchmarks.advisory.play import Player, Scene
+from benchmarks.advisory.plots import _missing
 from benchmarks.advisory.slow_link import slowed
-from benchmarks.advisory.talks import Ask, Talk
+from benchmarks.advisory.talks import Ask, Shape, Talk
 from benchmarks.lib.common import Report
 
 
@@ -264,6 +266,37 @@ def test_a_disk_tier_and_another_model_are_options() -> None:
     assert (found["--kv-disk-path"], found["--kv-disk-size"]) == ("/d", str(65_536 * token_bytes))
     assert "--kv-disk-path" not in server_flags("ours", Tiers(), 1234, "tiny-mla", Path("/d"))
     assert "--kv-disk-path" not in server_flags("stock", options.tiers(Tiers()), 1234, disk=Path("/d"))
+
+
+@pytest.mark.parametrize("levels", [(0.0,), (0.5,), (0.0, 0.5)])
+def test_a_level_in_which_nobody_asked_is_said_to_have_no_request(
+    levels: tuple[float, ...], tmp_path: Path
+) -> None:
+    """A slow machine gets through no request in a slice."""
+    asked = [
+        Served("s", turn, turn, turn + 0.5, turn + 2.0, 100, 80, 4, 48, 16, 16, level=level)
+        for turn in range(2)
+        for level in levels
+    ]
+
+    class Played(Parts):
+        def _people(self, fleet, system, url, scene, count, shape) -> float:  # type: ignore[no-untyped-def]
+            scene.served += asked
+            return 0.0
+
+    report = Report("advisory")
+    Played(TINY, report, Shape(), tmp_path, lambda text: []).missing(None, HINTED, "")  # type: ignore[arg-type]
+    rows = {row["case"]: row for row in report.rows}
+    assert len({tuple(rows[f"{level:.0%} of hints missing"]) for level in TINY.missing}) == 1, "one table"
+    for level in TINY.missing:
+        row = rows[f"{level:.0%} of hints missing"]
+        there = level in levels
+        assert row["requests"] == (2 if there else 0)
+        assert (row["normalized_ms"], row["ttft_p50_ms"]) == ((500.0, 500.0) if there else (None, None))
+        assert (row["cost"] is not None) == (there and 0.0 in levels)
+    assert (rows["50% of hints missing, by the line"]["cost"] is not None) == (len(levels) == 2)
+    report.print()
+    assert _missing(report.rows) is not None, "a figure of those that were asked"
 
 
 def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
