@@ -65,7 +65,9 @@ COMMANDS: Mapping[str, Command] = {
         "",
         replaces_process=True,
     ),
-    "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
+    "doctor": Command(
+        "sglang_ext.cluster.doctor.command", "check this machine and installation, and say what to do"
+    ),
 }
 
 

@@ -202,6 +202,8 @@ class Flag:
     file: bool = False
     """There is a second flag that names a file with the value, ``--api-key-file``."""
     positional: bool = False
+    bare: str = ""
+    """What the flag says when it is given without a value; empty where it needs one."""
 
     @property
     def is_switch(self) -> bool:
@@ -264,6 +266,8 @@ class Flag:
             about |= {"type": self._argument, "metavar": self.form}
         if self.several:
             about |= {"action": "append"} if self.several == "append" else {"nargs": self.several}
+        if self.bare:
+            about |= {"nargs": "?", "const": self.bare}
         if not self.positional:
             about |= {"dest": self.dest, "required": self.default is REQUIRED}
         parser.add_argument(self.name, *self.aliases, **about)

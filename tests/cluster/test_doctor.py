@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.cluster.doctor import PACKAGES, Facts, _transports, findings, main
-from sglang_ext.cluster.doctor_findings import GIB, Level
+from sglang_ext.cluster.doctor.command import main
+from sglang_ext.cluster.doctor.findings import GIB, Level
+from sglang_ext.cluster.doctor.machine import PACKAGES, Facts, _transports, findings
 from sglang_ext.cluster.plan import HostFacts
 from sglang_ext.patches.versions import SGLANG_VERSION
 

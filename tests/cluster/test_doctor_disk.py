@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.cluster import doctor, doctor_disk
-from sglang_ext.cluster.doctor_disk import DiskFacts, findings, gather
-from sglang_ext.cluster.doctor_findings import GIB, MIB, Finding, Level
+from sglang_ext.cluster.doctor import command, disk
+from sglang_ext.cluster.doctor.disk import DiskFacts, findings, gather
+from sglang_ext.cluster.doctor.findings import GIB, MIB, Finding, Level
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, contents, get_all, prefix_keys, put_all
 from sglang_ext.tiered_store.disk.speed import DiskSpeed
 from sglang_ext.tiered_store.disk.state import DiskConfig
@@ -29,8 +29,8 @@ def open_tier(path: Path) -> DiskTier:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured does not matter here, so little is written."""
-    monkeypatch.setattr(doctor_disk, "MEASURED", 4 * MIB)
-    monkeypatch.setattr(doctor_disk, "LEAST_MEASURED", 4 * MIB)
+    monkeypatch.setattr(disk, "MEASURED", 4 * MIB)
+    monkeypatch.setattr(disk, "LEAST_MEASURED", 4 * MIB)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def damage(rank: Path) -> None:
 
 
 def run(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
-    status = doctor.main(["--kv-disk-path", str(path), "--json", *flags])
+    status = command.main(["--kv-disk-path", str(path), "--json", *flags])
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return status, answer
 
@@ -199,17 +199,17 @@ def test_both_ways_of_reading_are_told(direct: float | None, said: str) -> None:
 
 
 def test_the_text_form(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--kv-disk-path", str(path)]) == 0
+    assert command.main(["--kv-disk-path", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "ok       room " in shown
     assert shown.endswith("The directory can be used.\n")
     (path / "tp0of2" / "index" / "data.mdb").write_bytes(b"x" * 9000)
-    assert doctor.main(["--kv-disk-path", str(path)]) == 1
+    assert command.main(["--kv-disk-path", str(path)]) == 1
     assert "problems with this directory." in capsys.readouterr().out
 
 
 def test_more_problems_than_can_be_read_are_counted() -> None:
-    store = doctor_disk.StoreFacts(Path("/x"), report=doctor_disk.CheckReport())
+    store = disk.StoreFacts(Path("/x"), report=disk.CheckReport())
     assert store.report is not None
     for number in range(30):
         store.report.add(f"run {number}", "gone", 2)

@@ -81,16 +81,7 @@ class Connector:
         return link
 
     async def _handshake(self, address: str, client: ControlClient) -> Link:
-        offers: dict[TransportName, bytes] = {}
-        reasons: dict[TransportName, str] = {}
-        for name, transport in self._transports.items():
-            reason = transport.unavailable()
-            try:
-                if reason is None:
-                    offers[name] = transport.offer()
-            except TransferError as error:
-                reason = str(error)
-            reasons[name] = reason or "not offered by the owner"
+        offers, reasons = offers_of(self._transports)
         try:
             reply = await client.ask(
                 Connect(self._identity(), {str(n): o for n, o in offers.items()}),
@@ -158,21 +149,61 @@ class Connector:
     ) -> Channel:
         """The first transport, in order of preference, by which the owner's header can really be read."""
         reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
-        for name, transport in self._transports.items():
-            if name not in offers or name not in reply.transports:
-                continue
-            channel: Channel | None = None
-            try:
-                channel = transport.open(info, reply.session, offers[name], reply.transports[name])
-                with self._scratch.slot() as at:
-                    channel.read(0, header_runs(at), CancelToken())
-                    found = self._control.array[at : at + HEADER_BYTES].tobytes()
-                if found != header(info.epoch):
-                    raise PeerGoneError("what is read there is not the peer's memory")
-                return channel
-            except TransferError as error:
-                reasons[name] = str(error)
-                if channel is not None:
-                    channel.close()
+
+        def read(channel: Channel) -> bytes:
+            with self._scratch.slot() as at:
+                channel.read(0, header_runs(at), CancelToken())
+                return self._control.array[at : at + HEADER_BYTES].tobytes()
+
+        channel = open_first(self._transports, info, reply.session, offers, reply.transports, reasons, read)
+        if channel is not None:
+            return channel
         text = "; ".join(f"{n}: {r}" for n, r in reasons.items())
         raise TransportUnavailableError(f"no transport reaches {info.instance}: {text}")
+
+
+def offers_of(
+    transports: Mapping[TransportName, Transport],
+) -> tuple[dict[TransportName, bytes], dict[TransportName, str]]:
+    """What a reader offers, by transport, and why it cannot use the others."""
+    offers: dict[TransportName, bytes] = {}
+    reasons: dict[TransportName, str] = {}
+    for name, transport in transports.items():
+        reason = transport.unavailable()
+        try:
+            if reason is None:
+                offers[name] = transport.offer()
+        except TransferError as error:
+            reason = str(error)
+        reasons[name] = reason or "not offered by the owner"
+    return offers, reasons
+
+
+def open_first(
+    transports: Mapping[TransportName, Transport],
+    info: PeerInfo,
+    session: bytes,
+    offers: Mapping[TransportName, bytes],
+    answers: Mapping[str, bytes],
+    reasons: dict[TransportName, str],
+    read: Callable[[Channel], bytes],
+) -> Channel | None:
+    """The first transport, in order of preference, by which the owner's header can really be read; None
+    where there is none.
+
+    reasons: told why it was not one that comes before. read: the header, by a channel.
+    """
+    for name, transport in transports.items():
+        if name not in offers or name not in answers:
+            continue
+        channel: Channel | None = None
+        try:
+            channel = transport.open(info, session, offers[name], answers[name])
+            if read(channel) != header(info.epoch):
+                raise PeerGoneError("what is read there is not the peer's memory")
+            return channel
+        except TransferError as error:
+            reasons[name] = str(error)
+            if channel is not None:
+                channel.close()
+    return None

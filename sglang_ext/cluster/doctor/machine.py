@@ -1,34 +1,27 @@
 """``sglang-ext doctor``: whether servers can start here, what is wrong, and what to do about it.
 
-``gather`` looks at the machine, ``findings`` judges what it saw, and is a pure function. With
-``--kv-disk-path`` it is a disk tier's directory that is looked at (``doctor_disk.py``).
+``gather`` looks at the machine, ``findings`` judges what it saw, and is a pure function.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from sglang_ext.cluster.doctor_findings import GIB, Finding, Level, as_json, problems, show
+from sglang_ext.cluster.doctor.findings import GIB, Finding, Level
 from sglang_ext.cluster.plan import HostFacts
 from sglang_ext.disagg.transports.rails import Topology, choose, topology
-from sglang_ext.flags import Flagged, flag
 from sglang_ext.patches.versions import ALLOW_UNTESTED, SGLANG_VERSION, supported, tested_versions
 
-PROG = "sglang-ext doctor"
 PLUGIN = "sglang_ext"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PACKAGES = ("sglang-ext", "sglang", "torch", "transformers", "numba")
@@ -301,68 +294,3 @@ def _transport_findings(facts: Facts) -> Iterator[Finding]:
             level = Level.OK if expected else Level.WARNING
             advice = "" if expected else "Others are used instead, as far as they can be."
             yield Finding(level, "transports", f"not {name}: {reason}", advice)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments(Flagged):
-    """What the command is told."""
-
-    prog = PROG
-    description = (
-        "Check this machine and installation, or with --kv-disk-path the directory of a disk tier, and say "
-        "what is wrong and what to do. The exit status is 0 when all is well, 1 when there are problems."
-    )
-
-    kv_disk_path: Path | None = flag(
-        None,
-        "Look at this directory instead: room, speed (writes up to 256 MiB and removes them), and whether "
-        "index and segments fit together.",
-    )
-    deep: bool = flag(
-        False,
-        "Read everything in the directory and verify every checksum; takes as long as reading all of it.",
-    )
-    repair: bool = flag(
-        False,
-        "As --deep, and rebuild the index from the segments if something is wrong; only while no server uses "
-        "the directory.",
-    )
-    json: bool = flag(False, "Print one JSON object instead of text.")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 when all is well, 1 when there are problems, 2 for a wrong flag."""
-    known = Arguments.parser(
-        allow_abbrev=False, epilog="example: sglang-ext doctor --kv-disk-path /data/kv --repair"
-    )
-    args = Arguments.from_cli_args(known.parse_args(arguments))
-    if args.kv_disk_path is None:
-        if args.repair or args.deep:
-            known.error("--repair and --deep need --kv-disk-path")
-        return _report(args, findings(gather()), {}, "would stop a start", "Servers can start here.")
-    from sglang_ext.cluster import doctor_disk
-
-    console = Console(stderr=True)
-    facts = doctor_disk.gather(
-        args.kv_disk_path,
-        repair=args.repair,
-        deep=args.deep,
-        doing=lambda text: console.status(f"{text} ..."),
-    )
-    found = doctor_disk.findings(facts)
-    figures = {"disk": doctor_disk.as_json(facts)}
-    return _report(args, found, figures, "with this directory", "The directory can be used.")
-
-
-def _report(args: Arguments, found: Sequence[Finding], figures: dict[str, Any], wrong: str, well: str) -> int:
-    count = problems(found)
-    if args.json:
-        sys.stdout.write(
-            json.dumps({"problems": count, "findings": as_json(found), **figures}, indent=2, default=str)
-            + "\n"
-        )
-    else:
-        console = Console()
-        show(found, console)
-        console.print(f"{count} problems {wrong}." if count else well)
-    return 1 if count else 0

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.cluster.doctor_findings import MIB, Finding, Level, size
+from sglang_ext.cluster.doctor.findings import MIB, Finding, Level, size
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.tiered_store.disk.check import CheckReport, RepairReport, check_directory, repair_directory
 from sglang_ext.tiered_store.disk.owner import LOCK_FILE

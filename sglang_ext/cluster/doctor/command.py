@@ -1,0 +1,181 @@
+"""The command line of ``sglang-ext doctor``: which of machine, disk and way to a peer is looked at."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sglang_ext.addresses import bracketed, is_loopback, listen_host, split_port
+from sglang_ext.cluster.doctor.findings import Finding, as_json, problems, show
+from sglang_ext.cluster_key import read_cluster_key
+from sglang_ext.config import parse_host, parse_ports
+from sglang_ext.errors import ConfigError
+from sglang_ext.flags import PATH, SECONDS, Flagged, Parser, flag
+
+PROG = "sglang-ext doctor"
+PORT = 30900
+"""On which a doctor listens for another."""
+
+
+def parse_address(text: str) -> str:
+    """HOST, HOST:PORT or :PORT, with the port filled in.
+
+    Raises:
+        ValueError: when it is none.
+    """
+    host, port = split_port(text)
+    port = port or str(PORT)
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"{text!r} has no port of 1 to 65535")
+    return f"{bracketed(parse_host(host)) if host else ''}:{port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Flagged):
+    """What the command is told."""
+
+    prog = PROG
+    description = (
+        "Check this machine and installation, or with --kv-disk-path the directory of a disk tier, or with "
+        "--peer the way to another machine, and say what is wrong and what to do. The exit status is 0 when "
+        "all is well, 1 when there are problems."
+    )
+
+    kv_disk_path: Path | None = flag(
+        None,
+        "Look at this directory instead: room, speed (writes up to 256 MiB and removes them), and whether "
+        "index and segments fit together.",
+    )
+    deep: bool = flag(
+        False,
+        "Read everything in the directory and verify every checksum; takes as long as reading all of it.",
+    )
+    repair: bool = flag(
+        False,
+        "As --deep, and rebuild the index from the segments if something is wrong; only while no server uses "
+        "the directory.",
+    )
+    peer: str | None = flag(
+        None,
+        "Test the way to another machine and back, on which a doctor listens: address, ports, cluster key, "
+        "clocks, bandwidth, and the transport by which KV would travel.",
+        Parser(parse_address, f"HOST[:{PORT}]").where(lambda at: not at.startswith(":"), "names no host"),
+    )
+    listen: str | None = flag(
+        None,
+        "Listen for a doctor with --peer, on every address with --cluster-key-file, else on loopback.",
+        Parser(parse_address, f"HOST:{PORT}"),
+        bare=f":{PORT}",
+    )
+    listen_secs: float = flag(
+        600.0, "For how long to listen.", SECONDS.where(lambda s: 0 < s <= 86400, "is not within a day")
+    )
+    kv_ports: str | None = flag(
+        None,
+        "With --peer or --listen: the ports that servers here are given. Those that nobody has are tried. "
+        "Not given: any one.",
+        Parser(parse_ports, "FIRST-LAST"),
+    )
+    kv_announce_host: str | None = flag(
+        None,
+        "With --peer or --listen: the address that servers here announce. Not given: the one that they would "
+        "find with --host 0.0.0.0.",
+        Parser(parse_host, "HOST"),
+    )
+    cluster_key_file: str | None = flag(
+        None,
+        "With --peer or --listen: the file with the key of the cluster, needed beyond loopback. It does not "
+        "travel.",
+        PATH,
+    )
+    json: bool = flag(False, "Print one JSON object instead of text.")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 when all is well, 1 when there are problems, 2 for a wrong flag."""
+    known = Arguments.parser(
+        allow_abbrev=False, epilog="example: sglang-ext doctor --kv-disk-path /data/kv --repair"
+    )
+    args = Arguments.from_cli_args(known.parse_args(arguments))
+    if args.peer is not None or args.listen is not None:
+        if args.kv_disk_path is not None or None not in (args.peer, args.listen):
+            known.error("--kv-disk-path, --peer and --listen are told one at a time")
+        try:
+            return _meet(args)
+        except ConfigError as error:
+            known.error(str(error))
+    if args.kv_disk_path is None:
+        if args.repair or args.deep:
+            known.error("--repair and --deep need --kv-disk-path")
+        from sglang_ext.cluster.doctor.machine import findings, gather
+
+        return _report(args, findings(gather()), {}, "would stop a start", "Servers can start here.")
+    from sglang_ext.cluster.doctor import disk
+
+    console = Console(stderr=True)
+    facts = disk.gather(
+        args.kv_disk_path,
+        repair=args.repair,
+        deep=args.deep,
+        doing=lambda text: console.status(f"{text} ..."),
+    )
+    found = disk.findings(facts)
+    figures = {"disk": disk.as_json(facts)}
+    return _report(args, found, figures, "with this directory", "The directory can be used.")
+
+
+def _meet(args: Arguments) -> int:
+    from sglang_ext.cluster.doctor import peer, peer_ends
+
+    keyed = args.cluster_key_file is not None
+    if args.kv_announce_host is not None and not keyed and not is_loopback(args.kv_announce_host):
+        raise ConfigError(
+            f"without a key, nobody is answered at {args.kv_announce_host}",
+            field="--kv-announce-host",
+            hint="Give --cluster-key-file",
+        )
+    key = read_cluster_key(args.cluster_key_file) if args.cluster_key_file is not None else None
+    own = peer_ends.Own(key=key, kv_ports=args.kv_ports, announce=args.kv_announce_host)
+    host, port = split_port(args.peer or args.listen or "")
+    if args.peer is not None:
+        seen = peer_ends.call(host, int(port), own)
+        return _report(
+            args,
+            peer.findings(seen),
+            {"peer": peer.as_json(seen)},
+            f"between here and {args.peer}",
+            f"Servers here and at {host} can work together.",
+        )
+    if host and not is_loopback(host) and not keyed:
+        raise ConfigError(
+            f"will not listen on {host} without a key", field="--listen", hint="Give --cluster-key-file"
+        )
+    console = Console(stderr=True)
+    peer_ends.listen(
+        listen_host(host, keyed=keyed),
+        int(port),
+        own,
+        args.listen_secs,
+        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
+    return 0
+
+
+def _report(args: Arguments, found: Sequence[Finding], figures: dict[str, Any], wrong: str, well: str) -> int:
+    count = problems(found)
+    if args.json:
+        sys.stdout.write(
+            json.dumps({"problems": count, "findings": as_json(found), **figures}, indent=2, default=str)
+            + "\n"
+        )
+    else:
+        console = Console()
+        show(found, console)
+        console.print(f"{count} problems {wrong}." if count else well)
+    return 1 if count else 0

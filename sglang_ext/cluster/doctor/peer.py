@@ -1,0 +1,201 @@
+"""``sglang-ext doctor --peer``: what was seen of the way to another machine and back, and what it means.
+
+``findings`` is a pure function. The ends are in ``peer_ends.py``, what they try in ``peer_probe.py``,
+what they say in ``peer_wire.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_ext.cluster.doctor.findings import Finding, Level
+from sglang_ext.cluster.doctor.peer_wire import Chosen, End, Took, Trouble, TroubleError
+
+_SHOWN: Final = 8
+"""Ranges of ports that are told one by one."""
+
+_ADVICE: Final[Mapping[Trouble, str]] = {
+    Trouble.NAME: "Give an address, or see to the name's entry in DNS or /etc/hosts.",
+    Trouble.CLOSED: "Run `sglang-ext doctor --listen` there, with the same port; if it runs, a firewall "
+    "refuses the port.",
+    Trouble.UNREACHED: "See whether the address is right; a firewall on the way may drop the port.",
+    Trouble.NOT_OURS: "Run `sglang-ext doctor --listen` on a free port there, and give that port.",
+    Trouble.VERSION: "Install the same release of sglang-ext on both machines.",
+    Trouble.KEY: "Copy the file with the key from one machine to the other; every member needs the same.",
+    Trouble.NO_KEY: "Give --cluster-key-file, with the same key, to both.",
+    Trouble.BUSY: "Try again when that other test has ended.",
+    Trouble.ENDED: "See what the listener says; it ends by itself after --listen-secs. Start it again, and "
+    "try once more; if it repeats, something on the way cuts connections.",
+    Trouble.ADDRESS: "Give --kv-announce-host ADDRESS at the end that says so.",
+}
+_SUBJECTS: Final = {Trouble.KEY: "cluster key", Trouble.NO_KEY: "cluster key", Trouble.ADDRESS: "address"}
+
+
+@dataclass
+class Seen:
+    """What was seen of a peer; None for what was not come to.
+
+    target: where it was called. keyed: whether this end has a cluster key. rtt: seconds, the least of a few.
+    ahead: seconds by which the peer's clock is. failed_there, failed_here: why ports were not reached, by
+    port: the peer's from here, ours from there. there, here: what came of a stream, at the peer and here.
+    reads_theirs, reads_ours: the transport by which this end, and the peer, reads the other's memory.
+    trouble: what ended it, while it was `doing`.
+    """
+
+    target: str
+    keyed: bool
+    doing: str = "the handshake"
+    rtt: float | None = None
+    ahead: float | None = None
+    ours: End | None = None
+    theirs: End | None = None
+    failed_there: Mapping[int, str] | None = None
+    failed_here: Mapping[int, str] | None = None
+    there: Took | None = None
+    here: Took | None = None
+    reads_theirs: Chosen | None = None
+    reads_ours: Chosen | None = None
+    trouble: TroubleError | None = None
+
+
+def findings(seen: Seen) -> list[Finding]:
+    """What it means, in the order in which servers would meet it."""
+    return [*_greeting(seen), *_addresses(seen), *_moving(seen), *_trouble(seen)]
+
+
+def _greeting(seen: Seen) -> Iterator[Finding]:
+    if seen.rtt is None:
+        return
+    yield Finding(Level.OK, "connection", f"{seen.target} answers in {seen.rtt * 1e3:.1f} ms")
+    same = "both ends have the same" if seen.keyed else "neither end has one, which is for loopback only"
+    yield Finding(Level.OK, "cluster key", same)
+    if seen.ahead is not None:
+        # How long the way there takes of the whole is not known.
+        exact = seen.rtt / 2
+        off = abs(seen.ahead)
+        text = f"the peer's is {off:.3f} s {'ahead' if seen.ahead > 0 else 'behind'}; members allow for that"
+        if off <= exact:
+            text = f"alike within {exact * 1e3:.1f} ms"
+        yield Finding(Level.OK, "clocks", text)
+
+
+def _addresses(seen: Seen) -> Iterator[Finding]:
+    ends = (
+        ("there", "the peer", "from here", seen.theirs, seen.ours, seen.failed_there),
+        ("here", "this machine", "from the peer", seen.ours, seen.theirs, seen.failed_here),
+    )
+    for place, whose, whence, end, other, failed in ends:
+        if end is None or other is None or failed is None:
+            continue
+        if not end.ports:
+            text = f"all ports of {end.asked} {place} are in use, so none was tried"
+            yield Finding(Level.WARNING, f"ports {place}", text, f"Stop the servers {place}, and test again.")
+            continue
+        seen_as = "" if other.sees == end.announced else f"; its connections come from {other.sees}"
+        announces = f"servers of {whose} announce {end.announced}"
+        if len(failed) == len(end.ports):
+            text = f"{announces}, where none of {_named(end)} is reached {whence}: {_why(failed)}{seen_as}"
+            advice = f"Open {end.asked or 'all ports'} {place} for the other machine" + (
+                "; or, since something in between changes addresses, give --kv-announce-host ADDRESS "
+                f"{place}, one by which that end is reached."
+                if seen_as
+                else f", or give --kv-announce-host ADDRESS {place} if it is reached by another."
+            )
+            yield Finding(Level.PROBLEM, f"address {place}", text, advice)
+            continue
+        yield Finding(Level.OK, f"address {place}", f"{announces}, which is reached {whence}{seen_as}")
+        if failed:
+            text = f"{ranges(tuple(failed))} of {_named(end)} are not reached {whence}: {_why(failed)}"
+            advice = f"Open them {place}, or give servers {place} another range by --kv-ports."
+            yield Finding(Level.PROBLEM, f"ports {place}", text, advice)
+        else:
+            yield Finding(Level.OK, f"ports {place}", f"{_named(end)}: reached {whence}")
+
+
+def _named(end: End) -> str:
+    if not end.asked:
+        return f"port {end.ports[0]} (any; --kv-ports was not given)"
+    rest = [f"{end.taken} in use"] if end.taken else []
+    rest += [f"{end.left_out} not tried"] if end.left_out else []
+    return f"{len(end.ports)} ports of {end.asked}" + (f" ({', '.join(rest)})" if rest else "")
+
+
+def _why(failed: Mapping[int, str]) -> str:
+    return "; ".join(sorted(set(failed.values()))[:3])
+
+
+def ranges(ports: Sequence[int]) -> str:
+    """Ports as people write them: ``31000-31004, 31009``."""
+    found: list[list[int]] = []
+    for port in sorted(ports):
+        if found and port == found[-1][1] + 1:
+            found[-1][1] = port
+        else:
+            found.append([port, port])
+    shown = [f"{first}-{last}" if last > first else str(first) for first, last in found[:_SHOWN]]
+    return ", ".join(shown + (["..."] if len(found) > _SHOWN else []))
+
+
+def _moving(seen: Seen) -> Iterator[Finding]:
+    if seen.there is not None and seen.here is not None:
+        text = f"{_speed(seen.there)} to the peer, {_speed(seen.here)} from it, over one connection"
+        yield Finding(Level.OK, "bandwidth", text)
+    for whence, chosen in (("from the peer", seen.reads_theirs), ("to the peer", seen.reads_ours)):
+        if chosen is None:
+            continue
+        why = "; ".join(f"not {name}: {reason}" for name, reason in chosen.reasons.items())
+        if chosen.name:
+            text = f"KV {whence} would travel over {chosen.name}{f' ({why})' if why else ''}"
+            yield Finding(Level.OK, "transport", text)
+        else:
+            advice = (
+                "Open the ports of --kv-ports for tcp; without a transport each server serves for itself."
+            )
+            yield Finding(Level.PROBLEM, "transport", f"no KV would travel {whence}: {why}", advice)
+
+
+def _speed(took: Took) -> str:
+    return f"{took.nbytes / took.seconds / 1e9:.3g} GB/s"
+
+
+def _trouble(seen: Seen) -> Iterator[Finding]:
+    if seen.trouble is not None:
+        kind, text = seen.trouble.kind, seen.trouble.message
+        when = f"during {seen.doing}: " if kind is Trouble.ENDED else ""
+        subject = _SUBJECTS.get(kind, "connection")
+        yield Finding(Level.PROBLEM, subject, f"{seen.target}: {when}{text}", _ADVICE[kind])
+
+
+def as_json(seen: Seen) -> dict[str, Any]:
+    """The figures as plain data. What is said at ports is left out: it is of no use any more."""
+
+    def end(one: End | None, failed: Mapping[int, str] | None) -> dict[str, Any] | None:
+        return (
+            one
+            if one is None
+            else {
+                "host": one.host,
+                "announced": one.announced,
+                "ports": one.ports,
+                "ports_in_use": one.taken,
+                "not_reached": failed,
+            }
+        )
+
+    def speed(took: Took | None) -> float | None:
+        return None if took is None else took.nbytes / took.seconds
+
+    def chosen(one: Chosen | None) -> dict[str, Any] | None:
+        return None if one is None else {"name": one.name or None, "not": dict(one.reasons)}
+
+    return {
+        "target": seen.target,
+        "round_trip_seconds": seen.rtt,
+        "clock_ahead_seconds": seen.ahead,
+        "here": end(seen.ours, seen.failed_here),
+        "there": end(seen.theirs, seen.failed_there),
+        "bytes_per_second": {"to": speed(seen.there), "from": speed(seen.here)},
+        "transport": {"to": chosen(seen.reads_ours), "from": chosen(seen.reads_theirs)},
+    }
