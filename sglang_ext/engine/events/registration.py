@@ -110,7 +110,8 @@ class Registrar:
             router.stale = True
 
     def close(self) -> None:
-        """Leave every router that knows the instance, and end. At most `CALL_S`, and `LEAVE_S` per router."""
+        """Leave every router that knows the instance, and end. At most `CALL_S` or `LOOK_UP_S` per name, and
+        `LEAVE_S` per router."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -1,14 +1,17 @@
 """Which routers there are: those that are listed, and all that a name in the DNS stands for.
 
 ``dns+http://NAME:PORT`` means every address of NAME, as a headless Service of Kubernetes gives them. The name
-is looked up again and again, because routers come and go. Decides; looking up is a function that comes in.
+is looked up again and again, because routers come and go. Decides; looking up is a function that comes in
+and runs in a thread of its own: a DNS may take half a minute, for which nobody here waits.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,6 +21,8 @@ DNS: Final = "dns+"
 """Before a URL whose name stands for several routers."""
 AGAIN_S: Final = 5.0
 """Seconds."""
+LOOK_UP_S: Final = 1.0
+"""Seconds that an answer is waited for; one that comes later counts the next time."""
 
 
 def addresses(host: str, port: int) -> list[str]:
@@ -37,6 +42,7 @@ class RouterNames:
         given: URLs, as `--kv-router` has them.
         resolve: addresses of a host and port; raises OSError.
         again_s: between two look-ups of a name.
+        limit_s: for which the answer of one is waited.
     """
 
     def __init__(
@@ -44,11 +50,15 @@ class RouterNames:
         given: Sequence[str],
         resolve: Callable[[str, int], Sequence[str]] = addresses,
         again_s: float = AGAIN_S,
+        limit_s: float = LOOK_UP_S,
     ) -> None:
         self._listed = [url for url in given if not url.startswith(DNS)]
         self._found: dict[str, list[str]] = {url: [] for url in given if url.startswith(DNS)}
         self._resolve = resolve
         self._again_s = again_s
+        self._limit_s = limit_s
+        self._asked: dict[str, Future[Sequence[str]]] = {}
+        """By URL: look-ups that have not answered yet."""
         self._due = float("-inf")
         self._problem = ""
 
@@ -64,7 +74,7 @@ class RouterNames:
         parts = urlsplit(url.removeprefix(DNS))
         host, port = parts.hostname or "", parts.port or 80
         try:
-            there = self._resolve(host, port)
+            there = self._resolved(url, host, port)
         except OSError as error:
             # A DNS that does not answer is no word of routers that have gone: those known stay.
             problem = f"cannot look up the routers at {host}: {error}; will try again"
@@ -76,3 +86,29 @@ class RouterNames:
         self._found[url] = [
             f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in there
         ]
+
+    def _resolved(self, url: str, host: str, port: int) -> Sequence[str]:
+        """Raises:
+        OSError: it cannot be looked up, or there is no answer yet.
+        """
+        future = self._asked.pop(url, None)
+        if future is None:
+            future = Future()
+            thread = threading.Thread(
+                target=_settle, args=(future, self._resolve, host, port), name="kv-dns", daemon=True
+            )
+            thread.start()
+        try:
+            return future.result(self._limit_s)
+        except TimeoutError:
+            self._asked[url] = future
+            raise OSError(f"no answer within {self._limit_s:g} s") from None
+
+
+def _settle(
+    future: Future[Sequence[str]], resolve: Callable[[str, int], Sequence[str]], host: str, port: int
+) -> None:
+    try:
+        future.set_result(resolve(host, port))
+    except (OSError, UnicodeError) as error:  # the latter for what is no name
+        future.set_exception(OSError(str(error)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 
 import pytest
@@ -15,6 +16,7 @@ from sglang_ext.engine.events.router_names import AGAIN_S, RouterNames, addresse
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.waiting import wait_until
 
 NAME = "dns+http://routers.example:30000"
 
@@ -53,6 +55,54 @@ def test_a_dns_that_does_not_answer_takes_nobody_away(caplog: pytest.LogCaptureF
     assert caplog.text.count("cannot look up the routers at routers.example") == 1
     dns.answer = ()
     assert names.urls(3 * AGAIN_S) == [], "while a word that there is none does"
+
+
+class HungDns(Dns):
+    """Answers once `gate` is open."""
+
+    def __init__(self, *answer: str) -> None:
+        super().__init__(*answer)
+        self.gate = threading.Event()
+
+    def __call__(self, host: str, port: int) -> Sequence[str]:
+        found = super().__call__(host, port)
+        self.gate.wait(60)
+        return found
+
+
+@pytest.fixture
+def hung() -> Iterator[HungDns]:
+    dns = HungDns("10.0.0.1")
+    yield dns
+    dns.gate.set()
+
+
+def test_a_dns_that_hangs_is_asked_once_and_believed_when_it_answers(
+    hung: HungDns, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = RouterNames(["https://listed:1", NAME], hung, limit_s=0.01)
+    for again in (0, 1, 2):
+        assert names.urls(again * AGAIN_S) == ["https://listed:1"]
+    assert len(hung.asked) == 1, "no thread more for each time"
+    assert caplog.text.count("routers.example: no answer within 0.01 s") == 1
+    hung.gate.set()
+    wait_until(lambda: len(names.urls(names._due)) == 2, seconds=30, what="the answer")
+    assert names.urls(names._due - 1.0)[1] == "http://10.0.0.1:30000"
+
+
+def test_closing_waits_for_no_dns_that_hangs(hung: HungDns) -> None:
+    instance = Instance()
+    registrar = Registrar([NAME], instance.registration, None, instance.agent.silent_s, resolve=hung)
+    try:
+        registrar.start()
+        wait_until(lambda: bool(hung.asked), seconds=30, what="a look-up")
+        closing = threading.Thread(target=registrar.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive(), "while the DNS has not answered"
+    finally:
+        hung.gate.set()
+        instance.close()
 
 
 def test_nothing_is_looked_up_without_a_name() -> None:
