@@ -126,7 +126,10 @@ class PrefillSender:
         self._wake = wake
         self._lock = book.lock
         self._handovers: dict[int, SendingHandover] = {}
-        self._parked: dict[int, list[asyncio.Future[None]]] = {}
+        self._parked: dict[int, list[tuple[bytes, asyncio.Future[None]]]] = {}
+        """By hand-over: the decode ranks that wait for it, by their epochs."""
+        self._given_up: dict[int, tuple[str, float]] = {}
+        """Hand-overs of which all who waited have said that they are over: why, and since when."""
         self._stopping = Tasks()
         self.ends: Counter[str] = Counter()
         """Hand-overs that have ended, by how: `released`, or the event by which they were lost."""
@@ -162,8 +165,11 @@ class PrefillSender:
                 number, SenderState.COMPUTING, self._clock.monotonic(), read or not self._pushes
             )
             waiting = self._parked.pop(number, [])
-        for future in waiting:
+            reason, _ = self._given_up.pop(number, ("", 0.0))
+        for _, future in waiting:
             self._loop.call_soon_threadsafe(_settle, future, None)
+        if reason:
+            self._lose(handover, Event.PEER_ABORT, reason)
         return handover
 
     def computing(self, handover: SendingHandover) -> None:
@@ -230,7 +236,7 @@ class PrefillSender:
         Raises:
             RefusedError: there is no such hand-over, or it ended without KV; the text says why.
         """
-        handover = await self._appears(message.handover)
+        handover = await self._appears(message.handover, message.reader)
         with self._lock:
             if FACTS[handover.state].end:
                 raise RefusedError("handover", handover.reason or "the request is over")
@@ -253,7 +259,7 @@ class PrefillSender:
         Raises:
             RefusedError: as `join`.
         """
-        handover = await self._appears(message.handover)
+        handover = await self._appears(message.handover, message.reader)
         with self._lock:
             if FACTS[handover.state].end:
                 raise RefusedError("handover", handover.reason or "the request is over")
@@ -323,9 +329,29 @@ class PrefillSender:
         """
         with self._lock:
             handover = self._handovers.get(number)
+            reason = f"decode gave the request up: {reason}"
+            if handover is None and self._leaves_parked(number, epoch, reason):
+                return
             if handover is None or (handover.readers and epoch not in handover.readers):
                 raise RefusedError("handover", f"hand-over {number} is unknown here")
-        self._lose(handover, Event.PEER_ABORT, f"decode gave the request up: {reason}")
+        self._lose(handover, Event.PEER_ABORT, reason)
+
+    def _leaves_parked(self, number: int, epoch: bytes, reason: str) -> bool:
+        """A decode rank may wait for a hand-over no longer, which is over with the last of them. Returns
+        whether it waited. Under the lock."""
+        parked = self._parked.get(number, [])
+        left = [each for each in parked if each[0] != epoch]
+        if len(left) == len(parked):
+            return False
+        for reader, future in parked:
+            if reader == epoch:
+                _fail(future, RefusedError("handover", reason))
+        if left:
+            self._parked[number] = left
+        else:
+            del self._parked[number]
+            self._given_up[number] = reason, self._clock.monotonic()
+        return True
 
     def _lease_ended(self, handover: SendingHandover, reader: Reader, how: LeaseEnd) -> None:
         """A lease is over, and its pages are open. Under the lock."""
@@ -344,6 +370,8 @@ class PrefillSender:
             for handover in [r for r in self._handovers.values() if FACTS[r.state].end]:
                 if now - handover.since > JOIN_SECONDS:
                     del self._handovers[handover.number]
+            for number in [n for n, (_, since) in self._given_up.items() if now - since > JOIN_SECONDS]:
+                del self._given_up[number]
             handovers = [r for r in self._handovers.values() if not FACTS[r.state].end]
         for handover in handovers:
             if any(
@@ -391,18 +419,18 @@ class PrefillSender:
         if theirs or not ours:
             self._lose(handover, Event.FAULT, unlike(ours, theirs[0] if theirs else ""))
 
-    async def _appears(self, number: int) -> SendingHandover:
+    async def _appears(self, number: int, reader: bytes) -> SendingHandover:
         """The hand-over; decode may hear of a request before prefill does."""
         with self._lock:
             handover = self._handovers.get(number)
             if handover is not None:
                 return handover
-            if len(self._parked) >= MAX_PARKED:
+            if len(self._parked) + len(self._given_up) >= MAX_PARKED:
                 raise RefusedError(
                     "handover", f"hand-over {number} is unknown, and too many others are waited for"
                 )
             future: asyncio.Future[None] = self._loop.create_future()
-            self._parked.setdefault(number, []).append(future)
+            self._parked.setdefault(number, []).append((reader, future))
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 await future
@@ -410,7 +438,7 @@ class PrefillSender:
             raise RefusedError("handover", f"hand-over {number} is unknown here") from None
         finally:
             with self._lock:
-                left = [f for f in self._parked.pop(number, []) if f is not future]
+                left = [each for each in self._parked.pop(number, []) if each[1] is not future]
                 if left:
                     self._parked[number] = left
         with self._lock:
@@ -587,6 +615,6 @@ def _settle(future: asyncio.Future[T], value: T) -> None:
         future.set_result(value)
 
 
-def _fail(future: asyncio.Future[Ready], error: Exception) -> None:
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

@@ -156,6 +156,50 @@ def test_an_abort_on_decode_frees_prefill_at_once(one: Rig) -> None:
     one.wait(lambda: decode.receiver.live == 0, "the task's end")
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_abort_that_comes_before_prefill_has_heard_of_the_request_ends_it(mode: str) -> None:
+    """With the last of decode's ranks; the twin goes on with the one that has not aborted."""
+    with rig(1, 2, mode=mode) as servers:
+        number, sender = next(NUMBERS), servers.prefill[0].agent.sender
+        receivers = [side.agent.receiver for side in servers.decode]
+        receiving = [receiver.open(servers.address, number) for receiver in receivers]
+        servers.wait(lambda: len(sender._parked.get(number, [])) == 2, "both to wait for it")
+        receivers[0].abort(receiving[0], "the client is gone")
+        servers.wait(lambda: len(sender._parked.get(number, [])) == 1, "the first to wait no longer")
+        assert number not in sender._given_up
+        receivers[1].abort(receiving[1], "the client is gone")
+        servers.wait(lambda: number in sender._given_up, "the second to wait no longer")
+        handover = sender.open(number)
+        assert handover.state is SenderState.LOST
+        assert "the client is gone" in handover.reason
+        assert not handover.readers
+        assert sender.live == 0
+
+        number = next(NUMBERS)
+        receiving = [receiver.open(servers.address, number) for receiver in receivers]
+        servers.wait(lambda: len(sender._parked.get(number, [])) == 2, "both to wait for it")
+        receivers[0].abort(receiving[0], "the client is gone")
+        servers.wait(lambda: len(sender._parked.get(number, [])) == 1, "the first to wait no longer")
+        handover = sender.open(number)
+        assert handover.state is SenderState.COMPUTING
+        servers.wait(lambda: len(handover.readers) == 1, "the other to take part")
+        receivers[1].abort(receiving[1], "the client is gone")
+        servers.wait(lambda: handover.state is SenderState.LOST, "the end with the second")
+        servers.check()
+
+
+def test_what_was_given_up_early_is_forgotten(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, sender = next(NUMBERS), one.prefill[0].agent.sender
+    receiver = one.decode[0].agent.receiver
+    receiving = receiver.open(one.address, number)
+    one.wait(lambda: number in sender._parked, "it to wait")
+    receiver.abort(receiving, "the client is gone")
+    one.wait(lambda: number in sender._given_up, "it to be given up")
+    monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.0)
+    one.wait(lambda: number not in sender._given_up, "it to be forgotten")
+    assert sender.open(number).state is SenderState.COMPUTING, "another request"
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2])
 def test_an_abort_before_anything_has_begun_leaves_nothing(one: Rig, turns: int) -> None:
     receiver = one.decode[0].agent.receiver
