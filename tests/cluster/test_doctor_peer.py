@@ -8,6 +8,8 @@ import dataclasses
 import json
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from sglang_ext.addresses import split_port
 from sglang_ext.cluster.doctor import peer_ends, peer_probe, peer_wire
-from sglang_ext.cluster.doctor.command import main
+from sglang_ext.cluster.doctor.command import PORT, main
 from sglang_ext.cluster.doctor.findings import Finding, Level
 from sglang_ext.cluster.doctor.peer import Seen, as_json, findings, ranges
 from sglang_ext.cluster.doctor.peer_ends import Listener, Own, call
@@ -37,6 +39,8 @@ from sglang_ext.cluster.doctor.peer_wire import (
 )
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.testing.lab.hosts import Lab, stop, why_not
+from sglang_ext.testing.waiting import wait_until
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 KEY, OTHER_KEY = (ClusterKey(secrets.token_hex(32).encode()) for _ in range(2))
@@ -440,6 +444,42 @@ def test_another_host_leaves_tcp() -> None:
     finally:
         reader.close()
         owner.close()
+
+
+def test_two_hosts_that_share_nothing(tmp_path: Path) -> None:
+    """Processes on hosts of the lab, one of whose flags names an address that leads nowhere."""
+    if reason := why_not():
+        pytest.skip(reason)
+    key = tmp_path / "cluster.key"
+    key.write_text(secrets.token_hex(32))
+    key.chmod(0o600)
+    doctor = [sys.executable, "-m", "sglang_ext.cli", "doctor", "--cluster-key-file", str(key)]
+    with Lab("a", "b", shared=[key]) as lab:
+        listener = lab["b"].popen([*doctor, "--listen", "--kv-ports", "31000-31003"])
+        try:
+            is_open = lambda: f":{PORT:04X} " in lab["b"].run("cat", "/proc/net/tcp")  # noqa: E731
+            wait_until(is_open, seconds=30, what="the listener")
+            asking = [
+                *doctor,
+                "--json",
+                "--kv-announce-host",
+                "10.99.99.99",
+                "--peer",
+                lab["b"].address("", 4),
+            ]
+            caller = lab["a"].popen(asking, stdout=subprocess.PIPE)
+            told = json.loads(caller.communicate(timeout=60)[0])
+        finally:
+            stop(listener)
+    assert caller.returncode == 1
+    assert told["peer"]["there"]["announced"] == split_port(told["peer"]["target"])[0]
+    assert told["peer"]["there"]["not_reached"] == {}
+    assert told["peer"]["transport"]["from"]["name"] == "tcp"
+    assert "another host" in told["peer"]["transport"]["from"]["not"]["shm"]
+    # The other direction has nowhere to go.
+    assert told["peer"]["transport"]["to"]["name"] is None
+    faults = [each["subject"] for each in told["findings"] if each["level"] == "problem"]
+    assert faults == ["address here", "transport"]
 
 
 def test_ports_in_words_and_a_sample_of_many() -> None:

@@ -96,7 +96,8 @@ def _addresses(seen: Seen) -> Iterator[Finding]:
         seen_as = "" if other.sees == end.announced else f"; its connections come from {other.sees}"
         announces = f"servers of {whose} announce {end.announced}"
         if len(failed) == len(end.ports):
-            text = f"{announces}, where none of {_named(end)} is reached {whence}: {_why(failed)}{seen_as}"
+            what = "all of " if len(failed) > 1 else ""
+            text = f"{announces}; not reached there {whence}: {what}{_named(end)} ({_why(failed)}){seen_as}"
             advice = f"Open {end.asked or 'all ports'} {place} for the other machine" + (
                 "; or, since something in between changes addresses, give --kv-announce-host ADDRESS "
                 f"{place}, one by which that end is reached."
@@ -145,7 +146,10 @@ def _moving(seen: Seen) -> Iterator[Finding]:
     for whence, chosen in (("from the peer", seen.reads_theirs), ("to the peer", seen.reads_ours)):
         if chosen is None:
             continue
-        why = "; ".join(f"not {name}: {reason}" for name, reason in chosen.reasons.items())
+        # Transports begin what they say with their names.
+        why = "; ".join(
+            f"not {name}: {reason.removeprefix(f'{name}: ')}" for name, reason in chosen.reasons.items()
+        )
         if chosen.name:
             text = f"KV {whence} would travel over {chosen.name}{f' ({why})' if why else ''}"
             yield Finding(Level.OK, "transport", text)
