@@ -26,6 +26,8 @@ from typing import IO, Final
 from sglang_ext.testing.lab.switch import enter_network
 
 HERE: Final = Path(__file__).parent
+NEEDED = (*(Path(each) for each in (sys.base_prefix, sys.prefix)), HERE.parents[2])
+"""What Python and this code are read from, which may lie below a folder that a host has its own of."""
 NAMESPACES: Final = ("--net", "--uts", "--ipc", "--mount", "--pid")
 STOP_SECONDS: Final = 10.0
 
@@ -77,7 +79,7 @@ class Host:
             "hosts": f"127.0.0.1 localhost\n127.0.1.1 {hostname}\n::1 localhost\n",
             "resolv.conf": "",
             "boot_id": f"{uuid.uuid4()}\n",
-            "shared": [str(path) for path in shared],
+            "shared": [str(path) for path in (*NEEDED, *shared)],
         }
         self._processes: list[subprocess.Popen[bytes]] = []
         self._init = _start(

@@ -475,29 +475,32 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
 
         async def asked_of(name: str, header: str, prompts: Iterator[list[int]]) -> tuple[list[int], Answer]:
             """The first of these prompts that this server gets, and its answer."""
-            for prompt in itertools.islice(prompts, 8):
+            await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
+            for prompt in itertools.islice(prompts, 32):
                 answer, headers = await generate(session, router.url, prompt)
                 if headers[header] == servers[name]:
                     return prompt, answer
             raise AssertionError(f"{name} is not asked")
 
-        for name, (new_role, header) in wanted.items():
-            prompts = (random_prompt(rng, 13 * 16) for _ in itertools.count())
-            prompt, _ = await asked_of(name, was[name], prompts)
+        try:
+            for name, (new_role, header) in wanted.items():
+                prompts = (random_prompt(rng, 13 * 16) for _ in itertools.count())
+                prompt, _ = await asked_of(name, was[name], prompts)
+                for server in fleet.servers:
+                    await asyncio.to_thread(server.wait_idle)
+                with fault(fleet.faults[name], "damage-kept") if damaged else nullcontext():
+                    assert (await role(router, name, new_role))[0] == 200
+                longer = ([*prompt, *random_prompt(rng, 5)] for _ in itertools.count())
+                again, answer = await asked_of(name, header, longer)
+                expected = await asyncio.to_thread(truth.generate, again, max_new_tokens=len(answer.tokens))
+                with pytest.raises(AssertionError) if damaged else nullcontext():
+                    assert_same(expected, answer)
+        finally:
             for server in fleet.servers:
                 await asyncio.to_thread(server.wait_idle)
-            with fault(fleet.faults[name], "damage-kept") if damaged else nullcontext():
-                assert (await role(router, name, new_role))[0] == 200
-            longer = ([*prompt, *random_prompt(rng, 5)] for _ in itertools.count())
-            again, answer = await asked_of(name, header, longer)
-            expected = await asyncio.to_thread(truth.generate, again, max_new_tokens=len(answer.tokens))
-            with pytest.raises(AssertionError) if damaged else nullcontext():
-                assert_same(expected, answer)
-    for server in fleet.servers:
-        await asyncio.to_thread(server.wait_idle)
-        await asyncio.to_thread(server.flush)
-    for name, old_role in (("p", "prefill"), ("b", "decode")):
-        assert (await role(router, name, old_role))[0] == 200
+                await asyncio.to_thread(server.flush)
+            for name, old_role in (("p", "prefill"), ("b", "decode")):
+                assert (await role(router, name, old_role))[0] == 200
     await until(lambda: len(router.fleet.usable()) == len(fleet.servers))
 
 

@@ -79,7 +79,7 @@ async def test_importing_it_is_light() -> None:
 async def ended(process: asyncio.subprocess.Process) -> str:
     """Tell it to stop; returns what it has logged."""
     process.send_signal(signal.SIGTERM)
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     log = errors.decode()
     assert process.returncode == 0, log
     return log
