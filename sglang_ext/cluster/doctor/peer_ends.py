@@ -21,6 +21,7 @@ from sglang_ext.cluster.doctor.peer import Seen
 from sglang_ext.cluster.doctor.peer_probe import (
     Doors,
     Reading,
+    accept,
     connect,
     knock_all,
     reason_of,
@@ -258,14 +259,13 @@ class Listener:
 
     async def serve(self, seconds: float) -> None:
         """Serve callers for so long."""
-        loop = asyncio.get_running_loop()
         callers = Tasks()
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    sock, peer = await loop.sock_accept(self._socket)
+                    sock = await accept(self._socket)
                     if len(callers) < MOST_CALLERS:
-                        callers.start(self._admit(sock, f"{bracketed(peer[0])}:{peer[1]}"))
+                        callers.start(self._admit(sock))
                     else:
                         sock.close()
         except TimeoutError:
@@ -274,9 +274,13 @@ class Listener:
             self._socket.close()
             await callers.cancel()
 
-    async def _admit(self, sock: socket.socket, who: str) -> None:
+    async def _admit(self, sock: socket.socket) -> None:
         with sock:
-            sock.setblocking(False)
+            try:
+                host, port = sock.getpeername()[:2]
+            except OSError:  # gone already
+                return
+            who = f"{bracketed(host)}:{port}"
             wire = Wire(sock, self._own.key)
             try:
                 async with asyncio.timeout(GREETING_S):

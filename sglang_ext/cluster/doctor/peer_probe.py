@@ -85,9 +85,8 @@ class Doors:
         loop = asyncio.get_running_loop()
         door.setblocking(False)
         while True:
-            sock, _ = await loop.sock_accept(door)
+            sock = await accept(door)
             with sock, contextlib.suppress(OSError, TroubleError):
-                sock.setblocking(False)
                 async with asyncio.timeout(KNOCK_S):
                     wire = Wire(sock, None)
                     if hmac.compare_digest(await wire.take(16), self.ticket):
@@ -102,6 +101,23 @@ class Doors:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for door in self._sockets:
             door.close()
+
+
+async def accept(door: socket.socket) -> socket.socket:
+    """The next connection. The event loop's own `sock_accept` loses one that it has when it is cancelled."""
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(0)  # However many wait, others have their turns.
+    while True:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            sock, _ = door.accept()
+            sock.setblocking(False)
+            return sock
+        is_ready = asyncio.Event()
+        loop.add_reader(door, is_ready.set)
+        try:
+            await is_ready.wait()
+        finally:
+            loop.remove_reader(door)
 
 
 async def connect(host: str, port: int, seconds: float) -> socket.socket:
