@@ -35,11 +35,14 @@ def _states() -> bool:
     """The installed SGLang, patch by patch."""
     installed = installed_sglang_version()
     _say(f"sglang {installed}; tested with {tested_versions()}")
+    problem = version_problem(installed, untested_allowed(os.environ))
+    if problem:
+        _say(problem)
+        return False
     known = supported(installed)
     if known is None:
-        problem = version_problem(installed, untested_allowed(os.environ))
-        _say(problem or f"{ALLOW_UNTESTED}=1: all that is needed of sglang {installed} is there")
-        return not problem
+        _say(f"{ALLOW_UNTESTED}=1: all that is needed of sglang {installed} is there")
+        return True
     fits = True
     for patch in PATCHES:
         found = [report for _, report in reports([patch], known.hashes(), installed_source())]

@@ -65,6 +65,7 @@ from sglang_ext.patches.versions import (
     ALLOW_UNTESTED,
     SGLANG_VERSION,
     Declared,
+    Status,
     installed_sglang_version,
     supported,
     tested_versions,
@@ -120,7 +121,8 @@ def version_problem(installed: str, allowed: bool) -> str:
     Args:
         allowed: whether the user takes the risk of one that nobody has tested.
     """
-    if supported(installed) is not None:
+    known = supported(installed)
+    if known is not None and known.status is Status.TESTED:
         return ""
     refused = f"sglang {installed} is not tested with this package. Tested: {tested_versions()}"
     if not allowed:

@@ -24,6 +24,8 @@ class Status(enum.Enum):
 
     TESTED = "tested"
     """The whole test suite is green with it."""
+    WRITTEN = "written for, not tested"
+    """Its seam is there and the contract holds; it has to be allowed as one that nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Supported:
 
     version: str
     status: Status
+    seam: str
+    """The module of ``patches/seams/`` that knows its shapes."""
 
     def hashes(self) -> Mapping[str, Declared]:
         """What patches replace or hook, by dotted name, as it was read when the version was followed."""
@@ -47,12 +51,22 @@ class Supported:
         return {path: Declared(**each) for path, each in read.items()}
 
 
-SUPPORTED: Final = (Supported("0.5.21", Status.TESTED),)
+SUPPORTED: Final = (
+    Supported("0.5.21", Status.TESTED, "v0_5_21"),
+    Supported("0.5.22", Status.WRITTEN, "v0_5_22"),
+    Supported("0.5.23", Status.WRITTEN, "v0_5_22"),
+)
 
 
 def supported(wanted: str) -> Supported | None:
     """What is known of a version; None for one that nobody has tested."""
     return next((each for each in SUPPORTED if each.version == wanted), None)
+
+
+def seam_of(wanted: str) -> str:
+    """The seam of a version; of one that nobody has tested, the newest."""
+    known = supported(wanted)
+    return (known or SUPPORTED[-1]).seam
 
 
 def tested_versions() -> str:

@@ -59,7 +59,19 @@ ENGINE = folders(
 )
 PATCHES = folders(
     "patches",
-    *("versions", "contract", "base", "process", "plugin_hooks", "readiness", "cpu", "adapter", "hooks", ""),
+    *(
+        "versions",
+        "contract",
+        "base",
+        "process",
+        "plugin_hooks",
+        "readiness",
+        "seams",
+        "cpu",
+        "adapter",
+        "hooks",
+        "",
+    ),
     below=set(ENGINE).union(*ENGINE.values()),
 )
 ROUTER = folders(

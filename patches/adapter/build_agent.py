@@ -82,9 +82,11 @@ class Desks:
             self.hints.take(reader, message)
 
 
-def _left_of(cut: Any) -> int:
+def _left_of(req: Any) -> int:
     """Tokens that are still to be computed of a prompt that is computed in chunks."""
-    return max(0, len(cut.origin_input_ids) - len(cut.prefix_indices))
+    from sglang_ext.patches.seams import current
+
+    return max(0, len(req.origin_input_ids) - current.prefix_tokens(req))
 
 
 def _pd_queues(scheduler: Any) -> list[Any]:

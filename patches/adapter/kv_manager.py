@@ -61,6 +61,7 @@ from sglang_ext.patches.adapter.pd_setup import (
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.request_stages import request_stages
 from sglang_ext.patches.process import PROCESS
+from sglang_ext.patches.seams import current
 from sglang_ext.stages import NO_STAGES, Handed
 from sglang_ext.tiers import Tier
 
@@ -269,7 +270,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             if not isinstance(sender, GlobalKVSender) or handover is None:
                 continue
             skip = self.agent.sender.granted(handover)
-            first, last = -(-len(req.prefix_indices) // page), req.extend_range.end // page
+            first, last = -(-current.prefix_tokens(req) // page), current.computed_end(req) // page
             if skip is None or last <= max(first, skip):
                 continue
             numbers = np.arange(max(first, skip), last)
@@ -328,9 +329,8 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         mgr: GlobalKVManager,
         bootstrap_addr: str,
         bootstrap_room: int,
-        dest_tp_ranks: list[int],
-        pp_rank: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
+        *_args: Any,
+        **_kwargs: Any,
     ) -> None:
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room

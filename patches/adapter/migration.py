@@ -265,10 +265,10 @@ class Migration:
         if manager is not None:
             self._give(parked, manager)
             return
-        # The tree takes the whole blocks; the rest is computed again wherever it goes on.
-        from sglang.srt.mem_cache.common import release_kv_cache
+        from sglang_ext.patches.seams import current
 
-        release_kv_cache(req, self._cache)
+        # The tree takes the whole blocks; the rest is computed again wherever it goes on.
+        current.release(req, self._cache, keep=True)
         req.reset_for_retract()
 
     def _problem(self, req: Any, rid: str) -> str:
@@ -401,12 +401,13 @@ class Migration:
 
     def _end(self, req: Any) -> None:
         from sglang.srt.disaggregation.utils import prepare_abort
-        from sglang.srt.mem_cache.common import release_kv_cache
+
+        from sglang_ext.patches.seams import current
 
         scheduler = self._cache.scheduler
         prepare_abort(req, GOES_ON)
         if req.kv.holds_kv:
-            release_kv_cache(req, self._cache)
+            current.release(req, self._cache, keep=True)
         scheduler.output_streamer.stream_output([req], req.return_logprob)
 
     def aborted(self, rid: str, *, every: bool) -> None:

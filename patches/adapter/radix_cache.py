@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
     EvictResult,
     IncLockRefResult,
-    InitLoadBackParams,
     InsertParams,
     InsertResult,
     MatchPrefixParams,
@@ -39,6 +37,7 @@ from sglang_ext.patches.adapter.migration import Migration, MoveDesk
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.retracting import Retracting
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
+from sglang_ext.patches.seams import current
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
 from sglang_ext.tiers import Tier
@@ -64,7 +63,7 @@ class _RootView:
         return self._tree.roots
 
 
-class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
+class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
     """See the module's docstring.
 
     Args:
@@ -93,7 +92,6 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         """Has running requests give way to others."""
         self.priority_sign = parts.priority_sign
         self._load_min_tokens = parts.load_min_tokens
-        self._nothing = self.slot_ops.join([])
         self.root_node = _RootView(self.tree)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -136,7 +134,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
             # Who has the last node has all before it: the usual case, and the one that has to be fast.
-            return MatchResult(self.slot_ops.join([n.placements[hbm] for n in path]), node, node, node)
+            return self.found([n.placements[hbm] for n in path], node, node, 0)
         return self._match_beyond_hbm(path, streamed)
 
     def _match_beyond_hbm(self, path: list[Node], streamed: int) -> MatchResult:
@@ -148,13 +146,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         below = (sum(node.blocks for node in path[len(in_hbm) :]) + streamed) * self.block_size
         if below < self._load_min_tokens:
             best, below = device_node, 0
-        return MatchResult(
-            device_indices=self.slot_ops.join(in_hbm) if in_hbm else self._nothing,
-            last_device_node=device_node,
-            last_host_node=best,
-            best_match_node=best,
-            host_hit_length=below,
-        )
+        return self.found(in_hbm, device_node, best, below)
 
     def namespace_of(self, req: Req) -> Hashable | None:
         """Where the request's KV belongs; ``None`` when it is nobody else's.
@@ -194,7 +186,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         )
         return InsertResult(prefix_len=result.held_blocks * self.block_size, last_device_node=result.node)
 
-    def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+    def keep_ended_req(self, req: Req, *, up_to: int) -> None:
         """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
         if self.namespace_of(req) is None:
             return
@@ -207,23 +199,18 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         ``up_to``. It has not ended, so nobody is told."""
         self._insert_row(req, (req.origin_input_ids + req.output_ids)[:up_to])
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
+    def keep_computed(self, req: Req, tokens: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
-        tokens = req.get_fill_ids()
         if self.namespace_of(req) is not None:
             before = req.kv.cache_protected_len
             node, held = self._insert_row(req, tokens)
             if held > before:
                 # Somebody else inserted the same tokens first. The request goes on with those slots; its own
                 # were freed.
-                theirs = self.slot_ops.join(self._slots_up_to(node, req.kv.cache_protected_len))
+                theirs = self.slot_ops.join(self.slots_of_path(node))
+                assert len(theirs) == req.kv.cache_protected_len, "the path and the request disagree"
                 self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
-            self.dec_lock_ref(req.last_node)
-            self.inc_lock_ref(node)
-            req.last_node = node
-        # The tail that is shorter than a block stays the request's, at the end of its prefix.
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
-        req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+            self.move_lock(req, node)
 
     def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int]:
         """Insert the whole blocks of a request's row; frees the slots of what the tree had already.
@@ -256,13 +243,13 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         own = [(max(start, protected), end) for start, end in ranges if end > protected]
         super().free_kv_row(kv, own)
 
-    def _slots_up_to(self, node: Node, tokens: int) -> list[Any]:
+    def slots_of_path(self, node: Node) -> list[Any]:
+        """The slots from the top to the end of a node that HBM has."""
         parts: list[Any] = []
         while node.parent is not None:
             parts.append(node.placements[self.hbm])
             node = node.parent
         parts.reverse()
-        assert sum(map(len, parts)) == tokens, "the path and the request disagree about its length"
         return parts
 
     # -- eviction and locks ---------------------------------------------------------------------
@@ -295,12 +282,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
 
     # -- DRAM -----------------------------------------------------------------------------------
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
+    def start_load(self, node: Node, promised: int, req: Req) -> tuple[torch.Tensor | None, Node]:
         """Start loading what ``match_prefix`` found in DRAM. All of it, or nothing: then it is computed."""
-        slots, node = None, params.best_match_node
-        if self.load_back is not None:
-            slots, node = self.load_back.start(node, params.host_hit_length, params.req)
-        return (self._nothing if slots is None else slots), node
+        return (None, node) if self.load_back is None else self.load_back.start(node, promised, req)
 
     def ready_to_load_host_cache(self) -> int:
         """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
@@ -309,7 +293,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
     def pass_begins(self, reqs: Sequence[Req]) -> None:
         """A prefill batch is about to run."""
         if self.peers is not None:
-            self.peers.spans.pass_begins(reqs, self._slots_of)
+            self.peers.spans.pass_begins(reqs, current.computed_end, self._slots_of)
 
     def _slots_of(self, req: Req, start: int, end: int) -> Any:
         """Where tokens of a request are."""

@@ -129,12 +129,14 @@ class Retracting:
 
     def admitted(self, reqs: Sequence[Any]) -> None:
         """These requests are about to be prefilled."""
+        from sglang_ext.patches.seams import current
+
         counters = self.retraction.counters
         for req in reqs:
             had = getattr(req, _HAD, None)
             if had is not None:
                 delattr(req, _HAD)
-                found = min(len(req.prefix_indices), had)
+                found = min(current.prefix_tokens(req), had)
                 counters.resumed += 1
                 counters.found_tokens += found
                 counters.recomputed_tokens += had - found
@@ -222,7 +224,7 @@ class Retracting:
             self._retracted += gone
 
     def _let_go(self, req: Any) -> None:
-        from sglang.srt.mem_cache.common import release_kv_cache
+        from sglang_ext.patches.seams import current
 
         # Of the newest token there is no KV yet, or it is just being computed (overlap).
         had = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -231,7 +233,7 @@ class Retracting:
         except Exception:
             logger.exception("the KV of a retracted request could not be kept; it is computed again")
             self.retraction.counters.error += 1
-        release_kv_cache(req, self._cache, is_insert=False)
+        current.release(req, self._cache, keep=False)
         req.reset_for_retract()
         # Those have come, and SGLang would count from the beginning.
         req.sampling_params.min_new_tokens = 0

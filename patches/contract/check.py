@@ -344,7 +344,9 @@ class _Reader:
         cls = Found(path, self._module, node)
         members = self._source.members(cls)
         theirs = [each for each in members.bases if each.module.name.startswith(f"{SGLANG}.")]
-        for name, member in members.found.items() if theirs else ():
+        bases = [each for ours in self._report.classes for each in self._source.members(ours).bases]
+        extended = path in {each.path for each in bases}
+        for name, member in members.found.items() if theirs and not extended else ():
             if member.method is not None and is_abstract(member.method):
                 self._need("overrides", f"{member.owner.path}.{name}", node, f"{node.name} lacks it")
         for base in theirs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from sglang_ext.patches.contract.check import Report, check, modules_in
 from sglang_ext.patches.contract.source import Module, Source
-from sglang_ext.patches.versions import installed_sglang_version
+from sglang_ext.patches.versions import installed_sglang_version, seam_of
 
 _OURS = "sglang_ext"
 _PATCHES = "sglang_ext.patches"
+_SEAMS = "sglang_ext.patches.seams"
 
 
 class NoSourceError(RuntimeError):
@@ -78,14 +80,27 @@ def _read(name: str) -> bool:
     return name.startswith("sglang/") and name.endswith(".py") and "/multimodal_gen/" not in name
 
 
+def version_of(sglang: Path) -> str:
+    """The version that a folder with SGLang's source says it is; empty where it says none."""
+    text = (sglang / "_version.py").read_text() if (sglang / "_version.py").exists() else ""
+    found = re.search(r"""^(?:__version__ = )?(?:version = )['"]([^'"]+)""", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def source_with(sglang: Path) -> Source:
-    """Our source and an SGLang's."""
-    return Source({"sglang": sglang, _OURS: folder_of(_OURS), _PATCHES: folder_of(_PATCHES)})
+    """Our source, with the seam that it would have beside an SGLang, and that SGLang's."""
+    seam = f"{_SEAMS}.{seam_of(version_of(sglang))}"
+    packages = {"sglang": sglang, _OURS: folder_of(_OURS), _PATCHES: folder_of(_PATCHES)}
+    return Source(packages, {f"{_SEAMS}.current": seam})
 
 
 def our_modules(source: Source) -> Iterator[Module]:
-    """What of ours touches SGLang."""
-    yield from modules_in(source, _PATCHES, folder_of(_PATCHES))
+    """What of ours touches SGLang: the patches with one seam, the engine that they hand requests to."""
+    seam = source.find(f"{_SEAMS}.current")
+    for each in modules_in(source, _PATCHES, folder_of(_PATCHES)):
+        if each.name.rpartition(".")[0] != _SEAMS or each is seam:
+            yield each
+    yield from modules_in(source, f"{_OURS}.engine", folder_of(_OURS) / "engine")
     launcher = source.module(f"{_OURS}.launch_server")
     if launcher is not None:
         yield launcher

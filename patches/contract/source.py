@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 HASH_CHARS = 12
 _DEEP = 12
@@ -180,9 +181,13 @@ class Source:
 
     Args:
         packages: the longest name that fits a module counts.
+        aliases: modules by the dotted names under which code finds them, chosen when it runs.
     """
 
-    def __init__(self, packages: Mapping[str, Path]) -> None:
+    def __init__(
+        self, packages: Mapping[str, Path], aliases: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._aliases = aliases
         self._packages = sorted(packages.items(), key=lambda each: -len(each[0]))
         self._modules: dict[str, Module | None] = {}
         self._members: dict[tuple[str, str], Members] = {}
@@ -221,6 +226,8 @@ class Source:
     def inside(self, found: Found | Module | None, name: str, depth: int = 0) -> Found | Module | None:
         """A name in a module or class."""
         if isinstance(found, Module):
+            if (alias := self._aliases.get(f"{found.name}.{name}")) is not None:
+                return self.module(alias)
             entry = found.names.get(name)
             if isinstance(entry, Imported):
                 if depth > _DEEP or not self.knows(entry.module):

@@ -51,13 +51,13 @@ def take_back(reqs: Sequence[Any], tree_cache: Any) -> list[Any]:
 
     A request that has not generated anything yet is accounted for anew when it runs again.
     """
-    from sglang.srt.mem_cache.common import release_kv_cache
+    from sglang_ext.patches.seams import current
 
     taken = []
     for req in reqs:
         if req.finished() or not req.kv.holds_kv:
             continue
-        release_kv_cache(req, tree_cache, is_insert=False)
+        current.release(req, tree_cache, keep=False)
         req.reset_for_retract()
         if not req.output_ids:
             req.retracted_stain = False

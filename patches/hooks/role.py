@@ -28,9 +28,9 @@ def keep_cache(stock: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def after_switch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After ``handle_pd_role_switch``."""
+    """After ``handle_pd_role_switch``, which may only have been asked whether it could."""
     cache: Any = called_cache(scheduler)
-    if cache is not None and result.success:
+    if cache is not None and result.success and scheduler.disaggregation_mode.value == result.new_role:
         cache.listeners.role_changed(result.new_role)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from sglang_ext.cluster.doctor.findings import GIB, Finding, Level
 from sglang_ext.cluster.plan import HostFacts
 from sglang_ext.disagg.transports.rails import Topology, choose, topology
-from sglang_ext.patches.versions import ALLOW_UNTESTED, SGLANG_VERSION, supported, tested_versions
+from sglang_ext.patches.versions import ALLOW_UNTESTED, SGLANG_VERSION, Status, supported, tested_versions
 
 PLUGIN = "sglang_ext"
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -176,7 +176,7 @@ def _installation(facts: Facts) -> list[Finding]:
 
 def _sglang(installed: str, facts: Facts) -> Finding:
     known = supported(installed)
-    if known is not None:
+    if known is not None and known.status is Status.TESTED:
         return Finding(Level.OK, "sglang", f"{installed}, {known.status.value}")
     untested = f"{installed} is not tested; tested: {tested_versions()}"
     advice = f"Install sglang=={SGLANG_VERSION}."

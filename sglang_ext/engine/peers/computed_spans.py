@@ -181,14 +181,25 @@ class ComputedSpans:
 
     # -- the pass that ends it --------------------------------------------------------------------
 
-    def pass_begins(self, requests: Iterable[Any], slots: Callable[[Any, int, int], Slots]) -> None:
-        """A prefill batch is about to run. slots: where tokens (from, to) of a request are."""
+    def pass_begins(
+        self,
+        requests: Iterable[Any],
+        end: Callable[[Any], int],
+        slots: Callable[[Any, int, int], Slots],
+    ) -> None:
+        """A prefill batch is about to run.
+
+        Args:
+            requests: of the batch.
+            end: to which token the batch computes a request.
+            slots: where tokens (from, to) of a request are.
+        """
         if not self._waiting:
             return
         ours = {id(span.request): span for span in self._waiting}
         for request in requests:
             span = ours.get(id(request))
-            if span is not None and request.extend_range.end * TOKEN_BYTES == len(span.key):
+            if span is not None and end(request) * TOKEN_BYTES == len(span.key):
                 self._compute(span, request, slots)
 
     def _compute(self, span: _Span, request: Any, slots: Callable[[Any, int, int], Slots]) -> None:

@@ -119,7 +119,7 @@ class LoadBack:
                 self._fetches.stream(handle, kept)
             else:
                 self._store.swap_in(Tier.DISK, handle, kept)
-            self._streaming.append((req, len(req.prefix_indices) + tokens))
+            self._streaming.append((req, before * self._block_size + tokens))
         return slots, best
 
     @property
