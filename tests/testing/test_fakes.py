@@ -70,7 +70,7 @@ def test_a_stopwatch_does_not_count_what_passes_while_its_process_stands_still()
         process.send_signal(signal.SIGCONT)
         took, counted = map(float, process.communicate("\n", timeout=60)[0].split())
     assert took > 1.0
-    assert counted < took - 0.9
+    assert counted < took / 2
 
 
 def test_a_stopwatch_counts_what_passes_while_its_process_waits() -> None:

@@ -107,10 +107,10 @@ class Publisher:
         self._ends = [f"tcp://*:{port}" for port in ports]
         self._steps = buffer_steps
         self._names = iter(range(1, 100_000))
-        self._context = zmq.Context()
         self._open = self._start()
 
     def _start(self) -> ZmqEventPublisher:
+        self._context = zmq.Context()
         with pytest.MonkeyPatch.context() as patch:
             # Else it is the process's, in which others may have sockets.
             patch.setattr(zmq.Context, "instance", classmethod(lambda _: self._context))
@@ -126,6 +126,7 @@ class Publisher:
         for socket in (self._open._pub, self._open._replay):
             assert socket is not None
             socket.close(linger=0)
+        self._context.term()  # only then are its ports free
 
     def store(self, first: int) -> list[int]:
         """A prompt of one block of its own."""
@@ -141,7 +142,6 @@ class Publisher:
 
     def close(self) -> None:
         self._end()
-        self._context.term()
 
 
 class Following:

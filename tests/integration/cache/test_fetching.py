@@ -393,7 +393,8 @@ async def test_two_servers_compute_one_prompt(pair, port, client, rng) -> None:
         assert (told["end"], told["moved_tokens"]) == ("done", cut)
         assert answer.cached_tokens == cut
         assert_same(await cold(client, server, prompt), answer)
-        for each, event in ((server, "fetch_streamed"), (helper, "span_computed")):
+        # Nearly always streamed into the pass; all of it had come before where the pass was late.
+        for each, event in ((server, "fetched_blocks"), (helper, "span_computed")):
             await asyncio.to_thread(
                 wait_until, lambda s=each, e=event: counted(s, e) >= cut // BLOCK, seconds=30, what=event
             )
