@@ -123,7 +123,7 @@ def attach_agent(
     assert config.router is not None
     assert feed is not None
     key = _key_of(config)
-    host = bracketed(str(config.announce_host))
+    host = bracketed(config.announce_host or server_args.host)
     bind = listen_host(server_args.host, keyed=key is not None)
     channel = AgentSocket(bind, (config.agent_port,) if config.agent_port else config.port_range, key)
     for tier, index in named.items():

@@ -70,7 +70,7 @@ def endpoint_config(
         rank=rank,
         bind=bracketed(config.data_interface or listen),
         ports=config.port_range,
-        announce=config.data_interface or (str(config.announce_host) if keys is not None else ""),
+        announce=config.data_interface or (config.announce_host if keys is not None else None) or "",
         keys=keys,
         coalescing=config.transfer_coalescing == "on",
         transports=tuple(TransportName(name) for name in config.transports.split(",") if name),

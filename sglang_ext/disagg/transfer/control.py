@@ -180,7 +180,11 @@ class ControlServer:
             self._use(keys.curve_pairs()[0])
         if port:
             ports = (int(port),)
-        bind_one(ports, lambda port: self._socket.bind(f"tcp://{bracketed(host)}:{port or '*'}"))
+        try:
+            bind_one(ports, lambda port: self._socket.bind(f"tcp://{bracketed(host)}:{port or '*'}"))
+        except BaseException:
+            self._let_go()
+            raise
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().removeprefix("tcp://")
         self._main = asyncio.create_task(self._serve(), name="kv-control")
         self._watch = asyncio.create_task(self._watch_keys(keys), name="kv-control-keys")
@@ -198,6 +202,9 @@ class ControlServer:
         self._watch.cancel()
         await asyncio.gather(self._main, self._watch, return_exceptions=True)
         await self._tasks.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._socket.close(linger=0)
