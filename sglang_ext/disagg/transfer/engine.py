@@ -99,8 +99,9 @@ class Endpoint:
         self.pools: Mapping[str, OwnedPool] = self._add_pools(pools)
         self._metas = {name: p.meta for name, p in self.pools.items()}
         runs.warm()
-        self._context = Context()
+        # Which may not be able to listen: before there is anything to close.
         self.transports = make_transports(config, self.regions)
+        self._context = Context()
         self._connector = Connector(
             self._context,
             config,
