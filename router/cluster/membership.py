@@ -25,6 +25,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from sglang_ext.clock import Clock
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.roster import Member
@@ -101,6 +102,26 @@ class Membership(Protocol):
 
     def view(self) -> StoreView:
         """How it is."""
+
+
+class Sightings:
+    """When this router first saw each member's record as it is."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def seen(self, member: Member) -> float:
+        """When a record was first seen; ``monotonic``. It is from now on, if it is new."""
+        stamp, since = self._seen.get(member.instance, (-1, 0.0))
+        if stamp != member.stamp:
+            since = self._clock.monotonic()
+            self._seen[member.instance] = (member.stamp, since)
+        return since
+
+    def alive(self, member: Member, listener: Listener) -> bool:
+        """Whether somebody hears the instance, or nobody has had the time to."""
+        return self._clock.monotonic() - self.seen(member) < MEMBER_TTL_S or listener.heard(member.instance)
 
 
 class EmbeddedMembership:

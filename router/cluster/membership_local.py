@@ -27,10 +27,10 @@ from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
 from sglang_ext.router.cluster.membership import (
     MAX_SESSION_CHARACTERS,
-    MEMBER_TTL_S,
     ROUTER_TTL_S,
     Listener,
     RouterStatus,
+    Sightings,
 )
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member, encode_member
 from sglang_ext.tasks import Tasks
@@ -85,7 +85,7 @@ class LocalMembership:
         self.others: Mapping[str, RouterStatus] = {}
         self.refused = 0
         """Frames that were none."""
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._sightings = Sightings(self._clock)
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class LocalMembership:
 
     def publish(self, member: Member) -> None:
         """Tell the others."""
-        self._first_seen(member)
+        self._sightings.seen(member)
         self._tell_all(MEMBER, encode_member(member))
 
     def tell(self, status: RouterStatus) -> None:
@@ -201,7 +201,7 @@ class LocalMembership:
 
     def _everything(self, listener: Listener) -> Iterator[bytes]:
         for member in list(listener.records()):
-            if member.intent is not Intent.STAY or self._is_alive(member, listener):
+            if member.intent is not Intent.STAY or self._sightings.alive(member, listener):
                 yield _frame(MEMBER, encode_member(member))
         for document in list(listener.documents()):
             yield _frame(DOCUMENT, msgspec.json.encode(document))
@@ -210,18 +210,6 @@ class LocalMembership:
         if self._status is not None:
             yield _frame(STATUS, msgspec.json.encode(self._status))
         yield _frame(COMPLETE)
-
-    def _is_alive(self, member: Member, listener: Listener) -> bool:
-        """Whether somebody hears the instance, or nobody has had the time to."""
-        seen_s = self._clock.monotonic() - self._first_seen(member)
-        return seen_s < MEMBER_TTL_S or listener.heard(member.instance)
-
-    def _first_seen(self, member: Member) -> float:
-        stamp, since = self._seen.get(member.instance, (-1, 0.0))
-        if stamp != member.stamp:
-            since = self._clock.monotonic()
-            self._seen[member.instance] = (member.stamp, since)
-        return since
 
     def _tell_all(self, kind: bytes, body: bytes) -> None:
         frame = _frame(kind, body)
@@ -274,7 +262,7 @@ class LocalMembership:
             return
         if kind == MEMBER:
             member = decode_member(body)
-            self._first_seen(member)
+            self._sightings.seen(member)
             listener.on_member(member)
         elif kind == DOCUMENT:
             listener.on_document(decode_document(body))

@@ -29,7 +29,7 @@ from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
-from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, MEMBER_TTL_S, Listener, RouterStatus
+from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, Listener, RouterStatus, Sightings
 from sglang_ext.router.cluster.redis_records import Fields, Places, RedisRecords
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
 
@@ -105,7 +105,7 @@ class RedisMembership:
         """How often Redis was lost since the start."""
         self.refused = 0
         """Records in Redis that were none."""
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._sightings = Sightings(self._clock)
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class RedisMembership:
 
     def publish(self, member: Member) -> None:
         """Write it down soon."""
-        self._first_seen(member)
+        self._sightings.seen(member)
         if self._connected:
             self._members[member.instance] = member
             self._wake.set()
@@ -281,7 +281,7 @@ class RedisMembership:
         there = {m.instance: m for v in await records.members() if (m := self._take(v, listener)) is not None}
         for member in list(listener.records()):
             known = there.get(member.instance)
-            if known is None and member.intent is Intent.STAY and not self._is_alive(member, listener):
+            if known is None and member.intent is Intent.STAY and not self._sightings.alive(member, listener):
                 continue
             if known != member or listener.heard(member.instance):
                 await records.put(member)
@@ -294,20 +294,6 @@ class RedisMembership:
             for fields in await records.sessions(FIRST_SESSIONS):
                 self._take_session(fields, listener)
         return places
-
-    def _is_alive(self, member: Member, listener: Listener) -> bool:
-        """Whether a record that Redis lacks is worth writing down: somebody hears the instance, or nobody has
-        had the time to."""
-        seen_s = self._clock.monotonic() - self._first_seen(member)
-        return seen_s < MEMBER_TTL_S or listener.heard(member.instance)
-
-    def _first_seen(self, member: Member) -> float:
-        """When a record was first seen by this router; ``monotonic``."""
-        stamp, since = self._seen.get(member.instance, (-1, 0.0))
-        if stamp != member.stamp:
-            since = self._clock.monotonic()
-            self._seen[member.instance] = (member.stamp, since)
-        return since
 
     async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
         while _goes_on():
@@ -326,7 +312,7 @@ class RedisMembership:
 
     def _take(self, value: bytes, listener: Listener) -> Member | None:
         if (member := self._decoded(decode_member, value)) is not None:
-            self._first_seen(member)
+            self._sightings.seen(member)
             listener.on_member(member)
         return member
 
