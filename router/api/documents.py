@@ -53,7 +53,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: Any
     """A text, token ids, or messages."""
     expires: float
-    """Seconds since the epoch."""
+    """Seconds by the monotonic clock of the router that has it; on the way between two, from now."""
     salt: str | None = None
     """The tenant's."""
     extra_key: str | None = None
@@ -61,7 +61,8 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_INSTANCES)] = 1
     """At how many its KV is held back."""
     stamp: int = 0
-    """When it was registered or deleted, in milliseconds since the epoch: the newest of an id counts."""
+    """When it was registered or deleted, in milliseconds since the epoch, later than what it replaces: the
+    newest of an id counts, however the routers' clocks differ."""
 
     @property
     def ids(self) -> tuple[str, str]:
@@ -73,10 +74,20 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether it says only that there is none of this id any more."""
         return self.content is None
 
-    def deleted(self, now: float) -> Document:
+    def deleted(self, wall: float) -> Document:
         """What says so; it is kept until the document would have expired."""
-        stamp = max(int(now * 1e3), self.stamp + 1)
+        stamp = max(int(wall * 1e3), self.stamp + 1)
         return msgspec.structs.replace(self, content=None, stamp=stamp)
+
+    def after(self, former: Document | None) -> Document:
+        """The same, registered later than the one that it replaces."""
+        if former is None or former.stamp < self.stamp:
+            return self
+        return msgspec.structs.replace(self, stamp=former.stamp + 1)
+
+    def shifted(self, seconds: float) -> Document:
+        """The same by a clock that is ahead by so much: clocks of two machines share no zero."""
+        return msgspec.structs.replace(self, expires=self.expires + seconds)
 
     def announced(self) -> Json:
         """The body of the advisory request for it."""
@@ -84,14 +95,14 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def take_document(
-    payload: Json, id: str, scope: str, salt: str | None, priority: int, now: float, ttl_s: float
+    payload: Json, id: str, scope: str, salt: str | None, priority: int, now: float, wall: float, ttl_s: float
 ) -> Document:
     """Check the form of a registration; the content is checked as the prompt that it is.
 
     Args:
         scope, salt: of the tenant.
         priority: the request's, checked.
-        now: seconds since the epoch.
+        now, wall: seconds, of the monotonic clock and since the epoch.
         ttl_s: how long it lives unless it says.
 
     Raises:
@@ -128,7 +139,7 @@ def take_document(
         extra_key=take_string(payload, "extra_key") or None,
         priority=priority,
         instances=take_int(payload, "instances", least=1, most=MOST_INSTANCES) or 1,
-        stamp=int(now * 1e3),
+        stamp=int(wall * 1e3),
     )
 
 

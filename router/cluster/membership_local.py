@@ -159,7 +159,7 @@ class LocalMembership:
 
     def share(self, document: Document) -> None:
         """Tell the others."""
-        self._tell_all(DOCUMENT, msgspec.json.encode(document))
+        self._tell_all(DOCUMENT, self._written(document))
 
     def view(self) -> StoreView:
         """Always there."""
@@ -204,12 +204,15 @@ class LocalMembership:
             if member.intent is not Intent.STAY or self._sightings.alive(member, listener):
                 yield _frame(MEMBER, encode_member(member))
         for document in list(listener.documents()):
-            yield _frame(DOCUMENT, msgspec.json.encode(document))
+            yield _frame(DOCUMENT, self._written(document))
         for session in self._sessions.items():
             yield _frame(SESSION, msgspec.json.encode(session))
         if self._status is not None:
             yield _frame(STATUS, msgspec.json.encode(self._status))
         yield _frame(COMPLETE)
+
+    def _written(self, document: Document) -> bytes:
+        return msgspec.json.encode(document.shifted(-self._clock.monotonic()))
 
     def _tell_all(self, kind: bytes, body: bytes) -> None:
         frame = _frame(kind, body)
@@ -265,7 +268,7 @@ class LocalMembership:
             self._sightings.seen(member)
             listener.on_member(member)
         elif kind == DOCUMENT:
-            listener.on_document(decode_document(body))
+            listener.on_document(decode_document(body).shifted(self._clock.monotonic()))
         elif kind == SESSION:
             session, instance = msgspec.json.decode(body, type=tuple[str, str])
             # What it had before may be older than what is known here.

@@ -98,6 +98,8 @@ class RedisMembership:
         self._status: RouterStatus | None = None
         self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
         self._connected = False
+        self._redis_ahead_s = 0.0
+        """Of our monotonic clock: documents expire by Redis's time, as no two routers' clocks agree."""
         self._since = clock.monotonic()
         self._error = "not reached yet"
         self.others: Mapping[str, RouterStatus] = {}
@@ -202,6 +204,7 @@ class RedisMembership:
     async def _share(self, listener: Listener) -> None:
         """Share until Redis is lost, and raise how it was lost."""
         async with self._records() as reader, self._records() as writer:
+            self._redis_ahead_s = await writer.time() - self._clock.monotonic()
             places = await self._sync(writer, listener, first=True)
             if self._ending:
                 return
@@ -288,8 +291,9 @@ class RedisMembership:
         values = await records.documents()
         written = {d.ids: d for value in values if (d := self._take_document(value, listener)) is not None}
         for document in list(listener.documents()):
-            if written.get(document.ids) != document:
-                await records.put_document(document, self._clock.wall())
+            there_is = written.get(document.ids)
+            if there_is is None or there_is.stamp < document.stamp:
+                await records.put_document(document, self._clock.monotonic(), self._redis_ahead_s)
         if first:
             for fields in await records.sessions(FIRST_SESSIONS):
                 self._take_session(fields, listener)
@@ -307,6 +311,7 @@ class RedisMembership:
 
     def _take_document(self, value: bytes, listener: Listener) -> Document | None:
         if (document := self._decoded(decode_document, value)) is not None:
+            document = document.shifted(-self._redis_ahead_s)
             listener.on_document(document)
         return document
 
@@ -341,7 +346,7 @@ class RedisMembership:
                 await records.put(member)
             documents, self._documents = self._documents, {}
             for document in documents.values():
-                await records.put_document(document, self._clock.wall())
+                await records.put_document(document, self._clock.monotonic(), self._redis_ahead_s)
             while self._sessions:
                 count = min(len(self._sessions), SESSIONS_AT_ONCE)
                 await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)

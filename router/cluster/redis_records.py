@@ -102,6 +102,11 @@ class RedisRecords:
         """The key of something."""
         return f"{self._prefix}{kind}:{name}" if name else f"{self._prefix}{kind}"
 
+    async def time(self) -> float:
+        """Redis's time: seconds since the epoch."""
+        seconds, microseconds = await self._client.time()
+        return float(seconds + microseconds / 1e6)
+
     # -- members --------------------------------------------------------------------------------------------
 
     async def members(self) -> list[bytes]:
@@ -137,9 +142,16 @@ class RedisRecords:
         values = await self._client.mget(keys) if keys else []
         return self._opened("document", [value for value in values if value is not None])
 
-    async def put_document(self, document: Document, wall: float) -> None:
-        """Write a document down until it expires, if it is newer than what is there."""
-        name, body = f"{document.scope}/{document.id}", msgspec.json.encode(document)
+    async def put_document(self, document: Document, now: float, ahead_s: float) -> None:
+        """Write a document down until it expires, if it is newer than what is there.
+
+        Args:
+            document: of this router.
+            now: by its monotonic clock.
+            ahead_s: how far Redis's time is ahead of it.
+        """
+        name = f"{document.scope}/{document.id}"
+        body = msgspec.json.encode(document.shifted(ahead_s))
         await self._client.eval(
             PUT_MEMBER,
             3,
@@ -148,7 +160,7 @@ class RedisRecords:
             self.key("events"),
             document.stamp,
             body,
-            max(1, int((document.expires - wall) * 1e3)),
+            max(1, int((document.expires - now) * 1e3)),
             name,
             MAX_EVENTS,
             self._seal("document", b"%d " % document.stamp + body),

@@ -73,8 +73,8 @@ class DocumentsApi:
             raise no_worker(self._fleet)
         check_reserved(payload, caller, None)
         priority = priority_of(payload, caller)
-        now = self._clock.wall()
-        document = take_document(payload, id, caller.scope, caller.salt, priority, now, self._ttl_s)
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        document = take_document(payload, id, caller.scope, caller.salt, priority, now, wall, self._ttl_s)
         entry = await self._documents.encoded(document)
         if entry.hint is not None:
             check_size(entry.hint, model.limits)

@@ -8,8 +8,7 @@ a document that was taken is held back until it expires.
 At each instance the KV is held back as that of an announced session is (``engine/tiers/retention.py``), under
 a lease that the router renews: a router that dies leaves nothing behind.
 
-Pure: no I/O and no clock. ``wall`` is seconds since the epoch; ``now`` is seconds of a clock that does not go
-back.
+Pure: no I/O and no clock. ``now`` is seconds of a clock that does not go back.
 """
 
 from __future__ import annotations
@@ -140,12 +139,12 @@ class DocumentBook:
         if self._entries.get(entry.ids) is entry:
             del self._entries[entry.ids]
 
-    def expire(self, wall: float) -> list[DocumentEntry]:
+    def expire(self, now: float) -> list[DocumentEntry]:
         """Forget what has lived long enough, and return it."""
-        late = [entry for entry in self if entry.document.expires <= wall]
+        late = [entry for entry in self if entry.document.expires <= now]
         for entry in late:
             self.remove(entry)
-        for ids in [ids for ids, deleted in self._deleted.items() if deleted.expires <= wall]:
+        for ids in [ids for ids, deleted in self._deleted.items() if deleted.expires <= now]:
             del self._deleted[ids]
         return late
 

@@ -129,6 +129,7 @@ class Documents:
                 kind="rate_limit_error",
                 code="document_budget_exceeded",
             )
+        entry.document = entry.document.after(self.book.newest(entry.ids))
         self._put(entry)
         self._hold(entry)
         self.changed(entry.document)
@@ -136,7 +137,9 @@ class Documents:
     def learn(self, document: Document) -> None:
         """Another router has taken or deleted a document, perhaps long ago. Its tokens are found out soon."""
         known = self.book.newest(document.ids)
-        if document.expires <= self._clock.wall() or (known is not None and known.stamp >= document.stamp):
+        if document.expires <= self._clock.monotonic() or (
+            known is not None and known.stamp >= document.stamp
+        ):
             return
         if document.is_deleted:
             self._bury(document)
@@ -173,7 +176,7 @@ class Documents:
             RequestRefused: 404, for one that is not known, or is another tenant's.
         """
         entry = self.book.find(caller.scope, id)
-        if entry is None or entry.document.expires <= self._clock.wall():
+        if entry is None or entry.document.expires <= self._clock.monotonic():
             raise _unknown(id, "id")
         return entry
 
@@ -197,7 +200,7 @@ class Documents:
             "kind": document.kind,
             "tokens": hint.tokens if hint is not None and hint.can_be_told else None,
             "blocks": self.book.cost(entry),
-            "expires_in_s": round(max(0.0, document.expires - self._clock.wall()), 3),
+            "expires_in_s": round(max(0.0, document.expires - self._clock.monotonic()), 3),
             "requests": entry.requests,
             "why_not_held_back": entry.why or None,
             "instances": {},
@@ -221,11 +224,11 @@ class Documents:
         Raises:
             RequestRefused: 404: there is no such document of the caller's; 400: it does not fit.
         """
-        names, caller, wall = take_names(payload), record.caller, self._clock.wall()
+        names, caller, now = take_names(payload), record.caller, self._clock.monotonic()
         found: list[Document] = []
         for index, name in enumerate(names):
             entry = self.book.find(caller.scope, name)
-            if entry is None or entry.document.expires <= wall:
+            if entry is None or entry.document.expires <= now:
                 raise _unknown(name, f"{DOCUMENT_IDS}[{index}]")
             found.append(entry.document)
         if names:
@@ -315,7 +318,7 @@ class Documents:
         pinned = {name: self.book.pinned(name) for name in usable}
         chosen = places(entry.document.instances, tuple(entry.leases), usable, held, pinned)
         self._withdraw(entry, [name for name in entry.leases if name not in chosen])
-        ttl_s = min(LEASE_S, entry.document.expires - self._clock.wall())
+        ttl_s = min(LEASE_S, entry.document.expires - now)
         for name in chosen:
             lease = entry.leases.setdefault(name, Lease())
             if lease.due > now:
@@ -336,7 +339,7 @@ class Documents:
     # -- time ---------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        for entry in self.book.expire(self._clock.wall()):
+        for entry in self.book.expire(self._clock.monotonic()):
             self._withdraw(entry, list(entry.leases))
 
     async def tick(self) -> None:

@@ -32,10 +32,30 @@ def member(name: str = "a", stamp: int | None = None, **more: object) -> Member:
     return msgspec.convert(values, Member)
 
 
-def document(id: str = "d", stamp: int = 1, **more: Any) -> Document:
-    """A document that lives for another minute."""
-    values = {"kind": "text", "content": "The manual.", "expires": SystemClock().wall() + 60, **more}
-    return Document("one-", id, stamp=stamp, **values)
+class OwnClock(SystemClock):
+    """The time of one router's machine: no two agree on the wall clock, or began at the same time.
+
+    Args:
+        router: its name.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._ahead_s = {"one": -90.0, "two": 90.0}.get(router, 0.0)
+
+    def monotonic(self) -> float:
+        return super().monotonic() + 100.0 * self._ahead_s
+
+    def wall(self) -> float:
+        return super().wall() + self._ahead_s
+
+
+LIVES_S = 60.0
+
+
+def document(id: str = "d", stamp: int = 1, router: str = "", **more: Any) -> Document:
+    """A document of a router that lives for another minute."""
+    values = {"kind": "text", "content": "The manual.", **more}
+    return Document("one-", id, stamp=stamp, expires=OwnClock(router).monotonic() + LIVES_S, **values)
 
 
 @dataclass
@@ -65,6 +85,15 @@ class Ear:
 
     def documents(self) -> Iterable[Document]:
         return self.known.values()
+
+    def knows(self, router: str, *documents: Document) -> bool:
+        """Whether it knows these and no others, each for the rest of its minute by the router's clock."""
+        now = OwnClock(router).monotonic()
+        assert all(0 < known.expires - now <= LIVES_S + 0.1 for known in self.known.values())
+        found, wanted = (
+            {each.shifted(-each.expires) for each in some} for some in (self.known.values(), documents)
+        )
+        return found == wanted
 
     def records(self) -> Iterable[Member]:
         return self.roster
@@ -196,19 +225,21 @@ class SharedMembershipContract(MembershipContract):
 
     async def test_a_document_reaches_the_others_and_who_begins_later(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
-        first, newer = document(), document(stamp=2, content="Another one.")
-        theirs = document("theirs", kind="input_ids", content=[1, 2])
+        first, newer = document(router="one"), document(stamp=2, router="one", content="Another one.")
+        theirs = document("theirs", router="two", content="Theirs.")
         for router, shared in ((one, first), (one, newer), (one, first), (two, theirs)):
             router.ear.on_document(shared)
             router.store.share(shared)
-        both = {each.ids: each for each in (newer, theirs)}
-        await until(lambda: one.ear.known == both and two.ear.known == both)
-        deleted = newer.deleted(SystemClock().wall())
+        await until(lambda: one.ear.knows("one", newer, theirs) and two.ear.knows("two", newer, theirs))
+        deleted = two.ear.known[newer.ids].deleted(OwnClock("two").wall())
         two.ear.on_document(deleted)
         two.store.share(deleted)
-        await until(lambda: one.ear.known[newer.ids] == deleted)
-        three = await begin("three")
-        assert three.ear.known == {deleted.ids: deleted, theirs.ids: theirs}
+        await until(lambda: one.ear.knows("one", deleted, theirs))
+        again = document(router="one", content="A third one.").after(one.ear.known[newer.ids])
+        one.ear.on_document(again)
+        one.store.share(again)
+        await until(lambda: two.ear.knows("two", again, theirs))
+        assert (await begin("three")).ear.knows("three", again, theirs)
 
     async def test_a_session_reaches_the_others_and_not_its_own(self, begin) -> None:
         one, two = await begin("one"), await begin("two")

@@ -105,13 +105,13 @@ def test_the_form_of_a_hint_is_that_of_the_api_that_takes_its_prompt() -> None:
 
 def test_a_registration_is_taken() -> None:
     body = {"text": "The manual.", "ttl_s": 60, "instances": 2, "extra_key": "k", "priority": 3}
-    taken = take_document(body, "manual-1.2_b", "scope-", "salt", 3, 100.0, 3600.0)
+    taken = take_document(body, "manual-1.2_b", "scope-", "salt", 3, 100.0, 200.0, 3600.0)
     assert taken == Document(
-        "scope-", "manual-1.2_b", "text", "The manual.", 160.0, "salt", "k", 3, 2, 100_000
+        "scope-", "manual-1.2_b", "text", "The manual.", 160.0, "salt", "k", 3, 2, 200_000
     )
     assert decode_document(msgspec.json.encode(taken)) == taken
     assert decode_document(msgspec.json.encode(taken.deleted(101.0))).is_deleted
-    assert take_document({"input_ids": [1]}, "a", "", None, 0, 100.0, 3600.0).expires == 3700.0
+    assert take_document({"input_ids": [1]}, "a", "", None, 0, 100.0, 200.0, 3600.0).expires == 3700.0
 
 
 @pytest.mark.parametrize(
@@ -149,5 +149,5 @@ def test_what_is_no_document_is_refused(body: bytes) -> None:
 )
 def test_a_wrong_registration_names_the_field(id: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as refused:
-        take_document(body, id, "", None, 0, 0.0, 60.0)
+        take_document(body, id, "", None, 0, 0.0, 0.0, 60.0)
     assert (refused.value.status, refused.value.param) == (400, param)

@@ -21,7 +21,15 @@ from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, document, member
+from membership_contract import (
+    Ear,
+    Make,
+    MembershipContract,
+    OwnClock,
+    SharedMembershipContract,
+    document,
+    member,
+)
 
 from sglang_ext.testing.waiting import until
 
@@ -36,7 +44,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def make_shared(redis: RedisServer) -> Make:
-    return lambda name: RedisMembership(redis.url, name, SystemClock(), key=ClusterKey(SECRET))
+    return lambda name: RedisMembership(redis.url, name, OwnClock(name), key=ClusterKey(SECRET))
 
 
 class TestEmbedded(MembershipContract):

@@ -23,7 +23,7 @@ from sglang_ext.testing.waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from membership_contract import Ear, Make, Router, SharedMembershipContract, member
+from membership_contract import Ear, Make, OwnClock, Router, SharedMembershipContract, member
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 class TestLocal(SharedMembershipContract):
     @pytest.fixture
     def make(self, folder: Path) -> Make:
-        return lambda name: LocalMembership(folder, name, SystemClock())
+        return lambda name: LocalMembership(folder, name, OwnClock(name))
 
 
 @asynccontextmanager
