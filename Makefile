@@ -3,7 +3,9 @@
 # The first of these that is a working Python 3.11; name another with `make PYTHON=/path/to/python3.11 ...`.
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo "$$p" && break; done)
-VENV := .venv
+# A version of SGLang, `make test SGLANG=0.5.22`, has an environment of its own; the default has .venv.
+SGLANG ?=
+VENV := .venv$(SGLANG:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.setup/done
 PYTEST_ARGS ?=
@@ -14,13 +16,13 @@ PYTEST_ARGS ?=
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(READY)  ## Prepare .venv (CPU build); does only what is missing
+setup: $(READY)  ## Prepare .venv (CPU build; SGLANG=VERSION: .venv-VERSION); does only what is missing
 
-$(READY): pyproject.toml requirements/cpu.txt requirements/test.txt scripts/setup.py
+$(READY): pyproject.toml $(wildcard requirements/*.txt) patches/versions.py scripts/setup.py
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "make: no Python 3.11 found as python3.11, python3 or python. Install it, or name it:" \
 			"make PYTHON=/path/to/python3.11" >&2; exit 1; fi
-	@"$(PYTHON)" scripts/setup.py --venv $(VENV)
+	@"$(PYTHON)" scripts/setup.py --venv $(VENV) $(SGLANG:%=--sglang %)
 
 demo: $(READY)  ## Hold conversations with servers that share their KV, then with prefill and decode apart
 	@$(BIN)/python -m sglang_ext.demo
@@ -57,7 +59,7 @@ lock:  ## Resolve the dependencies anew and write requirements/
 
 clean:  ## Remove build outputs and caches
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf
 
-distclean: clean  ## Remove .venv too
-	rm -rf $(VENV)
+distclean: clean  ## Remove the environments too
+	rm -rf .venv .venv-*

@@ -1,4 +1,4 @@
-"""Prepare the virtual environment: ``python3 scripts/setup.py [--venv DIR]``, or ``make setup``.
+"""Prepare the environment: ``python3 scripts/setup.py [--venv DIR] [--sglang VERSION]``, or ``make setup``.
 
 Runs on a bare Python with nothing but the standard library. Every step leaves a mark, so that a run that
 was interrupted goes on where it stopped and a second run does nothing. Nothing here needs a C compiler: all
@@ -8,12 +8,16 @@ packages come as wheels, and numba brings its own LLVM.
 from __future__ import annotations
 
 import argparse
+import email
 import fcntl
 import hashlib
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ROOT / "requirements" / "cpu.txt"
 TEST = ROOT / "requirements" / "test.txt"
+_VERSIONS = runpy.run_path(str(ROOT / "patches" / "versions.py"))
+SGLANG: str = _VERSIONS["SGLANG_VERSION"]
+SUPPORTED: list[str] = [each.version for each in _VERSIONS["SUPPORTED"]]
 PYTHON = (3, 11)
 DISK_NEEDED_GB = 5
 """A finished environment is about 3 GB (torch and triton are half of it), plus the wheels while unpacking."""
@@ -28,8 +35,8 @@ DISK_NEEDED_GB = 5
 FIRST = ("torch",)
 """Installed with their dependencies: which ones they are depends on the build of torch that pip finds."""
 
-WITHOUT_DEPENDENCIES = ("sglang==0.5.21", "torchvision==0.28.0")
-"""Their metadata asks for CUDA builds; what they need on a CPU is in the extra `cpu`."""
+WITHOUT_DEPENDENCIES = ("torchvision==0.28.0",)
+"""Beside SGLang: their metadata asks for CUDA builds; what they need on a CPU is in the extra `cpu`."""
 
 FOR_SOME_PYTHONS = ("async-timeout==5.0.1; python_full_version < '3.11.3'",)
 """What packages need on a Python other than that which has made the lock, such as Debian 12's."""
@@ -40,6 +47,11 @@ BROUGHT_BY_TORCH = ("triton",)
 
 class SetupError(Exception):
     """A sentence for the user: what is missing and what to do."""
+
+
+def beside(version: str) -> Path:
+    """The pins that differ between versions of SGLang, and SGLang itself."""
+    return ROOT / "requirements" / f"sglang-{version}.txt"
 
 
 def read_pins(path: Path) -> dict[str, str]:
@@ -102,8 +114,9 @@ class Step:
 class Environment:
     """The virtual environment that is being prepared."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: Progress, sglang: str = SGLANG) -> None:
         self.path = path
+        self.sglang = sglang
         self.python = path / "bin" / "python"
         self.marks = path / ".setup"
         self.log = path / "setup.log"
@@ -111,7 +124,7 @@ class Environment:
 
     def steps(self) -> list[Step]:
         """The steps in order; a step whose mark changed makes those after it run again."""
-        pins = read_pins(CPU) | read_pins(TEST)
+        pins = read_pins(CPU) | read_pins(TEST) | read_pins(beside(self.sglang))
         first = [pins[name] for name in FIRST]
         rest = [pin for name, pin in pins.items() if name not in FIRST]
         version = ".".join(str(part) for part in sys.version_info[:3])
@@ -215,10 +228,10 @@ def check_host(venv: Path) -> None:
             raise SetupError(f"{ROOT} has {free:.1f} GB free; the set-up needs {DISK_NEEDED_GB} GB.")
 
 
-def prepare(venv: Path) -> None:
+def prepare(venv: Path, sglang: str) -> None:
     """Run what is not done yet."""
     check_host(venv)
-    environment = Environment(venv, Progress(4))
+    environment = Environment(venv, Progress(4), sglang)
     steps = environment.steps()
     redo = False
     for step in steps:
@@ -235,19 +248,25 @@ def prepare(venv: Path) -> None:
     (environment.marks / "done").write_text("")
 
 
-def lock(scratch: Path) -> None:
-    """Resolve pyproject's extras anew in a throw-away environment and write the pins."""
-    base = (
-        "# What a server on a CPU host needs, exact, with everything it brings in. Written by `make lock`.\n"
-        "# scripts/setup.py installs torch first (its build decides what it brings in), then the rest\n"
-        "# without resolving: SGLang's metadata asks for CUDA packages that a CPU host has no use for.\n"
-    )
-    tools = "# What the checks and the tests need beside cpu.txt, exact. Written by `make lock`.\n"
-    check_host(scratch)
-    environment = Environment(scratch, Progress(4))
-    environment.progress.start("throw-away environment")
+def asked_by_sglang(wheel: Path) -> list[str]:
+    """What a version of SGLang asks of packages, as constraints; of torch it gets ours."""
+    with zipfile.ZipFile(wheel) as packed:
+        name = next(name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(packed.read(name))
+    asked = []
+    for line in metadata.get_all("Requires-Dist", []):
+        found = re.fullmatch(r"([\w.-]+)(?:\[[^]]*\])? *([=<>!~][^;]*)", line)
+        if found and found[1] not in FIRST:
+            asked.append(f"{found[1]}{found[2].strip()}")
+    return asked
+
+
+def resolve(scratch: Path, version: str, progress: Progress) -> tuple[set[str], set[str]]:
+    """The pins of the extras `cpu` and `test` beside a version of SGLang, found in a fresh environment."""
+    environment = Environment(scratch, progress)
+    progress.start(f"sglang {version}: throw-away environment")
     environment.make_venv()
-    environment.progress.done("done")
+    progress.done("done")
 
     def freeze() -> set[str]:
         command = [str(environment.python), "-m", "pip", "freeze", "--all", "--exclude", "pip"]
@@ -255,24 +274,54 @@ def lock(scratch: Path) -> None:
         output = subprocess.run(command, capture_output=True, text=True, check=True)
         return {line.split("+")[0] for line in output.stdout.splitlines() if "==" in line}
 
-    environment.progress.start("extra cpu")
-    environment.pip("the extra cpu", f"{ROOT}[cpu]", "setuptools>=77")
-    environment.progress.done("done")
-    environment.progress.start("extra test")
-    cpu = freeze() | set(WITHOUT_DEPENDENCIES)
-    environment.pip("the extra test", f"{ROOT}[cpu,test]")
+    progress.start(f"sglang {version}: what it asks of packages")
+    fetch = [str(environment.python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
+    subprocess.run([*fetch, f"sglang=={version}"], check=True, stderr=subprocess.DEVNULL)
+    asked = scratch / "asked.txt"
+    asked.write_text("".join(f"{each}\n" for each in asked_by_sglang(next(scratch.glob("sglang-*.whl")))))
+    progress.done("read")
+    progress.start(f"sglang {version}: extra cpu")
+    environment.pip("the extra cpu", "-c", str(asked), f"{ROOT}[cpu]", "setuptools>=77")
+    progress.done("done")
+    cpu = freeze() | {*WITHOUT_DEPENDENCIES, f"sglang=={version}"}
+    progress.start(f"sglang {version}: extra test")
+    environment.pip("the extra test", "-c", str(asked), f"{ROOT}[cpu,test]")
     test = (freeze() - cpu) | set(FOR_SOME_PYTHONS)
-    environment.progress.done("done")
-    environment.progress.start("requirements/")
-    CPU.write_text(base + "".join(f"{pin}\n" for pin in sorted(cpu, key=str.lower)))
-    TEST.write_text(tools + "".join(f"{pin}\n" for pin in sorted(test, key=str.lower)))
+    progress.done("done")
     shutil.rmtree(scratch)
-    environment.progress.done("written")
+    return cpu, test
+
+
+def lock(scratch: Path) -> None:
+    """Resolve pyproject's extras anew beside each version of SGLang, and write the pins."""
+    tail = "Written by `make lock`.\n"
+    base = (
+        f"# What a server on a CPU host needs, exact, with everything it brings in. {tail}"
+        "# scripts/setup.py installs torch first (its build decides what it brings in), then the rest\n"
+        "# without resolving: SGLang's metadata asks for CUDA packages that a CPU host has no use for.\n"
+    )
+    check_host(scratch)
+    progress = Progress(4 * len(SUPPORTED) + 1)
+    found = {version: resolve(scratch, version, progress) for version in SUPPORTED}
+    progress.start("requirements/")
+    cpu = set.intersection(*(each for each, _ in found.values()))
+    test = set.intersection(*(each for _, each in found.values()))
+
+    def write(path: Path, comment: str, pins: set[str]) -> None:
+        path.write_text(comment + "".join(f"{pin}\n" for pin in sorted(pins, key=str.lower)))
+
+    write(CPU, base, cpu)
+    write(TEST, f"# What the checks and the tests need beside cpu.txt, exact. {tail}", test)
+    for version, (needed, tools) in found.items():
+        comment = f"# SGLang {version}, and what differs beside it from other versions. {tail}"
+        write(beside(version), comment, (needed | tools) - cpu - test)
+    progress.done("written")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Prepare the virtual environment of this project.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="DIR")
+    parser.add_argument("--sglang", default=SGLANG, choices=SUPPORTED, help="its version (%(default)s)")
     parser.add_argument("--lock", action="store_true", help="write requirements/*.txt anew instead")
     options = parser.parse_args()
     # Two makes at once must not install into one environment at once; the lock ends with the process.
@@ -282,7 +331,7 @@ def main() -> int:
             if options.lock:
                 lock(ROOT / "build" / "lock-venv")
             else:
-                prepare(options.venv.resolve())
+                prepare(options.venv.resolve(), options.sglang)
         except SetupError as error:
             print(f"\n{error}", file=sys.stderr)
             return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from sglang_ext.patches.versions import SGLANG_VERSION
+from sglang_ext.patches.versions import SGLANG_VERSION, SUPPORTED, Status
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -31,37 +32,59 @@ def pins(name: str) -> dict[str, str]:
 
 
 CPU, TEST = pins("cpu.txt"), pins("test.txt")
+BESIDE = {each.version: pins(f"sglang-{each.version}.txt") for each in SUPPORTED}
 
 
+@pytest.mark.parametrize("sglang", BESIDE)
 @pytest.mark.parametrize("text", [*PROJECT["dependencies"], *EXTRAS["cpu"], *EXTRAS["test"]])
-def test_every_dependency_is_pinned_to_a_version_that_fits(text: str) -> None:
+def test_every_dependency_is_pinned_to_a_version_that_fits(text: str, sglang: str) -> None:
     requirement = Requirement(text)
-    version = (CPU | TEST).get(canonicalize_name(requirement.name))
+    version = (CPU | TEST | BESIDE[sglang]).get(canonicalize_name(requirement.name))
     assert version is not None, f"{requirement.name} is in pyproject.toml and not in requirements/: make lock"
     assert requirement.specifier.contains(version)
 
 
 def test_what_a_server_needs_is_not_among_the_tools() -> None:
     assert not set(CPU) & set(TEST)
+    for each in BESIDE.values():
+        assert not set(each) & (set(CPU) | set(TEST))
     runtime = {
         canonicalize_name(Requirement(text).name) for text in [*PROJECT["dependencies"], *EXTRAS["cpu"]]
     }
-    assert runtime <= set(CPU)
+    for each in BESIDE.values():
+        assert runtime <= {*CPU, *each}
 
 
-def test_one_version_of_sglang_everywhere() -> None:
-    assert CPU["sglang"] == SGLANG_VERSION
-    assert EXTRAS["gpu"] == [f"sglang=={SGLANG_VERSION}"]
+def test_versions_of_sglang_are_the_supported_ones_everywhere() -> None:
+    assert {version: each["sglang"] for version, each in BESIDE.items()} == {each: each for each in BESIDE}
+    files = {path.name for path in (ROOT / "requirements").glob("sglang-*.txt")}
+    assert files == {f"sglang-{each}.txt" for each in BESIDE}
+    tested = [each.version for each in SUPPORTED if each.status is Status.TESTED]
+    assert SGLANG_VERSION in tested
+    (gpu,) = EXTRAS["gpu"]
+    assert [each for each in BESIDE if Requirement(gpu).specifier.contains(each)] == tested
     setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
-    assert setup["WITHOUT_DEPENDENCIES"][0] == f"sglang=={SGLANG_VERSION}"
+    assert (setup["SGLANG"], setup["SUPPORTED"]) == (SGLANG_VERSION, list(BESIDE))
 
 
-def test_setup_reads_every_pin() -> None:
+@pytest.mark.parametrize("sglang", BESIDE)
+def test_setup_reads_every_pin(sglang: str) -> None:
     setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
-    read = setup["read_pins"](setup["CPU"]) | setup["read_pins"](setup["TEST"])
-    assert len(read) == len(CPU) + len(TEST)
+    files = (setup["CPU"], setup["TEST"], setup["beside"](sglang))
+    read = {name: pin for path in files for name, pin in setup["read_pins"](path).items()}
+    assert len(read) == len(CPU) + len(TEST) + len(BESIDE[sglang])
     for name in (*setup["FIRST"], *setup["BROUGHT_BY_TORCH"]):
         assert re.fullmatch(rf"{name}==[\d.]+", read[name])
+
+
+def test_sglangs_own_pins_are_constraints_of_the_lock(tmp_path: Path) -> None:
+    wheel = tmp_path / "sglang-1.whl"
+    asks = ["torch==2.14.1", "openai==2.8.0", "kernels[cu13]<0.15,>=0.14", "IPython", 'av==1; extra == "all"']
+    with zipfile.ZipFile(wheel, "w") as packed:
+        lines = "".join(f"Requires-Dist: {each}\n" for each in asks)
+        packed.writestr("sglang-1.dist-info/METADATA", f"Name: sglang\n{lines}")
+    setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
+    assert setup["asked_by_sglang"](wheel) == ["openai==2.8.0", "kernels<0.15,>=0.14"]
 
 
 def test_every_package_is_installed() -> None:

@@ -61,6 +61,7 @@ from sglang_ext.patches.adapter.support import (
     require_computing,
     require_retracting,
     require_supported,
+    wait_for_whole_passes,
     why_not_retracting,
 )
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
@@ -81,6 +82,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
     require_supported(ctx, config)
+    wait_for_whole_passes(config)
     if config.advisory_compute:
         require_computing(ctx.server_args)
     if config.retract_wait is not None:

@@ -231,11 +231,25 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         dllm_algorithm=get_exec().dllm.dllm_algorithm,
         prefill_graphs=None if graphs is None else str(graphs.prefill.backend),
         optimistic_prefill_attempts=disagg.optimistic_prefill_attempts,
-        prefill_war_read_done=envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE.get(),
+        prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         dram=bool(config.dram_size),
         disk=config.disk_path is not None,
     )
+
+
+def _is_wanted(variable: Any) -> bool:
+    """Whether the user has set it, as some versions of SGLang do by default."""
+    return bool(variable.is_set() and variable.get())
+
+
+def wait_for_whole_passes(config: KvConfig) -> None:
+    """Have the schedule stream wait until a forward pass has ended, as SGLang does beside HiCache: copies to
+    DRAM wait for that stream only."""
+    from sglang.srt.environ import envs
+
+    if config.dram_size:
+        envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE.set(False)
 
 
 def given_facts(server_args: Any, config: KvConfig) -> Facts:
@@ -254,7 +268,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         dllm_algorithm=getattr(server_args, "dllm_algorithm", None),
         prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),
         optimistic_prefill_attempts=getattr(server_args, "optimistic_prefill_attempts", 0),
-        prefill_war_read_done=envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE.get(),
+        prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         dram=bool(config.dram_size),
         disk=config.disk_path is not None,

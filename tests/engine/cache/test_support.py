@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from engine_pools import publish_server_args
 from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
@@ -22,6 +23,7 @@ from sglang_ext.patches.adapter.support import (
     require_supported,
     require_supported_flags,
     unsupported,
+    wait_for_whole_passes,
     why_not_retracting,
 )
 
@@ -171,6 +173,18 @@ def test_the_environment_is_refused_too(variable: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ConfigError, match=variable):
         require_supported_flags(SimpleNamespace(), KvConfig(dram_size=1))
+
+
+def test_passes_are_waited_for_where_sglang_does_not_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE
+    monkeypatch.setattr(variable, "default", True)
+    monkeypatch.setenv(variable.name, "1")
+    monkeypatch.delenv(variable.name)
+    require_supported_flags(SimpleNamespace(), KvConfig(dram_size=1))
+    wait_for_whole_passes(KvConfig())
+    assert variable.get()
+    wait_for_whole_passes(KvConfig(dram_size=1))
+    assert not variable.get()
 
 
 def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
