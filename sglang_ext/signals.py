@@ -32,5 +32,9 @@ class Signal(Generic[P]):
         for subscriber in self._subscribers:
             subscriber(*args, **kwargs)
 
+    def __bool__(self) -> bool:
+        """Whether anybody has subscribed."""
+        return bool(self._subscribers)
+
     def __repr__(self) -> str:
         return f"Signal({len(self._subscribers)} subscribers)"

@@ -16,6 +16,7 @@ from sglang_ext.router.cluster.members import Members, new_router_name
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.setup import open_membership
+from sglang_ext.router.cluster.shared_limits import SharedLimits
 from sglang_ext.router.cluster.stock_links import StockLinks
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.advisory_book import HintBook
@@ -46,7 +47,9 @@ from sglang_ext.router.fleet.worker import WorkerApi
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.document_book import DocumentBook
 from sglang_ext.router.hints.documents import Documents
+from sglang_ext.router.hints.hints_elsewhere import HintsElsewhere
 from sglang_ext.router.hints.session_memory import SessionMemory
+from sglang_ext.router.hints.shared_hints import SharedHints, SharedSessions
 from sglang_ext.router.http.server import HttpServer
 from sglang_ext.router.http.tls import server_context, worker_context
 from sglang_ext.router.http.upstream import HttpUpstream
@@ -181,6 +184,9 @@ class Parts:
             split=config.split_terms(),
             block_size=config.block_size,
         )
+        sessions = SessionMemory(config.session_memory_bytes)
+        shared_sessions = SharedSessions(sessions, name)
+        elsewhere = HintsElsewhere()
         self.advisor = Advisor(
             self.fleet,
             self.trees,
@@ -188,11 +194,13 @@ class Parts:
             self.costs,
             routing,
             self.agents,
-            SessionMemory(config.session_memory_bytes),
+            sessions,
             self.metrics,
             clock,
             self.fetching,
-            HintBook(config.hint_limits()),
+            HintBook(config.hint_limits(), elsewhere),
+            elsewhere,
+            shared_sessions.ask,
         )
         self.spilling = Spilling(
             config.spill_terms(), self.fleet, self.trees, self.agents, self.metrics, clock
@@ -266,6 +274,11 @@ class Parts:
             links=self.agents,
             homes=self.homes,
             documents=self.documents,
+            speakers=(
+                SharedHints(self.advisor, name, clock),
+                shared_sessions,
+                SharedLimits(self.keys, name, clock, self.cluster_key),
+            ),
             on_drain=self.mover.empty,
         )
 

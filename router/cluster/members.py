@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from sglang_ext.clock import Clock
@@ -20,6 +20,7 @@ from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S, Registered, Regi
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
+from sglang_ext.router.cluster.words import Speaker, Word
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import USABLE, Event, State
@@ -128,6 +129,7 @@ class Members:
         clock: seconds.
         router: which router this is.
         homes, documents: where sessions are, and which documents there are: routers tell each other.
+        speakers: parts that have more to tell their like.
         on_drain: told of an instance (its URL) that shall finish and go.
     """
 
@@ -142,6 +144,7 @@ class Members:
         links: AgentLinks | None = None,
         homes: SessionHomes | None = None,
         documents: SharedDocuments | None = None,
+        speakers: Sequence[Speaker] = (),
         on_drain: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.router = router or new_router_name()
@@ -153,6 +156,7 @@ class Members:
         self.links: AgentLinks = links or NoAgents()
         self._homes = homes
         self._documents = documents
+        self._speakers = speakers
         self._on_drain = on_drain
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
@@ -169,6 +173,9 @@ class Members:
             homes.kept.subscribe(self._remember_session)
         if documents is not None:
             documents.changed.subscribe(store.share)
+        if store.shares:
+            for speaker in speakers:
+                speaker.said.subscribe(store.say)
 
     async def start(self, urls: Iterable[str]) -> None:
         """Take in what others have published, and the instances that were listed by URL."""
@@ -434,6 +441,17 @@ class Members:
         for member in self.roster:
             if (row := self.fleet.rows.get(member.url)) is not None:
                 row.elsewhere = sums.get(member.instance, 0)
+        for speaker in self._speakers:
+            speaker.on_routers(others.keys())
+
+    def on_word(self, word: Word) -> None:
+        """Another router says something to one of the parts."""
+        for speaker in self._speakers:
+            speaker.hear(word)
+
+    def words(self) -> Iterable[Word]:
+        """What a router that begins has to be told."""
+        return [word for speaker in self._speakers for word in speaker.words()]
 
     def on_session(self, session: str, instance: str) -> None:
         """Another router has sent a session to an instance."""

@@ -9,10 +9,12 @@ The caller (``members.Members``)
 - calls ``publish`` for each record that it has made or changed, and ``tell`` about once per second.
 
 The implementation
-- never blocks and never fails in ``publish``, ``tell``, ``remember`` and ``share``: a store that is away is
-  caught up with when it is back, from ``Listener.records``, ``Listener.documents`` and ``Listener.heard``;
+- never blocks and never fails in ``publish``, ``tell``, ``remember``, ``share`` and ``say``: a store that is
+  away is caught up with when it is back, from the ``Listener``'s ``records``, ``documents``, ``words`` and
+  ``heard``;
 - tells the listener every record that any router has published, within seconds; the newest of each instance
   at least, those of before the start too; and every document that has not expired;
+- tells the listener what other routers say once both are there, and their ``words`` soon after the start;
 - forgets an instance that no router has heard of for ``MEMBER_TTL_S``, and a router that has told nothing for
   ``ROUTER_TTL_S``;
 - says whether it is connected. While it is not, ``others`` is empty: nothing is known of other routers.
@@ -29,6 +31,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.roster import Member
+from sglang_ext.router.cluster.words import Word
 
 MEMBER_TTL_S = 60.0
 ROUTER_TTL_S = 5.0
@@ -65,8 +68,14 @@ class Listener(Protocol):
     def on_document(self, document: Document) -> None:
         """A document, perhaps an old one."""
 
+    def on_word(self, word: Word) -> None:
+        """Another router says something, perhaps twice."""
+
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""
+
+    def words(self) -> Iterable[Word]:
+        """What a router that begins has to be told."""
 
     def documents(self) -> Iterable[Document]:
         """Every document that this router has."""
@@ -77,6 +86,9 @@ class Listener(Protocol):
 
 class Membership(Protocol):
     """Where membership is kept. See the module for the contract."""
+
+    shares: bool
+    """Whether there can be other routers."""
 
     async def start(self, listener: Listener) -> None:
         """Begin. Returns when what other routers have published is told, or cannot be had now."""
@@ -95,6 +107,9 @@ class Membership(Protocol):
 
     def share(self, document: Document) -> None:
         """Share a document."""
+
+    def say(self, word: Word) -> None:
+        """Say something to the others."""
 
     @property
     def others(self) -> Mapping[str, RouterStatus]:
@@ -127,6 +142,7 @@ class Sightings:
 class EmbeddedMembership:
     """Membership of one router, in its own memory: nothing to share, nothing to lose."""
 
+    shares = False
     others: Mapping[str, RouterStatus] = {}
 
     async def start(self, listener: Listener) -> None:
@@ -146,6 +162,9 @@ class EmbeddedMembership:
 
     def share(self, document: Document) -> None:
         """Nobody to share with."""
+
+    def say(self, word: Word) -> None:
+        """Nobody to tell."""
 
     def view(self) -> StoreView:
         """Always there."""

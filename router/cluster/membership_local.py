@@ -33,6 +33,7 @@ from sglang_ext.router.cluster.membership import (
     Sightings,
 )
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member, encode_member
+from sglang_ext.router.cluster.words import Word, decode_word, encode_word
 from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.membership")
@@ -45,7 +46,7 @@ MAX_BEHIND = 64 << 20
 """Bytes that may wait for one router."""
 MAX_SESSIONS = 20_000
 
-MEMBER, DOCUMENT, SESSION, STATUS, COMPLETE = b"m", b"d", b"s", b"r", b"c"
+MEMBER, DOCUMENT, SESSION, STATUS, WORD, COMPLETE = b"m", b"d", b"s", b"r", b"w", b"c"
 """What a frame holds: its first byte. After ``COMPLETE``, everything is new."""
 
 
@@ -62,6 +63,8 @@ class LocalMembership:
         clock: seconds.
         on_crash: called when sharing ends by an error of ours.
     """
+
+    shares = True
 
     def __init__(
         self, folder: Path, router: str, clock: Clock, *, on_crash: Callable[[BaseException], None] = _say
@@ -161,6 +164,10 @@ class LocalMembership:
         """Tell the others."""
         self._tell_all(DOCUMENT, self._written(document))
 
+    def say(self, word: Word) -> None:
+        """Tell the others."""
+        self._tell_all(WORD, encode_word(word))
+
     def view(self) -> StoreView:
         """Always there."""
         return StoreView(
@@ -207,6 +214,8 @@ class LocalMembership:
             yield _frame(DOCUMENT, self._written(document))
         for session in self._sessions.items():
             yield _frame(SESSION, msgspec.json.encode(session))
+        for word in listener.words():
+            yield _frame(WORD, encode_word(word))
         if self._status is not None:
             yield _frame(STATUS, msgspec.json.encode(self._status))
         yield _frame(COMPLETE)
@@ -279,6 +288,8 @@ class LocalMembership:
             status = msgspec.json.decode(body, type=RouterStatus)
             self._statuses[name] = self._clock.monotonic(), status
             self._see_others()
+        elif kind == WORD:
+            listener.on_word(decode_word(body))
         elif kind == COMPLETE:
             complete.set()
         else:

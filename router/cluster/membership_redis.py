@@ -32,6 +32,7 @@ from sglang_ext.router.api.documents import Document, decode_document
 from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, Listener, RouterStatus, Sightings
 from sglang_ext.router.cluster.redis_records import Fields, Places, RedisRecords
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
+from sglang_ext.router.cluster.words import Begun, Word, decode_word, encode_word
 
 logger = logging.getLogger("router.membership")
 T = TypeVar("T")
@@ -47,6 +48,9 @@ RETRY_S = (0.25, 0.5, 1.0, 2.0)
 FIRST_SESSIONS = 5_000
 SESSIONS_AT_ONCE = 500
 MAX_PENDING_SESSIONS = 10_000
+MAX_PENDING_WORDS = 10_000
+MAX_WORD_BYTES = 1 << 16
+"""A longer one is not said: Redis keeps the last thousands of them."""
 
 
 def _say(error: BaseException) -> None:
@@ -68,6 +72,8 @@ class RedisMembership:
     Raises:
         ConfigError: redis-py is missing.
     """
+
+    shares = True
 
     def __init__(
         self,
@@ -97,6 +103,7 @@ class RedisMembership:
         self._documents: dict[tuple[str, str], Document] = {}
         self._status: RouterStatus | None = None
         self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
+        self._words: deque[bytes] = deque(maxlen=MAX_PENDING_WORDS)
         self._connected = False
         self._redis_ahead_s = 0.0
         """Of our monotonic clock: documents expire by Redis's time, as no two routers' clocks agree."""
@@ -177,6 +184,12 @@ class RedisMembership:
             self._documents[document.ids] = document
             self._wake.set()
 
+    def say(self, word: Word) -> None:
+        """Write it down soon."""
+        if self._connected and len(body := encode_word(word)) <= MAX_WORD_BYTES:
+            self._words.append(body)
+            self._wake.set()
+
     def view(self) -> StoreView:
         """How it is."""
         return StoreView(
@@ -209,6 +222,8 @@ class RedisMembership:
             if self._ending:
                 return
             self._is_connected()
+            for word in (Begun(self._router), *listener.words()):
+                self.say(word)
             tasks = [
                 asyncio.create_task(self._read(reader, listener, places)),
                 asyncio.create_task(self._write(writer, listener)),
@@ -269,6 +284,7 @@ class RedisMembership:
         self._members.clear()
         self._documents.clear()
         self._sessions.clear()
+        self._words.clear()
         if self.others and self._listener is not None:
             self.others = {}
             self._listener.on_routers(self.others)
@@ -301,13 +317,25 @@ class RedisMembership:
 
     async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
         while _goes_on():
-            members, sessions, documents = await records.read(places, BLOCK_S)
+            members, sessions, documents, words = await records.read(places, BLOCK_S)
             for value in members:
                 self._take(value, listener)
             for fields in sessions:
                 self._take_session(fields, listener)
             for value in await records.documents(documents):
                 self._take_document(value, listener)
+            for value in words:
+                self._take_word(value, listener)
+
+    def _take_word(self, value: bytes, listener: Listener) -> None:
+        word = self._decoded(decode_word, value)
+        if word is None or word.router == self._router:
+            return
+        if isinstance(word, Begun):
+            for own in listener.words():
+                self.say(own)
+        else:
+            listener.on_word(word)
 
     def _take_document(self, value: bytes, listener: Listener) -> Document | None:
         if (document := self._decoded(decode_document, value)) is not None:
@@ -350,6 +378,9 @@ class RedisMembership:
             while self._sessions:
                 count = min(len(self._sessions), SESSIONS_AT_ONCE)
                 await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)
+            words, self._words = self._words, deque(maxlen=MAX_PENDING_WORDS)
+            if words:
+                await records.put_words(words)
             if self._status is not None:
                 status, self._status = self._status, None
                 await records.tell(status)

@@ -10,6 +10,7 @@ Below ``sglang_ext:{NAME}:`` (one slot of a Redis cluster) are
   ``documents`` is their set; in ``events`` stands only which has changed.
 - ``router:ID``: what a router says of itself each second, as a key that expires. ``routers`` is their set.
 - ``sessions``: a stream of (session, instance), bounded in length.
+- ``words``: a stream of what routers tell each other at once; nobody reads what was said before it came.
 
 Where the cluster has a key, everything is sealed with it: what somebody else has written is left out, who can
 reach that Redis or not.
@@ -29,6 +30,7 @@ from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Intent, Member, encode
 
 MAX_EVENTS = 4096
 MAX_SESSIONS = 20_000
+MAX_WORDS = 4096
 Fields: TypeAlias = Mapping[bytes, bytes]
 Places: TypeAlias = dict[bytes, bytes]
 """How far each stream was read."""
@@ -191,31 +193,42 @@ class RedisRecords:
     # -- streams --------------------------------------------------------------------------------------------
 
     async def ends(self) -> Places:
-        """Where both streams end now."""
+        """Where the streams end now."""
         places: Places = {}
-        for stream in ("events", "sessions"):
+        for stream in ("events", "sessions", "words"):
             latest = await self._client.xrevrange(self.key(stream), count=1)
             places[self.key(stream).encode()] = latest[0][0] if latest else b"0-0"
         return places
 
-    async def read(self, places: Places, seconds: float) -> tuple[list[bytes], list[Fields], list[bytes]]:
-        """Wait for something new: JSON of records, sessions, and names of documents. ``places`` moves on."""
+    async def read(
+        self, places: Places, seconds: float
+    ) -> tuple[list[bytes], list[Fields], list[bytes], list[bytes]]:
+        """Wait for something new: JSON of records, sessions, names of documents, JSON of words. ``places``
+        moves on."""
         answer = await self._client.xread(places, count=500, block=int(seconds * 1e3))
         # Either version of the protocol: lists of pairs, or a dictionary of lists of lists.
         streams = [(n, e[0]) for n, e in answer.items()] if isinstance(answer, dict) else list(answer or ())
         members: list[bytes] = []
         sessions: list[Fields] = []
         documents: dict[bytes, None] = {}
+        words: list[bytes] = []
         for stream, entries in streams:
             for place, fields in entries:
                 places[stream] = place
                 if stream.endswith(b"sessions"):
                     sessions.append(fields)
+                elif b"w" in fields:
+                    words.append(fields[b"w"])
                 elif b"m" in fields:
                     members.append(fields[b"m"])
                 elif b"d" in fields:
                     documents[fields[b"d"]] = None
-        return self._opened("member", members), self._sealed_sessions(sessions), list(documents)
+        return (
+            self._opened("member", members),
+            self._sealed_sessions(sessions),
+            list(documents),
+            self._opened("word", words),
+        )
 
     async def sessions(self, count: int) -> list[Fields]:
         """The last sessions, oldest first."""
@@ -229,6 +242,14 @@ class RedisRecords:
             seal = self._seal("session", _session_text(session.encode(), instance.encode(), router.encode()))
             fields = {"s": session, "i": instance, "r": router, "k": seal}
             pipeline.xadd(self.key("sessions"), fields, maxlen=MAX_SESSIONS, approximate=True)
+        await pipeline.execute()
+
+    async def put_words(self, words: Iterable[bytes]) -> None:
+        """Say these to the other routers; each is JSON."""
+        pipeline = self._client.pipeline(transaction=False)
+        for word in words:
+            value = f"0 {self._seal('word', b'0 ' + word)} ".encode() + word
+            pipeline.xadd(self.key("words"), {"w": value}, maxlen=MAX_WORDS, approximate=True)
         await pipeline.execute()
 
     # -- seals ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from sglang_ext.errors import InternalError
 from sglang_ext.router.dispatch.hint import BUSY, ENDED, TRANSITIONS, Entry, Hint, Place, State
@@ -78,15 +79,43 @@ class Answer:
     replaced: Entry | None = None
 
 
+class Elsewhere(Protocol):
+    """Hints of other routers: they count, too."""
+
+    def live(self, tenant: str) -> int:
+        """Those of a tenant that have not ended."""
+
+    def moving(self, tenant: str) -> int:
+        """Tokens that are being moved for them."""
+
+    def promised(self, instance: str, least: int | None = None) -> int:
+        """Their requests that are expected at an instance; of at least this priority."""
+
+
+class Nowhere:
+    """Of a router that is alone."""
+
+    def live(self, tenant: str) -> int:
+        return 0
+
+    def moving(self, tenant: str) -> int:
+        return 0
+
+    def promised(self, instance: str, least: int | None = None) -> int:
+        return 0
+
+
 class HintBook:
-    """All hints of one router.
+    """All hints that one router has taken.
 
     Args:
         limits: of every tenant.
+        elsewhere: hints that others have taken.
     """
 
-    def __init__(self, limits: HintLimits | None = None) -> None:
+    def __init__(self, limits: HintLimits | None = None, elsewhere: Elsewhere | None = None) -> None:
         self._limits = limits or HintLimits()
+        self._elsewhere = Nowhere() if elsewhere is None else elsewhere
         self._entries: dict[str, Entry] = {}
         self._live: dict[str, dict[str, Entry]] = {}
         """Tenant -> live entries by id."""
@@ -118,23 +147,21 @@ class HintBook:
     def _offer(self, id: str, hint: Hint, now: float) -> Answer:
         self.expire(now)
         limits = self._limits
-        wait = self._bucket(hint.tenant, now).take(now)
-        if wait > 0.0:
-            return Answer(Verdict.REFUSED, "too many hints per second", retry_after_s=wait)
-        earliest = now + hint.earliest_s
-        expires = earliest + min(limits.ttl_s if hint.ttl_s is None else hint.ttl_s, MAX_TTL_S)
+        if (refusal := self.too_fast(hint.tenant, now)) is not None:
+            return refusal
+        earliest, expires = self.times(hint, now)
         same = self._same(hint)
         if same is not None:
             if same.hint.key.startswith(hint.key):
-                same.expires, same.earliest = max(same.expires, expires), earliest
+                self.repeated(same, earliest, expires)
                 return Answer(_verdict_of(same), REPEATED, same)
             # The conversation has grown meanwhile: what is there already is found and not moved again.
             self._end(same, State.CANCELLED, now, "followed by a longer one of the same session")
         live = self._live.get(hint.tenant, {})
-        if len(live) >= limits.live:
-            first = min(entry.expires for entry in live.values())
+        if len(live) + self._elsewhere.live(hint.tenant) >= limits.live:
+            first = min((entry.expires for entry in live.values()), default=now + 1.0)
             return Answer(Verdict.REFUSED, "too many hints at once", retry_after_s=max(0.0, first - now))
-        left = limits.moving_tokens - self._moving[hint.tenant]
+        left = limits.moving_tokens - self._all_moving(hint.tenant)
         asked = hint.tokens
         hint = hint.clipped(min(asked, limits.moving_tokens))
         if left > 0:
@@ -149,6 +176,28 @@ class HintBook:
             reason = f"the budget leaves room for {hint.tokens} tokens"
             return Answer(Verdict.CLIPPED, reason, entry, start=True)
         return Answer(Verdict.ACCEPTED, "new", entry, start=True)
+
+    def too_fast(self, tenant: str, now: float) -> Answer | None:
+        """Count one more hint of a tenant; the refusal, if it is beyond the rate."""
+        wait = self._bucket(tenant, now).take(now)
+        reason = "too many hints per second"
+        return Answer(Verdict.REFUSED, reason, retry_after_s=wait) if wait > 0.0 else None
+
+    def taken_elsewhere(self, tenant: str, now: float) -> None:
+        """Another router has counted one."""
+        self._bucket(tenant, now).charge(now, 1.0)
+
+    def times(self, hint: Hint, now: float) -> tuple[float, float]:
+        """Before when the request of a hint that is given now does not come, and until when it may."""
+        earliest = now + hint.earliest_s
+        return earliest, earliest + min(self._limits.ttl_s if hint.ttl_s is None else hint.ttl_s, MAX_TTL_S)
+
+    def repeated(self, entry: Entry, earliest: float, expires: float) -> None:
+        """A hint was given again: it lives longer."""
+        entry.expires, entry.earliest = max(entry.expires, expires), earliest
+
+    def _all_moving(self, tenant: str) -> int:
+        return self._moving[tenant] + self._elsewhere.moving(tenant)
 
     def placed(self, entry: Entry, place: Place) -> None:
         """The request is expected there."""
@@ -177,10 +226,10 @@ class HintBook:
             self._end(entry, State.FAILED, now, why)
         return self.startable()
 
-    def cancel(self, entry: Entry, now: float) -> list[Entry]:
+    def cancel(self, entry: Entry, now: float, why: str = "taken back") -> list[Entry]:
         """The client takes it back. Returns those that can start now."""
         if entry.state not in ENDED:
-            self._end(entry, State.CANCELLED, now, "taken back")
+            self._end(entry, State.CANCELLED, now, why)
         return self.startable()
 
     def startable(self) -> list[Entry]:
@@ -190,7 +239,7 @@ class HintBook:
             while waiting:
                 entry = waiting[0]
                 if entry.state is State.DEFERRED:
-                    if self._moving[tenant] + entry.hint.tokens > self._limits.moving_tokens:
+                    if self._all_moving(tenant) + entry.hint.tokens > self._limits.moving_tokens:
                         break
                     self._start(entry)
                     ready.append(entry)
@@ -201,21 +250,15 @@ class HintBook:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def claim(
-        self, tenant: str, namespace: Hashable, key: bytes, session: str | None, now: float
-    ) -> Entry | None:
-        """A request has come: the hint that expected it, which ends with this.
-
-        By its session, else by its prompt: the longest hint whose conversation the prompt continues, and
-        which is not another session's.
-        """
-        self.expire(now)
+    def expected(self, tenant: str, namespace: Hashable, key: bytes, session: str | None) -> Entry | None:
+        """The hint that expects a request which has come: of its session, else the longest hint whose
+        conversation the prompt continues, and which is not another session's."""
         entry = self._by_session.get((tenant, session)) if session is not None else None
-        if entry is None:
-            entry = self._continued(tenant, namespace, key, any_session=session is None)
-        if entry is not None:
-            self._end(entry, State.USED, now, "its request has come")
-        return entry
+        return entry or self._continued(tenant, namespace, key, any_session=session is None)
+
+    def used(self, entry: Entry, now: float) -> None:
+        """Its request has come, here or at another router."""
+        self._end(entry, State.USED, now, "its request has come")
 
     def _continued(self, tenant: str, namespace: Hashable, key: bytes, *, any_session: bool) -> Entry | None:
         lengths = self._lengths.get((tenant, namespace), ())
@@ -227,10 +270,9 @@ class HintBook:
 
     def promised(self, instance: str, least: int | None = None) -> int:
         """Requests that are expected at ``instance`` and have not come; of at least this priority."""
-        ranks = self._ranks.get(instance)
-        if ranks is None:
-            return 0
-        return sum(count for priority, count in ranks.items() if least is None or priority >= least)
+        ranks = self._ranks.get(instance, Counter[int]())
+        here = sum(count for priority, count in ranks.items() if least is None or priority >= least)
+        return here + self._elsewhere.promised(instance, least)
 
     def lost(self, instance: str, now: float) -> list[Entry]:
         """``instance`` is gone. Returns the hints that were placed there, which have failed. Those whose

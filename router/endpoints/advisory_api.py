@@ -25,6 +25,7 @@ from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.documents import Documents
+from sglang_ext.router.hints.hints_elsewhere import Copy
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import AdmittedHint, admit_hint
@@ -98,7 +99,7 @@ class AdvisoryApi:
                 code="hint_refused",
                 headers={"retry-after": str(wait), "x-kv-advisory": Verdict.REFUSED.value},
             )
-        record.instance = answer.entry.instance if answer.entry is not None else None
+        record.instance = told.get("instance")
         return told
 
     def _limits(self) -> Limits:
@@ -127,7 +128,7 @@ class AdvisoryApi:
             await self._wait(entry, wait)
         await _send(responder, record, 200, self._advisor.told(entry))
 
-    async def _wait(self, entry: Entry, seconds: float) -> None:
+    async def _wait(self, entry: Entry | Copy, seconds: float) -> None:
         """Until the hint is ready or has ended, but no longer than so."""
         deadline = self._clock.monotonic() + seconds
         while not _settled(entry) and (left := deadline - self._clock.monotonic()) > 0:
@@ -137,7 +138,7 @@ class AdvisoryApi:
             except TimeoutError:
                 return
 
-    async def _stream(self, entry: Entry, responder: Responder, record: Record) -> None:
+    async def _stream(self, entry: Entry | Copy, responder: Responder, record: Record) -> None:
         """Each state as an event, the last being the one in which nothing is moved any more."""
         record.status = 200
         record.stream = True
@@ -223,7 +224,7 @@ def check_size(hint: Hint, limits: Limits) -> None:
         )
 
 
-def _settled(entry: Entry) -> bool:
+def _settled(entry: Entry | Copy) -> bool:
     return entry.state is State.READY or entry.state in ENDED
 
 

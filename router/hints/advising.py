@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,15 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advised, FetchSpan, FromAgent, Withdraw
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook
+from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook, Verdict
 from sglang_ext.router.dispatch.choosing import Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.hint import BUSY, ENDED, Entry, Hint, Place, State
 from sglang_ext.router.fleet.fleet import Fleet
-from sglang_ext.router.hints.session_memory import SessionMemory
+from sglang_ext.router.hints.hints_elsewhere import Copy, HintsElsewhere
+from sglang_ext.router.hints.session_memory import Known, SessionMemory
 from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
@@ -45,6 +46,7 @@ from sglang_ext.router.policies.prompt_tree import is_ahead
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
 
 logger = logging.getLogger("router.advising")
@@ -103,6 +105,8 @@ class Advisor:
         clock: seconds.
         fetching: has instances fetch from each other.
         book: which hints are live.
+        elsewhere: which other routers have taken.
+        ask: asks other routers what a session sent last.
     """
 
     def __init__(
@@ -118,6 +122,8 @@ class Advisor:
         clock: Clock,
         fetching: Fetching,
         book: HintBook | None = None,
+        elsewhere: HintsElsewhere | None = None,
+        ask: Callable[[str], Awaitable[Known | None]] | None = None,
     ) -> None:
         self._fleet = fleet
         self._trees = trees
@@ -135,7 +141,15 @@ class Advisor:
             "hint_computed_tokens", "Tokens computed ahead of their request"
         )
         self._clock = clock
-        self.book = HintBook() if book is None else book
+        self.elsewhere = HintsElsewhere() if elsewhere is None else elsewhere
+        self.book = HintBook(elsewhere=self.elsewhere) if book is None else book
+        self._ask = ask
+        self.happened: Signal[[Entry]] = Signal()
+        """Something has changed about a hint that this router has taken."""
+        self.taken: Signal[[Copy]] = Signal()
+        """A hint of another router has ended here."""
+        self.repeated: Signal[[Copy, float]] = Signal()
+        """A hint of another router was given here again; its request comes after so many seconds."""
         self._kept: dict[str, _Kept] = {}
         self._fetching = fetching
         links.messages.subscribe(self.on_message)
@@ -159,6 +173,8 @@ class Advisor:
             known = (encoded.namespace, key)
         elif session is not None:
             known = self.sessions.find(session)
+            if known is None and self._ask is not None:
+                known = await self._ask(session)
         if known is None:
             return None
         namespace, key = known
@@ -168,6 +184,10 @@ class Advisor:
         """Take a hint; the book's answer, and what the client is told."""
         now = self._clock.monotonic()
         self._expire(now)
+        if (copy := self.elsewhere.same(hint)) is not None:
+            if copy.is_for(hint):
+                return self._repeat(copy, hint, now)
+            self._end_elsewhere(copy, State.CANCELLED, "followed by a longer one of the same session")
         answer = self.book.offer(uuid.uuid4().hex, hint, now)
         self._hints.labels(answer.verdict.value).inc()
         if answer.replaced is not None:
@@ -187,10 +207,30 @@ class Advisor:
                 raise
         elif answer.reason == REPEATED:
             self._tell_again(entry)
+        self.happened(entry)
         return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.told(entry)}
 
-    def told(self, entry: Entry) -> dict[str, Any]:
+    def _repeat(self, copy: Copy, hint: Hint, now: float) -> tuple[Answer, dict[str, Any]]:
+        """A hint that another router has taken is given to this one again."""
+        refusal = self.book.too_fast(hint.tenant, now)
+        answer = refusal or Answer(Verdict.ACCEPTED, REPEATED)
+        self._hints.labels(answer.verdict.value).inc()
+        told: dict[str, Any] = {"id": None}
+        if refusal is None:
+            _, expires = self.book.times(hint, now)
+            self.elsewhere.prolong(copy, expires)
+            self.repeated(copy, hint.earliest_s)
+            told = copy.told(now)
+        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **told}
+
+    def _end_elsewhere(self, copy: Copy, state: State, why: str) -> None:
+        self.elsewhere.end(copy, state, why, self._clock.monotonic())
+        self.taken(copy)
+
+    def told(self, entry: Entry | Copy) -> dict[str, Any]:
         """What a client is told of its hint."""
+        if isinstance(entry, Copy):
+            return entry.told(self._clock.monotonic())
         kept, place = self._kept[entry.id], entry.place
         now = self._clock.monotonic()
         end = kept.ends.get(entry.instance or "") or _End(Whereabouts(nowhere=kept.tokens))
@@ -212,20 +252,44 @@ class Advisor:
             "ready_after_s": None if entry.ready_at is None else round(entry.ready_at - entry.born, 6),
         }
 
-    def find(self, id: str, caller: Caller) -> Entry | None:
-        """A caller's hint by its id."""
+    def find(self, id: str, caller: Caller) -> Entry | Copy | None:
+        """A caller's hint by its id, whichever router has taken it."""
         entry = self.book.get(id, caller.scope)
-        return entry if entry is not None and entry.id in self._kept else None
+        if entry is not None and entry.id in self._kept:
+            return entry
+        return self.elsewhere.get(id, caller.scope)
 
-    def withdraw(self, entry: Entry) -> None:
+    def withdraw(self, entry: Entry | Copy, why: str = "taken back") -> None:
         """The client takes a hint back."""
-        if entry.state not in ENDED:
-            started = self.book.cancel(entry, self._clock.monotonic())
+        if isinstance(entry, Copy):
+            self._end_elsewhere(entry, State.CANCELLED, why)
+        elif entry.state not in ENDED:
+            started = self.book.cancel(entry, self._clock.monotonic(), why)
             self._ended(entry)
             self._start_all(started)
 
-    async def changed(self, entry: Entry) -> None:
+    def use(self, entry: Entry) -> None:
+        """The request of a hint has come, here or at another router."""
+        if entry.state not in ENDED:
+            self.book.used(entry, self._clock.monotonic())
+            self._hints_used.labels("early" if entry.ready_at is None else "ready").inc()
+            self._ended(entry)
+            self._start_all(self.book.startable())
+
+    def repeat(self, entry: Entry, earliest_s: float, lives_s: float) -> None:
+        """A hint was given again at another router."""
+        if entry.state not in ENDED:
+            now = self._clock.monotonic()
+            self.book.repeated(entry, now + earliest_s, now + lives_s)
+            self._tell_again(entry)
+            self.happened(entry)
+
+    async def changed(self, entry: Entry | Copy) -> None:
         """Wait until the hint has changed. Returns at once for one that has ended."""
+        if isinstance(entry, Copy):
+            if entry.ended_at is None:
+                await entry.changed.wait()
+            return
         kept = self._kept.get(entry.id)
         if kept is not None and entry.state not in ENDED:
             await kept.changed.wait()
@@ -424,29 +488,41 @@ class Advisor:
         if kept is not None:
             kept.changed.set()
             kept.changed = asyncio.Event()
+            self.happened(entry)
 
     # -- requests -----------------------------------------------------------------------------------
 
     def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
         """Where a request was announced to run, if it was and can; without the instance that decodes, if only
         that one cannot. Ends its hint."""
-        if not len(self.book) or len(flight.prompts) != 1:
+        if not (len(self.book) or len(self.elsewhere)) or len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
         scope, now = flight.record.caller.scope, self._clock.monotonic()
         self._expire(now)
-        entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.admitted.session, now)
-        if entry is None:
-            return None
-        self._hints_used.labels("early" if entry.ready_at is None else "ready").inc()
-        self._ended(entry)
-        self._start_all(self.book.startable())
-        place = entry.place
+        place = self._claimed(scope, prompt.namespace, prompt.key, flight.admitted.session)
         if place is None or not self._can_take(place.instance, beginners(fleet)):
             return None
         decoders = tuple(known for known in fleet if known.role is Role.DECODE)
         decode = place.decode if place.decode and self._can_take(place.decode, decoders) else None
         return Place(place.instance, decode)
+
+    def _claimed(
+        self, scope: str, namespace: tuple[str | None, ...], key: bytes, session: str | None
+    ) -> Place | None:
+        """End the hint that expected a request, of this router or of another; where it was expected."""
+        entry = self.book.expected(scope, namespace, key, session)
+        copy = self.elsewhere.expected(scope, namespace, key, session)
+        if copy is not None:
+            theirs = (session is not None and copy.said.session == session, copy.said.tokens)
+            hint = None if entry is None else entry.hint
+            if hint is None or theirs > (session is not None and hint.session == session, hint.tokens):
+                self._end_elsewhere(copy, State.USED, "its request has come")
+                return copy.place
+        if entry is None:
+            return None
+        self.use(entry)
+        return entry.place
 
     def _can_take(self, name: str, fleet: Instances) -> bool:
         """Whether an instance is among those of its kind, and does not carry too much beside them."""
@@ -474,6 +550,7 @@ class Advisor:
             del self._kept[id]
 
     def _expire(self, now: float) -> None:
+        self.elsewhere.expire(now)
         for entry in self.book.expire(now):
             self._hints_used.labels("never").inc()
             self._ended(entry)
@@ -491,3 +568,4 @@ class Advisor:
             InternalError: names the first that does not hold.
         """
         self.book.check()
+        self.elsewhere.check()

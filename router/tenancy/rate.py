@@ -45,6 +45,16 @@ class TokenBucket:
         self._fill(now)
         self._filled -= amount
 
+    def level(self, now: float) -> float:
+        """What is in it; negative for a debt."""
+        self._fill(now)
+        return self._filled
+
+    def lower(self, now: float, level: float) -> None:
+        """Take out what is above a level."""
+        self._fill(now)
+        self._filled = min(self._filled, level)
+
     def _fill(self, now: float) -> None:
         self._filled = min(self.burst, self._filled + self.rate * max(0.0, now - self._then))
         self._then = max(self._then, now)

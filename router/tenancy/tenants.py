@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, InternalError
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.tenancy.rate import TokenBucket
+from sglang_ext.signals import Signal
 
 SALT_PREFIX = "kv-tenant-"
 """How every salt begins that the router sets. It is derived from the tenant's name, so that KV on disk is
@@ -55,17 +56,55 @@ class KeyEntry:
         return SALT_PREFIX + hashlib.sha256(self.tenant.encode()).hexdigest()[:32]
 
 
-class Meter:
-    """What one key has used of its limits."""
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one router has let through of a key's limits. Requests and tokens are counted from its start."""
 
-    def __init__(self, entry: KeyEntry, clock: Clock) -> None:
+    running: int
+    taken: int
+    charged: int
+    requests_left: float | None = None
+    tokens_left: float | None = None
+    """What it holds the buckets to have; None without such a limit."""
+
+
+class Meter:
+    """What one key has used of its limits: at this router, and at others as soon as they say so.
+
+    What several routers let through before they have heard of each other can exceed a limit, by no more than
+    comes in that time; a bucket makes good for it later.
+
+    Args:
+        entry: the key, with its limits.
+        clock: seconds.
+        used: called when something was used of a limit.
+    """
+
+    def __init__(
+        self, entry: KeyEntry, clock: Clock, used: Callable[[Meter], object] = lambda meter: None
+    ) -> None:
         now = clock.monotonic()
         self._clock = clock
         self._entry = entry
+        self._used = used
+        self._others: dict[str, Use] = {}
+        """What each other router has used, as it said last."""
+        self._taken = self._charged = 0
         rate, tokens = entry.requests_per_second, entry.tokens_per_minute
         self._requests = TokenBucket(rate, max(1.0, entry.burst or rate), now) if rate else None
         self._tokens = TokenBucket(tokens / 60, tokens, now) if tokens else None
         self.running = 0
+        """Here; ``elsewhere`` counts those of other routers."""
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        return self._entry.digest
+
+    @property
+    def elsewhere(self) -> int:
+        """Requests of this key that run at other routers."""
+        return sum(use.running for use in self._others.values())
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -76,13 +115,15 @@ class Meter:
         """
         now = self._clock.monotonic()
         entry = self._entry
-        if entry.concurrent is not None and self.running >= entry.concurrent:
-            raise too_many(f"{self.running} requests of this key are running, its limit", 1.0, "concurrency")
+        running = self.running + self.elsewhere
+        if entry.concurrent is not None and running >= entry.concurrent:
+            raise too_many(f"{running} requests of this key are running, its limit", 1.0, "concurrency")
         if self._tokens is not None and (wait := self._tokens.wait(now)):
             raise too_many(f"this key may use {entry.tokens_per_minute} tokens a minute", wait, "tokens")
         if self._requests is not None and (wait := self._requests.take(now)):
             limit = f"this key may send {entry.requests_per_second:g} requests a second"
             raise too_many(limit, wait, "requests")
+        self._taken += 1
         with self.carrying():
             yield
 
@@ -90,15 +131,55 @@ class Meter:
     def carrying(self) -> Iterator[None]:
         """Count one request as running while the block runs, without asking whether it may."""
         self.running += 1
+        self._tell()
         try:
             yield
         finally:
             self.running -= 1
+            self._tell()
 
     def charge(self, tokens: int) -> None:
         """Tokens were used; what is used beyond the limit delays later requests."""
         if self._tokens is not None and tokens > 0:
             self._tokens.charge(self._clock.monotonic(), tokens)
+            self._charged += tokens
+            self._tell()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the key has any limit."""
+        limits = (self._requests, self._tokens, self._entry.concurrent)
+        return any(limit is not None for limit in limits)
+
+    def _tell(self) -> None:
+        if self.is_limited:
+            self._used(self)
+
+    def use(self) -> Use:
+        """What was used here."""
+        now = self._clock.monotonic()
+        left = (None if bucket is None else bucket.level(now) for bucket in (self._requests, self._tokens))
+        return Use(self.running, self._taken, self._charged, *left)
+
+    def heard(self, router: str, use: Use) -> None:
+        """Another router says what it has used."""
+        now = self._clock.monotonic()
+        before = self._others.get(router)
+        self._others[router] = use
+        if before is None or use.taken < before.taken or use.charged < before.charged:
+            # Not heard since its start, or since its limits are others: what counts is what is left.
+            for bucket, left in ((self._requests, use.requests_left), (self._tokens, use.tokens_left)):
+                if bucket is not None and left is not None:
+                    bucket.lower(now, left)
+            return
+        if self._requests is not None:
+            self._requests.charge(now, use.taken - before.taken)
+        if self._tokens is not None:
+            self._tokens.charge(now, use.charged - before.charged)
+
+    def gone(self, router: str) -> None:
+        """Another router is gone, and its requests with it."""
+        self._others.pop(router, None)
 
     def check(self) -> None:
         """Verify the count.
@@ -165,6 +246,13 @@ class KeyRing:
         self._callers: dict[bytes, Caller] = {}
         self._meters: dict[bytes, tuple[KeyEntry, Meter]] = {}
         self._has_file = False
+        self.used: Signal[[Meter]] = Signal()
+        """Something was used of a key's limits."""
+
+    @property
+    def meters(self) -> tuple[Meter, ...]:
+        """What was used of each key."""
+        return tuple(meter for _, meter in self._meters.values())
 
     @property
     def asks(self) -> bool:
@@ -183,7 +271,9 @@ class KeyRing:
         for entry in entries:
             concealed = self._conceal(entry.digest)
             known = self._meters.get(concealed)
-            meter = known[1] if known is not None and known[0] == entry else Meter(entry, self._clock)
+            meter = (
+                known[1] if known is not None and known[0] == entry else Meter(entry, self._clock, self.used)
+            )
             meters[concealed] = (entry, meter)
             callers[concealed] = Caller(entry.tenant, entry.priority, entry.admin, entry.salt, meter)
         self._callers, self._meters, self._has_file = callers, meters, True

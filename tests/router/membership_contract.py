@@ -18,6 +18,7 @@ from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import Intent, Member, Roster, encode_member
+from sglang_ext.router.cluster.words import SessionAsked, Word
 from sglang_ext.testing.waiting import until
 
 Make = Callable[[str], Membership]
@@ -68,6 +69,8 @@ class Ear:
     alive: set[str] = field(default_factory=set)
     told: int = 0
     known: dict[tuple[str, str], Document] = field(default_factory=dict)
+    heard_words: list[Word] = field(default_factory=list)
+    own_words: list[Word] = field(default_factory=list)
 
     def on_member(self, member: Member) -> None:
         self.told += 1
@@ -82,6 +85,12 @@ class Ear:
     def on_document(self, document: Document) -> None:
         if (had := self.known.get(document.ids)) is None or had.stamp < document.stamp:
             self.known[document.ids] = document
+
+    def on_word(self, word: Word) -> None:
+        self.heard_words.append(word)
+
+    def words(self) -> Iterable[Word]:
+        return self.own_words
 
     def documents(self) -> Iterable[Document]:
         return self.known.values()
@@ -140,6 +149,7 @@ class MembershipContract:
             store.tell(RouterStatus("one", {"a": Seen("ready", 1)}))
             store.remember("session", "a")
             store.share(document())
+            store.say(SessionAsked("one", "1", "s"))
             assert store.others == {}
             assert store.view().kind
             await store.start(Ear())
@@ -248,3 +258,14 @@ class SharedMembershipContract(MembershipContract):
         two.store.remember("conversation-2", "b")
         await until(lambda: two.ear.sessions == {"conversation-1": "a"})
         await until(lambda: one.ear.sessions == {"conversation-2": "b"})
+
+    async def test_words_reach_the_others_and_who_begins_is_told_what_counts(self, begin) -> None:
+        asked = [SessionAsked("one", str(number), "s" * number) for number in range(600)]
+        one, two = await begin("one"), await begin("two")
+        for word in asked:
+            one.store.say(word)
+        await until(lambda: two.ear.heard_words == asked)
+        one.ear.own_words = asked[:5]
+        three = await begin("three")
+        await until(lambda: three.ear.heard_words == asked[:5])
+        assert one.ear.heard_words == []

@@ -26,6 +26,16 @@ def hint(tokens: int = 64, seed: int = 0, **more: object) -> Hint:
     return Hint(**given)  # type: ignore[arg-type]
 
 
+def claim(
+    book: HintBook, tenant: str, space: object, asked: bytes, session: str | None, now: float
+) -> Entry | None:
+    """A request has come: the hint that expected it, which ends with this."""
+    book.expire(now)
+    if (entry := book.expected(tenant, space, asked, session)) is not None:
+        book.used(entry, now)
+    return entry
+
+
 def accepted(book: HintBook, id: str, offered: Hint, now: float = 0.0, at: str = "one") -> Entry:
     answer = book.offer(id, offered, now)
     assert answer.verdict is Verdict.ACCEPTED
@@ -41,9 +51,9 @@ def test_a_hint_is_moved_then_ready_then_used() -> None:
     assert (entry.state, book.promised("one")) == (State.MOVING, 1)
     assert book.arrived(entry, 1.0) == []
     assert entry.state is State.READY
-    assert book.claim("a", SPACE, key(64) + key(8, 9), "s", 2.0) is entry
+    assert claim(book, "a", SPACE, key(64) + key(8, 9), "s", 2.0) is entry
     assert (entry.state, book.promised("one")) == (State.USED, 0)
-    assert book.claim("a", SPACE, key(64), "s", 2.0) is None
+    assert claim(book, "a", SPACE, key(64), "s", 2.0) is None
     book.check()
 
 
@@ -53,23 +63,23 @@ def test_a_request_without_a_session_is_known_by_the_longest_conversation_it_con
     long = accepted(book, "long", hint(64))
     accepted(book, "other", hint(64, seed=5))
     assert short.hint.key == long.hint.key[: len(short.hint.key)]
-    assert book.claim("a", SPACE, key(64) + key(3, 8), None, 0.0) is long
-    assert book.claim("a", SPACE, key(64) + key(3, 8), None, 0.0) is short
-    assert book.claim("a", SPACE, key(64) + key(3, 8), None, 0.0) is None
+    assert claim(book, "a", SPACE, key(64) + key(3, 8), None, 0.0) is long
+    assert claim(book, "a", SPACE, key(64) + key(3, 8), None, 0.0) is short
+    assert claim(book, "a", SPACE, key(64) + key(3, 8), None, 0.0) is None
 
 
 def test_another_sessions_request_does_not_take_a_hint() -> None:
     book = HintBook()
     entry = accepted(book, "h", hint(session="s"))
-    assert book.claim("a", SPACE, key(64), "t", 0.0) is None
-    assert book.claim("a", SPACE, key(64), None, 0.0) is entry
+    assert claim(book, "a", SPACE, key(64), "t", 0.0) is None
+    assert claim(book, "a", SPACE, key(64), None, 0.0) is entry
 
 
 def test_another_tenant_or_namespace_claims_nothing() -> None:
     book = HintBook()
     entry = accepted(book, "h", hint(session="s"))
-    assert book.claim("b", SPACE, key(64), "s", 0.0) is None
-    assert book.claim("a", ("elsewhere",), key(64), None, 0.0) is None
+    assert claim(book, "b", SPACE, key(64), "s", 0.0) is None
+    assert claim(book, "a", ("elsewhere",), key(64), None, 0.0) is None
     assert book.get("h", "b") is None
     assert book.get("h", "a") is entry
 
@@ -88,7 +98,7 @@ def test_a_grown_conversation_replaces_the_hint_of_its_session() -> None:
     first = accepted(book, "h1", hint(32, session="s"))
     second = accepted(book, "h2", hint(64, session="s"))
     assert first.state is State.CANCELLED
-    assert book.claim("a", SPACE, b"", "s", 0.0) is second
+    assert claim(book, "a", SPACE, b"", "s", 0.0) is second
     book.check()
 
 
@@ -246,7 +256,7 @@ class Histories(RuleBasedStateMachine):
     @rule(tokens=st.integers(0, 130), seed=st.integers(0, 3), session=st.none() | st.sampled_from("xyz"))
     def request(self, tokens: int, seed: int, session: str | None) -> None:
         prompt = key(tokens, seed)
-        claimed = self.book.claim("a", SPACE, prompt, session, self.now)
+        claimed = claim(self.book, "a", SPACE, prompt, session, self.now)
         if claimed is not None:
             assert claimed.hint.tenant == "a"
             assert claimed.hint.session == session or prompt.startswith(claimed.hint.key)

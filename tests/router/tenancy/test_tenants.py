@@ -157,6 +157,53 @@ def test_limits_by_key() -> None:
     meter.check()
 
 
+def test_what_other_routers_let_through_is_used() -> None:
+    clock = FakeClock()
+    limits = {"requests_per_second": 1, "burst": 4, "concurrent": 3, "tokens_per_minute": 600}
+    document = parse_keys({"keys": [{"key": A, "tenant": "a", **limits}]})
+    rings = [KeyRing(clock) for _ in range(3)]
+    meters = {}
+    for name, ring in zip("xyz", rings, strict=True):
+        ring.replace(document)
+        meters[name] = ring.caller(A).meter  # type: ignore[union-attr]
+
+    def tell(name: str, *others: str) -> None:
+        for other in others:
+            meters[other].heard(name, meters[name].use())
+
+    tell("x", "y")
+    with meters["x"].request(), meters["x"].request():
+        tell("x", "y")
+        tell("x", "y")  # twice is once
+        with meters["y"].request():
+            with pytest.raises(RequestRefused, match="3 requests of this key are running"):
+                meters["y"].request().__enter__()
+            tell("y", "x")
+    tell("x", "y")
+    tell("y", "x")
+    assert [meters[name].use().requests_left for name in "xy"] == [1, 1]
+    meters["y"].charge(250)
+    tell("y", "x")
+    assert [meters[name].use().tokens_left for name in "xy"] == [350, 350]
+    # Who begins starts with what is left, of whoever has least.
+    tell("x", "z")
+    assert (meters["z"].use().requests_left, meters["z"].use().tokens_left) == (1, 350)
+    with meters["z"].request():
+        tell("z", "x", "y")
+        for name in "xy":
+            with pytest.raises(RequestRefused, match="1 requests a second"):
+                meters[name].request().__enter__()
+        clock.advance(10)
+        meters["x"].gone("z")
+        assert (meters["x"].elsewhere, meters["y"].elsewhere) == (0, 1)
+    # The limits of another are read again there: its counts begin anew, and nothing is given back.
+    rings[0].replace(parse_keys({"keys": [{"key": A, "tenant": "a", **limits, "priority": 1}]}))
+    meters["x"] = rings[0].caller(A).meter  # type: ignore[union-attr]
+    left = meters["y"].use().tokens_left
+    tell("x", "y")
+    assert meters["y"].use().tokens_left == left
+
+
 def test_what_was_used_outlives_reading_the_file_again() -> None:
     clock = FakeClock()
     ring = KeyRing(clock)

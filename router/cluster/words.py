@@ -1,0 +1,138 @@
+"""What routers tell each other at once and keep nowhere: hints, the use of limits, questions for sessions.
+
+Records of members and documents have to outlive whoever wrote them; these have not. A word that is lost is
+made good by a later one of the same hint or limit, and by ``Speaker.words`` for a router that begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, Protocol, TypeAlias
+
+import msgspec
+
+from sglang_ext.errors import PeerError
+from sglang_ext.signals import Signal
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Namespace: TypeAlias = tuple[str | None, ...]
+
+
+class _Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    router: Name
+    """Who says it; of a hint, who has taken it."""
+
+
+class HintSaid(_Word, frozen=True, tag="hint"):
+    """How a hint is that this router has taken, whenever that changes."""
+
+    id: Name
+    stamp: Count
+    """Larger in what the same router has said later."""
+    tenant: Name
+    namespace: Namespace
+    tokens: Count
+    digest: Name
+    """Of the key that these tokens are: see ``digest_of``."""
+    state: Name
+    age_s: Seconds
+    lives_s: Seconds
+    """From now on."""
+    told: dict[str, Any]
+    """What a client is told of it."""
+    session: str | None = None
+    priority: int = 0
+    instance: Name | None = None
+    decode: Name | None = None
+    """Where its request is expected: URLs, as in ``hint.Place``."""
+
+
+class HintTaken(_Word, frozen=True, tag="hint-taken"):
+    """A hint of another router has ended at this one: its request has come here, or somebody took it back."""
+
+    id: Name
+    used: bool
+    why: Name = ""
+
+
+class HintRepeated(_Word, frozen=True, tag="hint-repeated"):
+    """A hint of another router was given to this one again."""
+
+    id: Name
+    earliest_s: Seconds
+    lives_s: Seconds
+
+
+class SessionAsked(_Word, frozen=True, tag="session-asked"):
+    """Does anybody know what a session sent last?"""
+
+    id: Name
+    session: str
+
+
+class SessionKnown(_Word, frozen=True, tag="session-known"):
+    """It sent this; ``key`` is None from a router that does not know."""
+
+    id: Name
+    namespace: Namespace
+    key: bytes | None
+
+
+class LimitUsed(_Word, frozen=True, tag="limit"):
+    """What this router has let through of the limits of an API key."""
+
+    limit: Name
+    """Which key's; nobody can tell the key from it."""
+    running: Count
+    taken: Count
+    """Requests since this router's start."""
+    charged: Count
+    """Tokens since then."""
+    requests_left: float | None = None
+    tokens_left: float | None = None
+    """What it holds the buckets to have; None without such a limit."""
+
+
+class Begun(_Word, frozen=True, tag="begun"):
+    """This router begins, or was cut off for a while, and wants to be told everything."""
+
+
+Word: TypeAlias = HintSaid | HintTaken | HintRepeated | SessionAsked | SessionKnown | LimitUsed | Begun
+
+
+class Speaker(Protocol):
+    """A part that has something to say to the same part of other routers."""
+
+    said: Signal[[Word]]
+    """Something that the others shall hear now."""
+
+    def hear(self, word: Word) -> None:
+        """Another router says something, perhaps not to this part, perhaps twice."""
+
+    def words(self) -> Iterable[Word]:
+        """What a router that begins has to be told."""
+
+    def on_routers(self, names: Collection[str]) -> None:
+        """Which other routers there are now."""
+
+
+def encode_word(word: Word) -> bytes:
+    """A word as JSON."""
+    return msgspec.json.encode(word)
+
+
+def decode_word(data: bytes) -> Word:
+    """The word that ``data`` holds.
+
+    Raises:
+        PeerError: it holds none.
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"not a word of a router: {str(error)[:200]}") from None
+
+
+_DECODER: msgspec.json.Decoder[Word] = msgspec.json.Decoder(Word)

@@ -1,0 +1,252 @@
+"""What several routers know of each other's hints, sessions and limits: over one folder, and over Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_advisory import CHAT, NEXT, OTHER, advise, chat, link, post
+from test_membership import needs_redis
+from test_tenants import A, B, bearer, keys_file
+
+from sglang_ext.protocol.agent import Advised
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.dispatch.hint import State
+from sglang_ext.testing.servers.redis_server import RedisServer
+from sglang_ext.testing.servers.workers import Gate
+
+Start = Callable[..., Awaitable[Router]]
+BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 4}}
+
+
+@pytest.fixture(params=["local", pytest.param("redis", marks=needs_redis)])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where membership is kept."""
+    if request.param == "local":
+        (folder := tmp_path / "routers").mkdir(mode=0o700)
+        yield f"local://{folder}"
+    else:
+        with RedisServer() as redis:
+            yield redis.url
+
+
+async def pair(start_router: Start, shared: str, *workers: Any, **options: Any) -> list[Router]:
+    """Two routers that know each other."""
+    return [await start_router(*workers, cluster=shared, **options) for _ in range(2)]
+
+
+def both_see(one: Router, two: Router) -> bool:
+    return len(one.members.store.others) == len(two.members.store.others) == 1
+
+
+# -- hints ------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_finds_its_hint_at_any_router(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    """By its session, and by its conversation; who took the hint ends it, and counts it as used."""
+    workers = [await start_worker(), await start_worker()]
+    one, two = await pair(start_router, shared, *workers, policy="round-robin")
+    links = link(one)
+    await eventually(lambda: one.tokenizers.trust.chat and two.tokenizers.trust.chat)
+    for turn, session in enumerate(("s", None, "t", None)):
+        body = {"messages": NEXT[:2]} if session is None else {"messages": CHAT, "session": session}
+        told = await advise(client, one, **body)
+        await eventually(lambda told=told: two.advisor.elsewhere.get(told["id"]))
+        assert two.advisor.book.promised(told["instance"]) == 1, "it counts as load there, too"
+        if turn % 2:
+            await chat(client, two, OTHER)  # another request comes between, and takes its turn
+        answered = await chat(client, two, NEXT, session=session)
+        assert (answered["x-kv-route-reason"], answered["x-kv-instance"]) == ("advised", told["instance"])
+        await eventually(lambda told=told: one.advisor.book.find(told["id"]).state is State.USED)
+        again = await chat(client, two, NEXT, session=session)
+        assert again["x-kv-route-reason"] == "round-robin", "a hint is good for one request"
+    assert len(links.withdrawn()) == len(links.hints())
+    assert two.advisor.book.promised(workers[0].url) == two.advisor.book.promised(workers[1].url) == 0
+
+
+async def test_routers_that_share_nothing_do_not(start_worker, start_router, client) -> None:
+    """The twin: the same with routers that do not know each other."""
+    workers = [await start_worker(), await start_worker()]
+    one, two = [await start_router(*workers, policy="round-robin") for _ in range(2)]
+    told = await advise(client, one, messages=CHAT, session="s")
+    answered = await chat(client, two, NEXT, session="s")
+    assert answered["x-kv-route-reason"] == "round-robin"
+    assert one.advisor.book.find(told["id"]).state is not State.USED
+
+
+async def test_a_hint_is_seen_repeated_and_taken_back_at_any_router(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    one, two = await pair(start_router, shared, worker)
+    links = link(one)
+    links.computing = True  # there is something to wait for
+    told = await advise(client, one, messages=CHAT, session="s", ttl_s=30)
+    await eventually(lambda: two.advisor.elsewhere.get(told["id"]))
+    url = f"{two.url}/v1/advisory/{told['id']}"
+    async with client.get(url) as answer:
+        seen = await answer.json()
+    assert {**seen, "expires_in_s": 0} == {key: 0 if key == "expires_in_s" else told[key] for key in seen}
+    assert 0 < seen["expires_in_s"] <= 30
+
+    waiting = asyncio.create_task(client.get(url + "?wait_s=60"))
+    streaming = asyncio.create_task(client.get(url, headers={"accept": "text/event-stream"}))
+    again = await advise(client, two, messages=CHAT, session="s", ttl_s=300)
+    assert (again["reason"], again["id"]) == ("repeated", told["id"])
+    assert again["expires_in_s"] > 200
+    entry = one.advisor.book.find(told["id"])
+    await eventually(lambda: entry.expires - one.clock.monotonic() > 200)
+    assert len(links.hints()) == 2, "the instance holds it back for longer"
+
+    one.advisor.on_advised(worker.url, Advised(bytes(16), told["id"], "done", 0, 0))
+    async with await waiting as answer:
+        assert (await answer.json())["state"] == "ready"
+    async with await streaming as answer:
+        assert '"state":"ready"' in (await answer.text()).replace(" ", "")
+
+    async with client.delete(url) as answer:
+        assert (await answer.json())["state"] == "cancelled"
+    await eventually(lambda: entry.state is State.CANCELLED)
+    assert links.withdrawn() == [told["id"]]
+
+
+async def test_a_longer_conversation_replaces_the_hint_of_another_router(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    one, two = await pair(start_router, shared, await start_worker())
+    first = await advise(client, one, messages=CHAT, session="s")
+    await eventually(lambda: two.advisor.elsewhere.get(first["id"]))
+    second = await advise(client, two, messages=NEXT, session="s")
+    assert second["id"] != first["id"]
+    entry = one.advisor.book.find(first["id"])
+    await eventually(lambda: entry.state is State.CANCELLED)
+    assert "longer" in entry.why
+    await eventually(lambda: len(one.advisor.elsewhere) == 1)
+    assert len(one.advisor.book) == len(two.advisor.elsewhere) == 0
+
+
+async def test_limits_of_hints_count_those_of_all_routers(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    options = {"hints_live": 4, "hints_per_second": 1000}
+    one, two = await pair(start_router, shared, await start_worker(), **options)
+    for number in range(4):
+        await advise(client, (one, two)[number % 2], text=f"Conversation {number}. " * 20)
+    await eventually(lambda: len(one.advisor.elsewhere) == len(two.advisor.elsewhere) == 2)
+    for router in (one, two):
+        status, refused, _ = await post(client, router, "/v1/advisory", {"text": "One more. " * 20})
+        assert (status, refused["error"]["code"]) == (429, "hint_refused")
+
+
+async def test_a_session_that_another_router_served_is_known(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    one, two = await pair(start_router, shared, await start_worker())
+    await eventually(lambda: both_see(one, two))
+    await chat(client, one, CHAT, session="s")
+    told = await advise(client, two, session="s")
+    assert sum(told["tokens"].values()) == len(one.advisor.sessions.find("s")[1]) // 4
+    status, refused, _ = await post(client, two, "/v1/advisory", {"session": "nobody's"})
+    assert (status, refused["error"]["code"]) == (404, "unknown_session")
+
+
+async def test_a_hint_outlives_its_router_and_who_begins_knows_it(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    workers = [await start_worker(), await start_worker()]
+    two = await start_router(*workers, cluster=shared, policy="round-robin")
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(
+            Router(RouterConfig(worker_urls=tuple(w.url for w in workers), cluster=shared, port=0))
+        )
+        told = await advise(client, one, messages=CHAT, session="s")
+        await eventually(lambda: two.advisor.elsewhere.get(told["id"]))
+    three = await start_router(*workers, cluster=shared, policy="round-robin")
+    await eventually(lambda: three.advisor.elsewhere.get(told["id"]))
+    answered = await chat(client, three, NEXT, session="s")
+    assert (answered["x-kv-route-reason"], answered["x-kv-instance"]) == ("advised", told["instance"])
+    await eventually(lambda: len(two.advisor.elsewhere) == 0)
+
+
+# -- limits -----------------------------------------------------------------------------------------------
+
+
+def meter(router: Router, key: str = A) -> Any:
+    caller = router.keys.caller(key)
+    assert caller is not None
+    return caller.meter
+
+
+async def generate(client: Any, router: Router, key: str = A, **more: Any) -> int:
+    async with client.post(router.url + "/generate", json={**BODY, **more}, headers=bearer(key)) as answer:
+        await answer.read()
+        return int(answer.status)
+
+
+async def test_a_key_has_its_limit_once_and_not_at_each_router(
+    shared, start_worker, start_router, client, eventually, tmp_path
+) -> None:
+    worker = await start_worker()
+    keys = keys_file(
+        tmp_path,
+        {"key": A, "tenant": "a", "concurrent": 3},
+        {"key": B, "tenant": "b", "requests_per_second": 0.001, "burst": 4, "tokens_per_minute": 10_000},
+    )
+    one, two = await pair(start_router, shared, worker, api_keys_file=keys)
+    await eventually(lambda: both_see(one, two))
+    # Requests at once.
+    worker.before_head = Gate()
+    running = [asyncio.create_task(generate(client, router)) for router in (one, one, two)]
+    await eventually(lambda: (meter(one).elsewhere, meter(two).elsewhere) == (1, 2))
+    assert [await generate(client, router) for router in (one, two)] == [429, 429]
+    worker.before_head.open()
+    assert await asyncio.gather(*running) == [200] * 3
+    await eventually(lambda: meter(one).elsewhere == meter(two).elsewhere == 0)
+    assert [await generate(client, router) for router in (one, two)] == [200, 200]
+
+    # Requests by time, and their tokens.
+    def agree() -> bool:
+        left = [meter(router, B).use() for router in (one, two)]
+        return abs(left[0].requests_left - left[1].requests_left) < 0.5 and (
+            abs(left[0].tokens_left - left[1].tokens_left) < 60
+        )
+
+    for router in (one, two, two, one):
+        assert await generate(client, router, B) == 200
+        await eventually(agree)
+    assert [await generate(client, router, B) for router in (one, two)] == [429, 429]
+    assert meter(one, B).use().tokens_left < 10_000 - 4 * 64 + 60
+    # A third router begins with what is left, not anew.
+    three = await start_router(worker, cluster=shared, api_keys_file=keys)
+    await eventually(lambda: meter(three, B).use().requests_left < 1)
+    assert await generate(client, three, B) == 429
+
+
+async def test_the_requests_of_a_router_that_is_gone_run_no_more(
+    shared, start_worker, start_router, client, eventually, tmp_path
+) -> None:
+    worker = await start_worker()
+    keys = keys_file(tmp_path, {"key": A, "tenant": "a", "concurrent": 1})
+    two = await start_router(worker, cluster=shared, api_keys_file=keys)
+    async with AsyncExitStack() as stack:
+        config = RouterConfig(
+            worker_urls=(worker.url,), cluster=shared, port=0, api_keys_file=keys,
+            shutdown_grace_period_secs=0,
+        )  # fmt: skip
+        one = await stack.enter_async_context(Router(config))
+        await eventually(lambda: both_see(one, two))
+        worker.before_head = Gate()
+        cut = asyncio.create_task(generate(client, one))
+        await eventually(lambda: meter(two).elsewhere == 1)
+        assert await generate(client, two) == 429
+        meter(one)._used = lambda meter: None  # it dies without a word
+    await asyncio.gather(cut, return_exceptions=True)
+    worker.before_head.open()
+    await eventually(lambda: meter(two).elsewhere == 0)
+    assert await generate(client, two) == 200
