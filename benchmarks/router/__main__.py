@@ -1,6 +1,7 @@
 """What the router costs a request, and how much of the caches it brings to use, beside sglang-router.
 
-With fast stand-in workers: requests per second and added latency, one core for the router. With real servers:
+With fast stand-in workers: requests per second and added latency, one core for the router; what it executes
+for a request, by stage. With real servers:
 tokens reused and time to first token by policy, in ordinary operation, with pools too small for the load,
 and right after an instance has restarted; and the tail of the time to first token when some sessions share
 their beginning (MemServe, figure 15).
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib.common import Options, Report, at_least, at_most
+from benchmarks.router.profile import measure_profile
 from benchmarks.router.serving import SERVING_CASES, measure_serving
 from benchmarks.router.speed import measure_speed
 from sglang_ext.flags import flag, one_of
 
-PARTS = ("speed", "serving")
+PARTS = ("speed", "profile", "serving")
 AIMS = {
     "added_p50_vs_sglang_router": at_most(1.0),
     "added_p99_vs_sglang_router": at_most(1.0),
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "speed" in options.parts:
             measure_speed(options, report, options.sglang_router_python)
+        if "profile" in options.parts:
+            measure_profile(options, report)
         if "serving" in options.parts:
             measure_serving(options, report, options.cases, options.sglang_router_python)
     finally:

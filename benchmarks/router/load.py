@@ -24,6 +24,7 @@ from benchmarks.lib.common import SEED
 
 DISTINCT = 64
 """Different prompts of a load; they are asked again and again in random order."""
+WARMUP_S = 0.2
 ANSWER_S = 60.0
 """Most that the first answer may take."""
 
@@ -50,7 +51,7 @@ class Job:
     stream: bool
     connections: int
     seconds: float
-    warmup_s: float = 0.2
+    warmup_s: float = WARMUP_S
     fresh: int = 0
     first: int = 0
 

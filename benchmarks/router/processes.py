@@ -111,6 +111,18 @@ def our_router(port: int, workers: Sequence[str], *flags: str) -> list[str]:
     return [sys.executable, "-m", "sglang_ext.router", "--port", str(port), "--worker-urls", *workers, *flags]
 
 
+def watched(folder: Path, port: int, workers: Sequence[str], *flags: str) -> list[str]:
+    """As `our_router`, under observation: see `watched`."""
+    _, _, _, *rest = our_router(port, workers, *flags)
+    return [sys.executable, "-m", "benchmarks.router.watched", str(folder), *rest]
+
+
+def two_cores() -> tuple[int, int] | tuple[None, None]:
+    """A core for the router and one for all else, where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+
+
 def peer_router(python: Path, port: int, workers: Sequence[str], *flags: str) -> list[str]:
     """The command that starts sglang-router with its cache-aware policy."""
     return [

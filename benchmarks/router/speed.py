@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import random
 import statistics
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.common import SEED, Options, Report
-from benchmarks.router.load import Job
+from benchmarks.router.load import WARMUP_S, Job
 from benchmarks.router.processes import (
     PEER,
     Generator,
@@ -27,6 +26,7 @@ from benchmarks.router.processes import (
     peer_router,
     process,
     stand_ins,
+    two_cores,
     wait_for,
 )
 from sglang_ext.testing.servers.server import free_port
@@ -54,11 +54,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        what = "chat stream" if self.stream else "generate fresh" if self.fresh else "generate"
+        what = "generate" if self.path == "/generate" else "chat"
+        what += " stream" if self.stream else " fresh" if self.fresh else ""
         return f"{what} {self.prompt_bytes // 1024} KB, {self.connections} conn."
 
-    def job(self, port: int, seconds: float, first: int = 0) -> Job:
-        job = Job(port, self.path, self.prompt_bytes, self.stream, self.connections, seconds)
+    def job(self, port: int, seconds: float, first: int = 0, warmup_s: float = WARMUP_S) -> Job:
+        job = Job(port, self.path, self.prompt_bytes, self.stream, self.connections, seconds, warmup_s)
         if not self.fresh:
             return job
         # More than a router gets through.
@@ -126,8 +127,7 @@ def _legs(
 ) -> Iterator[tuple[Generator, dict[str, Leg]]]:
     """The load generator and every way to the workers. The routers share a core, and run one at a time; all
     else runs on another, where there is one."""
-    cores = sorted(os.sched_getaffinity(0))
-    router_core, other_core = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+    router_core, other_core = two_cores()
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 131_072)
