@@ -6,8 +6,7 @@ Its folder (`hooked_server`) says what is wrong now:
 - ``blind``: the cache does not look whether what streamed held;
 - ``slow-writes``: has the seconds that each group of writes takes longer;
 - ``full``: nothing is written;
-- ``slow-copies``: has the seconds that each layer from DRAM to HBM takes longer; when each came and went is
-  added to the file ``copied``;
+- ``hold-copies``: copies from DRAM to HBM wait until it is gone; the file ``copying`` says that one does;
 - ``blocking``: a decode server's scheduler waits for such copies.
 """
 
@@ -59,23 +58,18 @@ def make_faulty(folder: Path) -> None:
 
     scatter, ahead = PoolCopier.scatter, LocalAhead.each_pass
 
-    def slow_scatter(self: PoolCopier, plan: Any, layer: int, stop: int | None = None) -> int:
-        slow = folder / "slow-copies"
-        if not slow.exists():
-            return scatter(self, plan, layer, stop)
-        began = time.monotonic()
-        time.sleep(float(slow.read_text()))
-        copied = scatter(self, plan, layer, stop)
-        with (folder / "copied").open("a") as file:
-            file.write(f"{began} {time.monotonic()}\n")
-        return copied
+    def held_scatter(self: PoolCopier, plan: Any, layer: int, stop: int | None = None) -> int:
+        while (folder / "hold-copies").exists():
+            (folder / "copying").touch()
+            time.sleep(0.01)
+        return scatter(self, plan, layer, stop)
 
     def each_pass(self: LocalAhead, queue: Any) -> None:
         ahead(self, queue)
         if (folder / "blocking").exists():
             self._cache.settle()
 
-    PoolCopier.scatter = slow_scatter  # type: ignore[method-assign]
+    PoolCopier.scatter = held_scatter  # type: ignore[method-assign]
     LocalAhead.each_pass = each_pass  # type: ignore[method-assign]
     DiskTier.get_layer = get_layer  # type: ignore[method-assign]
     DiskTier.prepare_put = prepare_put  # type: ignore[method-assign]
