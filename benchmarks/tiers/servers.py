@@ -16,6 +16,7 @@ import httpx
 
 from benchmarks.lib.data import ROOT
 from benchmarks.tiers.timed_server import FILE_VARIABLE, PARTS, Parts, standstill
+from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
@@ -49,10 +50,10 @@ class Sizes:
 class TimedSpec(ServerSpec):
     """A server that notes how long it stands still for loads (`benchmarks/tiers/timed_server.py`)."""
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, host: str = LOOPBACK) -> list[str]:
         return [
             "benchmarks.tiers.timed_server" if word == "sglang_ext.launch_server" else word
-            for word in super().command(port)
+            for word in super().command(port, host)
         ]
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -15,6 +16,9 @@ import pytest
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers import preloaded
 from sglang_ext.testing.servers.server import ServerPool, ServerProcess, ServerSpec
+
+if TYPE_CHECKING:
+    from places import Place
 
 HERE = Path(__file__).parent
 # Helpers in this folder, and what tests of a folder take from each other, are imported by their own names.
@@ -62,11 +66,19 @@ def truth(preloaded_servers: None) -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """This machine; a module whose tests run in a lab too has a fixture of its own."""
+    from places import Place
+
+    return Place(tmp_path_factory.mktemp("place"))
+
+
 @pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
+async def client(place: Place) -> AsyncIterator[aiohttp.ClientSession]:
     """A client with any number of connections, that waits as long as a busy machine may take."""
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=place.headers) as session:
         yield session
 
 

@@ -69,7 +69,7 @@ class Host:
         self.name = name
         self.hostname = hostname
         self._interfaces = {
-            network: [f"10.77.{index}.{number}/24" if family == 4 else f"fd77:{index}::{number}/64"
+            network: [f"10.77.{index}.{number}/24" if family == 4 else f"fd77:{index + 1}::{number}/64"
                       for family in families]
             for index, network in enumerate(networks)
         }  # fmt: skip

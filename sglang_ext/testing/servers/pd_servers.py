@@ -5,14 +5,13 @@ one of each.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Barrier
 from typing import Any
 
-from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
@@ -63,7 +62,7 @@ class PdServers:
     def pair(self, prefill: int = 0) -> dict[str, Any]:
         """What a router adds to a request, the same for both servers."""
         return {
-            "bootstrap_host": LOOPBACK,
+            "bootstrap_host": self.prefill[prefill].server.address,
             "bootstrap_port": self.prefill[prefill].bootstrap_port,
             "bootstrap_room": self.numbers.randrange(1, 1 << 63),
         }
@@ -98,13 +97,17 @@ class PdServers:
 
 @contextmanager
 def pd_servers(
-    prefill: Sequence[ServerSpec], decode: Sequence[ServerSpec], others: Sequence[ServerSpec] = ()
+    prefill: Sequence[ServerSpec],
+    decode: Sequence[ServerSpec],
+    others: Sequence[ServerSpec] = (),
+    place: Callable[[ServerSpec], ServerProcess] = ServerProcess,
 ) -> Iterator[tuple[PdServers, list[ServerProcess]]]:
-    """Start servers, all at once, and end them. `others` are servers beside them, such as a colocated one."""
+    """Start servers, all at once, and end them. `others` are servers beside them, such as a colocated one;
+    `place` makes each, and says by that where it runs."""
     ports = [free_port() for _ in prefill]
-    first = [ServerProcess(prefill_spec(spec, port)) for spec, port in zip(prefill, ports, strict=True)]
-    second = [ServerProcess(decode_spec(spec)) for spec in decode]
-    rest = [ServerProcess(spec) for spec in others]
+    first = [place(prefill_spec(spec, port)) for spec, port in zip(prefill, ports, strict=True)]
+    second = [place(decode_spec(spec)) for spec in decode]
+    rest = [place(spec) for spec in others]
     with ExitStack() as stack:
         for server in (*first, *second, *rest):
             stack.callback(server.stop)

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
+from sglang_ext.addresses import bracketed
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.plan import LOOPBACK
@@ -80,11 +81,11 @@ class ServerSpec:
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     run: tuple[str, ...] = ("-m", "sglang_ext.launch_server")
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, host: str = LOOPBACK) -> list[str]:
         return [
             *(sys.executable, *self.run),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
-            *("--host", LOOPBACK, "--port", str(port)),
+            *("--host", host, "--port", str(port)),
             # SGLang chooses one that the system gives to connections, and listens there much later.
             *("--nccl-port", str(free_port()), *self.flags),
         ]
@@ -106,13 +107,22 @@ class ServerProcess:
         spec: what to start.
         grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
         port: where it listens; without one, where nobody does.
+        address: at which it is reached.
     """
 
-    def __init__(self, spec: ServerSpec, *, grace_s: float = GRACE_SECONDS, port: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        grace_s: float = GRACE_SECONDS,
+        port: int | None = None,
+        address: str = LOOPBACK,
+    ) -> None:
         self.spec = spec
         self._grace_s = grace_s
         self.port = free_port() if port is None else port
-        self.url = f"http://{LOOPBACK}:{self.port}"
+        self.address = address
+        self.url = f"http://{bracketed(address)}:{self.port}"
         self._process: preloaded.Handle | None = None
         self._watch: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -141,9 +151,7 @@ class ServerProcess:
             ServerStartError: it ended, or did not serve in time.
         """
         try:
-            # Held until it is listened on, so that nobody else is given it while the server starts.
-            with Ports() as ports:
-                ports.take(LOOPBACK, self.port, "--port")
+            with self._own_port():
                 self._launch()
                 wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
         except (RuntimeError, TimeoutError) as error:
@@ -153,6 +161,13 @@ class ServerProcess:
         except BaseException:
             self.stop()
             raise
+
+    @contextmanager
+    def _own_port(self) -> Iterator[None]:
+        """Hold the port until it is listened on, so that nobody else is given it while the server starts."""
+        with Ports() as ports:
+            ports.take(LOOPBACK, self.port, "--port")
+            yield
 
     def _launch(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="server-")

@@ -24,6 +24,7 @@ import pytest
 from disk_damage import damage_last_layer, runs, spoil_values
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
+from places import KINDS, Place, place_of
 from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
@@ -45,6 +46,14 @@ NS = ("tokens", None, None, None)
 GATED = str(Path(__file__).parents[1].joinpath("gated_fetching_server.py"))
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
+) -> Iterator[Place]:
+    with place_of(request.param, ("a", "b"), tmp_path_factory.mktemp("place"), leak_guard) as place:
+        yield place
+
+
 @pytest.fixture(scope="module")
 def port() -> int:
     """Where each test's router listens, and the servers look for it."""
@@ -54,9 +63,10 @@ def port() -> int:
 class Pair:
     """Two servers; a test that kills one starts another in its place."""
 
-    def __init__(self, port: int, folder: Path, leak_guard: LeakGuard) -> None:
+    def __init__(self, place: Place, port: int, leak_guard: LeakGuard) -> None:
+        self.place = place
         self._port = port
-        self._folder = folder
+        self._folder = place.folder
         self._leak_guard = leak_guard
         self.servers: dict[str, ServerProcess] = {}
 
@@ -68,7 +78,8 @@ class Pair:
                 run=(GATED,),
                 flags=(
                     *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", name),
-                    *("--kv-router", f"http://127.0.0.1:{self._port}", "--kv-load-policy", "always"),
+                    *("--kv-router", self.place.router_url(self._port), *self.place.flags),
+                    *("--kv-load-policy", "always"),
                     *("--kv-dram-size", "64MB", "--max-total-tokens", "4096", "--enable-metrics"),
                     *("--chunked-prefill-size", "512", "--enable-cache-report"),
                     *("--kv-disk-path", str(self.disk(name)), "--kv-disk-size", "1GB"),
@@ -78,7 +89,7 @@ class Pair:
                     **STRICT,
                 },
             )
-            self.servers[name] = ServerProcess(spec)
+            self.servers[name] = self.place.server(spec, name)
         with self._leak_guard.adopting(), ThreadPoolExecutor() as each:
             list(each.map(lambda name: self.servers[name].start(), names))
 
@@ -122,8 +133,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def both(port: int, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> Iterator[Pair]:
-    pair = Pair(port, tmp_path_factory.mktemp("gates"), leak_guard)
+def both(place: Place, port: int, leak_guard: LeakGuard) -> Iterator[Pair]:
+    pair = Pair(place, port, leak_guard)
     try:
         pair.start("a", "b")
         yield pair
@@ -143,7 +154,8 @@ async def routing(
 ) -> AsyncIterator[Router]:
     """A router. verdict_s: after which a silent server is taken for dead; long where none dies, because on a
     busy machine a live one may get no core for seconds."""
-    config = RouterConfig(port=port, policy=policy, explain_routing=True, **flags)
+    options = {**pair.place.router_options, **flags}
+    config = RouterConfig(port=port, policy=policy, explain_routing=True, **options)
     async with Router(config) as router:
         urls = [server.url for server in pair.servers.values()]
         await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
@@ -268,7 +280,7 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
         by = {
             k.split('transport="')[1].split('"')[0] for k in reader.metrics() if "_fetched_bytes_total{" in k
         }
-        assert by == {"shm"}, "servers on one host map each other's DRAM"
+        assert by == pair.place.fetches_by
         # Then it is there, and nobody fetches again.
         again, headers = await generate(client, router.url, prompt)
         assert again.hbm_tokens == TOKENS

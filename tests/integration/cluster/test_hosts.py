@@ -5,6 +5,7 @@ Hosts have equal names that mean nothing to the others, and two networks, one of
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hooked_server import FOLDER
+from pd_fleet import FaultySpec, fault
 from token_requests import random_prompt
 
 from sglang_ext.addresses import bracketed
@@ -32,8 +35,10 @@ COLOCATED = ("--radix-cache-backend", "global", "--kv-dram-size", "32MiB")
 BACKEND = ("--disaggregation-transfer-backend", "global")
 PREFILL = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(BOOTSTRAP), *BACKEND)
 DECODE = ("--disaggregation-mode", "decode", *BACKEND)
+APART = (PREFILL, DECODE)
 TOKENS = 8
 HOSTS = ("r", "a", "b")
+FAULTY = FaultySpec.run
 
 
 class Fleet:
@@ -42,7 +47,7 @@ class Fleet:
     Args:
         flags: of each server.
         family: of the addresses.
-        folder: for logs.
+        folder: for logs and faults; shared with all hosts.
     """
 
     def __init__(self, lab: Lab, key_file: Path, folder: Path, family: int, *flags: tuple[str, ...]) -> None:
@@ -51,17 +56,23 @@ class Fleet:
         address = lab["r"].address("lan", family)
         self._url = f"http://{bracketed(address)}:{PORT}"
         router = ("--host", wildcard, "--port", str(PORT), "--cluster-key-file", str(key_file))
-        self._start("r", "sglang_ext.router", *router, "--api-key", API_KEY)
+        self._start("r", "-m", "sglang_ext.router", *router, "--api-key", API_KEY)
         for name, more in zip(HOSTS[1:], flags, strict=True):
+            (folder / name).mkdir()
             self._start(
-                *(name, "sglang_ext.launch_server", "--model-path", str(model_path("tiny", "float32"))),
+                *(name, *FAULTY, "--model-path", str(model_path("tiny", "float32"))),
                 *("--dtype", "float32", "--host", wildcard, "--port", str(PORT), *POOL, *more),
                 *("--kv-router", self._url, "--kv-cluster-key-file", str(key_file)),
                 *("--kv-data-interface", "kv", "--kv-ports", PORTS),
             )
 
-    def _start(self, host: str, module: str, *arguments: str) -> None:
-        self.lab[host].popen([sys.executable, "-m", module, *arguments], log=self.log(host))
+    def _start(self, host: str, *arguments: str) -> None:
+        environment = {**os.environ, FOLDER: str(self.faults(host))}
+        self.lab[host].popen([sys.executable, *arguments], log=self.log(host), environment=environment)
+
+    def faults(self, host: str) -> Path:
+        """Where a server looks for its faults (`faulty_pd_server`)."""
+        return self._folder / host
 
     def log(self, host: str) -> Path:
         return self._folder / f"{host}.log"
@@ -100,11 +111,11 @@ class Fleet:
 
 
 @pytest.fixture
-def lab(key_file: Path, family: int) -> Iterator[Lab]:
+def lab(tmp_path: Path, family: int) -> Iterator[Lab]:
     if reason := why_not():
         pytest.skip(reason)
     names = dict.fromkeys(HOSTS, "node")
-    hosts = Lab(*HOSTS, hostnames=names, shared=[key_file], families=(family,), networks=("lan", "kv"))
+    hosts = Lab(*HOSTS, hostnames=names, shared=[tmp_path], families=(family,), networks=("lan", "kv"))
     with hosts as lab:
         yield lab
 
@@ -113,8 +124,8 @@ def lab(key_file: Path, family: int) -> Iterator[Lab]:
     ("family", "flags"),
     [
         pytest.param(4, (COLOCATED, COLOCATED), id="colocated"),
-        pytest.param(4, (PREFILL, DECODE), id="apart"),
-        pytest.param(6, (PREFILL, DECODE), id="apart-IPv6"),
+        pytest.param(4, APART, id="apart"),
+        pytest.param(6, APART, id="apart-IPv6"),
     ],
 )
 def test_hosts_serve_one_cluster(
@@ -127,7 +138,8 @@ def test_hosts_serve_one_cluster(
     rng: random.Random,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Answers are those of one server, and each server is known by what it announces."""
+    """Answers are those of one server, and each server is known by what it announces. The twin, with prefill
+    and decode apart: one bit of what decode has read is inverted."""
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
     fleet = Fleet(lab, key_file, tmp_path, family, *flags)
@@ -136,6 +148,12 @@ def test_hosts_serve_one_cluster(
         for _ in range(3):
             prompt = random_prompt(rng, 200)
             assert_same(truth.generate(prompt, max_new_tokens=TOKENS), fleet.generate(prompt))
+        if flags == APART:
+            prompt = random_prompt(rng, 200)
+            with fault(fleet.faults("b"), "damage"):
+                damaged = fleet.generate(prompt)
+            with pytest.raises(AssertionError):
+                assert_same(truth.generate(prompt, max_new_tokens=TOKENS), damaged)
         found = {each["url"] for each in fleet.instances()}
         hosts = [bracketed(lab[name].address("lan", family)) for name in HOSTS[1:]]
         assert found == {f"http://{host}:{PORT}" for host in hosts}

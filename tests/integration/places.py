@@ -1,0 +1,126 @@
+"""Where the servers of a test run: on this machine, or each on a host of a lab, with the router on another.
+
+The same tests run in both. In a lab, the test itself is on the router's host while it has its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.addresses import bracketed
+from sglang_ext.cluster.plan import LOOPBACK
+from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.lab.hosts import Lab, why_not
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.servers.host_server import HostServer
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+
+API_KEY = "the-key-of-clients"
+CLUSTER_KEY = "the-key-of-a-test-0123456789-abcdefghijklmnop"
+ROUTER = "router"
+DATA = "kv"
+"""The lab's network for KV alone."""
+PORTS = "31000-31009"
+
+
+@dataclass
+class Place:
+    """This machine, as tests without a lab know it.
+
+    folder: which all servers see.
+    """
+
+    folder: Path
+    fetches_by: frozenset[str] = frozenset({"shm"})
+    """How a server reads another's DRAM: on one host they map it."""
+    address: str = LOOPBACK
+    """Of the router."""
+    flags: tuple[str, ...] = ()
+    """What servers need beside `--kv-router`."""
+    router_options: dict[str, Any] = field(default_factory=dict)
+    """What its configuration needs."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """What clients send along."""
+    lab: Lab | None = None
+    outside: Callable[..., Answer] = lambda call, *args, **kwargs: call(*args, **kwargs)
+    """Calls what is to be reached from this machine."""
+
+    def server(self, spec: ServerSpec, name: str) -> ServerProcess:
+        """A server, not started yet; in a lab on the host of that name."""
+        return ServerProcess(spec)
+
+    def router_url(self, port: int) -> str:
+        return f"http://{bracketed(self.address)}:{port}"
+
+
+class LabPlace(Place):
+    """Hosts of a lab."""
+
+    def server(self, spec: ServerSpec, name: str) -> ServerProcess:
+        assert self.lab is not None
+        return HostServer(spec, self.lab[name])
+
+
+KINDS = ("here", pytest.param("lab", marks=pytest.mark.long))
+"""Parameters of a fixture that yields what `place_of` does."""
+
+
+@contextmanager
+def place_of(kind: str, names: Sequence[str], folder: Path, leak_guard: LeakGuard) -> Iterator[Place]:
+    """This machine, or a lab with a host for each of these servers."""
+    if kind == "here":
+        yield Place(folder)
+        return
+    with ExitStack() as stack:
+        with leak_guard.adopting():
+            place = stack.enter_context(in_lab(names, folder))
+        yield place
+
+
+@contextmanager
+def in_lab(names: Sequence[str], folder: Path, *, family: int = 4) -> Iterator[LabPlace]:
+    """A lab with a host for the router and these for servers, two networks, a key, and host names that mean
+    nothing. This thread is on the router's host meanwhile, with all that it starts. folder: shared with all.
+    """
+    if reason := why_not():
+        pytest.skip(reason)
+    key_file = folder / "cluster.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(CLUSTER_KEY)
+    hosts = (ROUTER, *names)
+    with (
+        ThreadPoolExecutor(1) as outside,
+        Lab(
+            *hosts,
+            hostnames=dict.fromkeys(hosts, "node"),
+            shared=[folder],
+            families=(family,),
+            networks=("lan", DATA),
+        ) as lab,
+    ):
+        outside.submit(int).result()  # its thread is there before this one leaves
+        with lab[ROUTER].network():
+            yield LabPlace(
+                folder,
+                fetches_by=frozenset({"tcp"}),
+                address=lab[ROUTER].address(),
+                flags=(
+                    *("--kv-cluster-key-file", str(key_file)),
+                    *("--kv-data-interface", DATA, "--kv-ports", PORTS),
+                ),
+                router_options={
+                    "host": lab[ROUTER].address(),
+                    "api_key": API_KEY,
+                    "cluster_key_file": str(key_file),
+                },
+                headers={"authorization": f"Bearer {API_KEY}"},
+                lab=lab,
+                outside=lambda call, *args, **kwargs: outside.submit(call, *args, **kwargs).result(),
+            )
