@@ -168,6 +168,54 @@ def test_without_keys_on_loopback_and_ports_that_others_have(free_range: Callabl
     assert "Stop the servers here" in wrong(seen)[0].advice
 
 
+def test_other_ports_and_addresses_that_both_need(free_port: Callable[[], int]) -> None:
+    """HTTP and bootstrap: free, in use, and in use where nobody is reached. Redis: reached, and not."""
+    free, used, deaf, nobody, ours = (free_port() for _ in range(5))
+    theirs = Own(key=KEY, announce=THERE, services=(free, used, deaf))
+    with (
+        socket.create_server((THERE, used)),
+        socket.create_server((HERE, deaf)),  # whoever binds to every address finds it in use
+        socket.create_server((HERE, 0)) as redis,
+        listening(theirs) as (host, port),
+    ):
+        there = f"{HERE}:{redis.getsockname()[1]}"
+        mine = dataclasses.replace(
+            SPEAKS, services=(ours,), reach=(there, f"{HERE}:{nobody}", "no.such.name:1")
+        )
+        seen = call(host, port, mine)
+    assert texts(seen, "services here") == [f"{ours}: reached from the peer"]
+    reached, closed = texts(seen, "services there")
+    assert reached == f"{ranges((free, used))}: reached from here (in use: {used})"
+    assert closed.startswith(f"{deaf} not reached from here: ")
+    assert [text for text in texts(seen, "reach") if text.endswith("reached from here")] == [
+        f"{there}: reached from here"
+    ]
+    for whence in ("from here", "from the peer"):
+        assert any(
+            f"{HERE}:{nobody} is not reached {whence}: Connection refused" in t for t in texts(seen, "reach")
+        )
+        assert any(f"no.such.name:1 is not reached {whence}: " in text for text in texts(seen, "reach"))
+    assert {finding.subject for finding in wrong(seen)} == {"services there", "reach"}
+    assert all(finding.advice for finding in wrong(seen))
+    assert as_json(seen)["reach"]["from_here"].keys() == {f"{HERE}:{nobody}", "no.such.name:1"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--service-ports", "0"),
+        ("--service-ports", "30000;8998"),
+        ("--reach", "redis"),
+        ("--reach", "redis:0"),
+        ("--service-ports", ",".join(map(str, range(1, 18)))),
+    ],
+)
+def test_a_list_that_is_none_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--peer", HERE, flag, value])
+    assert flag in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("offset", "text"), [(42.0, "s ahead"), (-90.0, "s behind")])
 def test_another_clock_is_said_and_is_no_fault(offset: float, text: str) -> None:
     now = 1e9  # Both stand still, so that the offset is known to the digit.
@@ -409,7 +457,7 @@ def test_ports_are_told_apart(free_port: Callable[[], int]) -> None:
     with stranger(b"220 mail.example.org ESMTP\r\n") as strange:
         door, failed = asyncio.run(run(strange))
     assert failed == {closed: "Connection refused", strange: "somebody else answers there"}
-    end = End("a", HERE, HERE, "1-3", (door, closed, strange), 0, 0, bytes(16), bytes(16))
+    end = End("a", HERE, HERE, "1-3", (door, closed, strange), 0, 0, {}, bytes(16), bytes(16))
     seen = Seen("a:1", keyed=True, ours=end, theirs=end, failed_there=failed, failed_here={})
     assert [(f.level, f.subject) for f in wrong(seen)] == [(Level.PROBLEM, "ports there")]
     assert "Connection refused; somebody else" in wrong(seen)[0].text

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sglang_ext.addresses import bracketed, is_loopback, listen_host, split_port
 from sglang_ext.cluster.doctor.findings import Finding, as_json, problems, show
+from sglang_ext.cluster.doctor.peer_wire import MOST_NAMED
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import parse_host, parse_ports
 from sglang_ext.errors import ConfigError
@@ -34,6 +35,31 @@ def parse_address(text: str) -> str:
     if not (port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"{text!r} has no port of 1 to 65535")
     return f"{bracketed(parse_host(host)) if host else ''}:{port}"
+
+
+def parse_port_list(text: str) -> tuple[int, ...]:
+    """Ports with commas between them.
+
+    Raises:
+        ValueError: one is none, or they are too many.
+    """
+    ports = text.split(",")
+    if len(ports) > MOST_NAMED or not all(port.isdecimal() and 0 < int(port) < 65536 for port in ports):
+        raise ValueError(f"{text!r} is not of the form 30000,8998, with {MOST_NAMED} ports at most")
+    return tuple(dict.fromkeys(map(int, ports)))
+
+
+def parse_reach(text: str) -> tuple[str, ...]:
+    """Addresses, ``HOST:PORT``, with commas between them.
+
+    Raises:
+        ValueError: one is none, or they are too many.
+    """
+    places = [split_port(address) for address in text.split(",")]
+    good = all(host and port.isdecimal() and 0 < int(port) < 65536 for host, port in places)
+    if len(places) > MOST_NAMED or not good:
+        raise ValueError(f"{text!r} is not of the form redis:6379,router:30000, with {MOST_NAMED} at most")
+    return tuple(f"{bracketed(parse_host(host))}:{port}" for host, port in places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +107,17 @@ class Arguments(Flagged):
         "With --peer or --listen: the ports that servers here are given. Those that nobody has are tried. "
         "Not given: any one.",
         Parser(parse_ports, "FIRST-LAST"),
+    )
+    service_ports: tuple[int, ...] = flag(
+        (),
+        "With --peer or --listen: other ports here that the other machine has to reach: --port (HTTP), "
+        "--disaggregation-bootstrap-port. Of one that is in use, whether it takes a connection.",
+        Parser(parse_port_list, "PORT,..."),
+    )
+    reach: tuple[str, ...] = flag(
+        (),
+        "With --peer: addresses to which both machines have to connect, such as Redis and routers.",
+        Parser(parse_reach, "HOST:PORT,..."),
     )
     kv_announce_host: str | None = flag(
         None,
@@ -141,7 +178,13 @@ def _meet(args: Arguments) -> int:
             hint="Give --cluster-key-file",
         )
     key = read_cluster_key(args.cluster_key_file) if args.cluster_key_file is not None else None
-    own = peer_ends.Own(key=key, kv_ports=args.kv_ports, announce=args.kv_announce_host)
+    own = peer_ends.Own(
+        key=key,
+        kv_ports=args.kv_ports,
+        announce=args.kv_announce_host,
+        services=args.service_ports,
+        reach=args.reach,
+    )
     host, port = split_port(args.peer or args.listen or "")
     if args.peer is not None:
         seen = peer_ends.call(host, int(port), own)

@@ -39,7 +39,8 @@ class Seen:
 
     target: where it was called. keyed: whether this end has a cluster key. rtt: seconds, the least of a few.
     ahead: seconds by which the peer's clock is. failed_there, failed_here: why ports were not reached, by
-    port: the peer's from here, ours from there. there, here: what came of a stream, at the peer and here.
+    port: the peer's from here, ours from there. unreached_here, unreached_there: why addresses of `reach`
+    were not, by address. there, here: what came of a stream, at the peer and here.
     reads_theirs, reads_ours: the transport by which this end, and the peer, reads the other's memory.
     trouble: what ended it, while it was `doing`.
     """
@@ -53,6 +54,9 @@ class Seen:
     theirs: End | None = None
     failed_there: Mapping[int, str] | None = None
     failed_here: Mapping[int, str] | None = None
+    reach: Sequence[str] = ()
+    unreached_here: Mapping[str, str] | None = None
+    unreached_there: Mapping[str, str] | None = None
     there: Took | None = None
     here: Took | None = None
     reads_theirs: Chosen | None = None
@@ -62,7 +66,7 @@ class Seen:
 
 def findings(seen: Seen) -> list[Finding]:
     """What it means, in the order in which servers would meet it."""
-    return [*_greeting(seen), *_addresses(seen), *_moving(seen), *_trouble(seen)]
+    return [*_greeting(seen), *_addresses(seen), *_reached(seen), *_moving(seen), *_trouble(seen)]
 
 
 def _greeting(seen: Seen) -> Iterator[Finding]:
@@ -89,6 +93,8 @@ def _addresses(seen: Seen) -> Iterator[Finding]:
     for place, whose, whence, end, other, failed in ends:
         if end is None or other is None or failed is None:
             continue
+        yield from _services(place, whence, end, failed)
+        failed = {port: why for port, why in failed.items() if port not in end.services}
         if not end.ports:
             text = f"all ports of {end.asked} {place} are in use, so none was tried"
             yield Finding(Level.WARNING, f"ports {place}", text, f"Stop the servers {place}, and test again.")
@@ -113,6 +119,33 @@ def _addresses(seen: Seen) -> Iterator[Finding]:
             yield Finding(Level.PROBLEM, f"ports {place}", text, advice)
         else:
             yield Finding(Level.OK, f"ports {place}", f"{_named(end)}: reached {whence}")
+
+
+def _services(place: str, whence: str, end: End, failed: Mapping[int, str]) -> Iterator[Finding]:
+    """Ports beside those of ``--kv-ports``."""
+    closed = {port: failed[port] for port in end.services if port in failed}
+    if reached := [port for port in end.services if port not in failed]:
+        in_use = [port for port in reached if not end.services[port]]
+        note = f" (in use: {ranges(in_use)})" if in_use else ""
+        yield Finding(Level.OK, f"services {place}", f"{ranges(reached)}: reached {whence}{note}")
+    if closed:
+        text = f"{ranges(list(closed))} not reached {whence}: {_why(closed)}"
+        advice = f"Open them {place} for the other machine."
+        yield Finding(Level.PROBLEM, f"services {place}", text, advice)
+
+
+def _reached(seen: Seen) -> Iterator[Finding]:
+    """Addresses that both ends need."""
+    for whence, failed in (("from here", seen.unreached_here), ("from the peer", seen.unreached_there)):
+        if failed is None:
+            continue
+        if reached := [address for address in seen.reach if address not in failed]:
+            yield Finding(Level.OK, "reach", f"{', '.join(reached)}: reached {whence}")
+        for address, why in failed.items():
+            advice = "See whether it runs, listens at that address, and is let through to this machine."
+            if whence != "from here":
+                advice = "See whether a firewall keeps the peer from it, and whether its name is known there."
+            yield Finding(Level.PROBLEM, "reach", f"{address} is not reached {whence}: {why}", advice)
 
 
 def _named(end: End) -> str:
@@ -184,6 +217,7 @@ def as_json(seen: Seen) -> dict[str, Any]:
                 "announced": one.announced,
                 "ports": one.ports,
                 "ports_in_use": one.taken,
+                "services": list(one.services),
                 "not_reached": failed,
             }
         )
@@ -200,6 +234,7 @@ def as_json(seen: Seen) -> dict[str, Any]:
         "clock_ahead_seconds": seen.ahead,
         "here": end(seen.ours, seen.failed_here),
         "there": end(seen.theirs, seen.failed_there),
+        "reach": {"from_here": seen.unreached_here, "from_there": seen.unreached_there},
         "bytes_per_second": {"to": speed(seen.there), "from": speed(seen.here)},
         "transport": {"to": chosen(seen.reads_ours), "from": chosen(seen.reads_theirs)},
     }

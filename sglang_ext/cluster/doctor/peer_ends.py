@@ -23,7 +23,8 @@ from sglang_ext.cluster.doctor.peer_probe import (
     Reading,
     accept,
     connect,
-    knock_all,
+    knock_end,
+    reach_all,
     reason_of,
     sample,
     send_stream,
@@ -43,6 +44,8 @@ from sglang_ext.cluster.doctor.peer_wire import (
     Pong,
     Pull,
     Push,
+    Reach,
+    Reached,
     ReadMine,
     Refused,
     Took,
@@ -69,11 +72,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Own:
-    """What an end is given. wall: seconds since the epoch."""
+    """What an end is given.
+
+    services: ports beside those of `kv_ports`. reach: addresses that both ends need, ``HOST:PORT``; of a
+    caller. wall: seconds since the epoch.
+    """
 
     key: ClusterKey | None = None
     kv_ports: str | None = None
     announce: str | None = None
+    services: tuple[int, ...] = ()
+    reach: tuple[str, ...] = ()
     wall: Callable[[], float] = time.time
 
     @property
@@ -109,15 +118,20 @@ class _This:
             raise TroubleError(Trouble.ADDRESS, error.message) from None
         self._bind = announced if own.key is None else server.host
         tried = sample(own.ports)
-        self._doors: Doors | None = Doors(self._bind, tried)
+        others = [port for port in own.services if port not in own.ports]
+        self._doors: Doors | None = Doors(self._bind, (*tried, *others))
+        is_open = set(self._doors.ports)
+        services = {port: port in is_open for port in others}
+        ports = tuple(port for port in self._doors.ports if port not in services)
         self.end = End(
             socket.gethostname()[:255],
             announced,
             other,
             own.kv_ports or "",
-            self._doors.ports,
-            self._doors.taken,
+            ports,
+            len(tried) - len(ports),
             len(own.ports) - len(tried),
+            services,
             self._doors.ticket,
             self._doors.answer,
         )
@@ -206,8 +220,12 @@ async def _examine(wire: Wire, own: Own, seen: Seen) -> None:
     try:
         seen.ours = this.end
         seen.theirs = theirs = await wire.ask(Meet(this.end), End)
-        seen.failed_there = await knock_all(theirs.announced, theirs.ports, theirs.ticket, theirs.answer)
+        seen.failed_there = await knock_end(theirs)
         seen.failed_here = (await wire.ask(Knock(), Knocked)).failed
+        if own.reach:
+            seen.reach = own.reach
+            seen.unreached_here = await reach_all(own.reach)
+            seen.unreached_there = (await wire.ask(Reach(own.reach), Reached)).failed
         seen.doing = "the measuring of bandwidth"
         await wire.send(Push())
         await send_stream(wire)
@@ -337,8 +355,11 @@ async def _answer(wire: Wire, own: Own) -> None:
                     this, other = _This(own, wire.sock), end
                     await wire.send(this.end)
                 case Knock() if other is not None:
-                    failed = await knock_all(other.announced, other.ports, other.ticket, other.answer)
+                    failed = await knock_end(other)
                     await wire.send(Knocked({port: why[:500] for port, why in failed.items()}))
+                case Reach(addresses) if other is not None:
+                    unreached = await reach_all(addresses)
+                    await wire.send(Reached({place: why[:500] for place, why in unreached.items()}))
                 case Push():
                     await wire.send(await take_stream(wire))
                 case Pull():

@@ -16,10 +16,12 @@ from typing import Final
 
 import numpy as np
 
+from sglang_ext.addresses import bracketed, split_port
 from sglang_ext.cluster.doctor.peer_wire import (
     MOST_PORTS,
     Answer,
     Chosen,
+    End,
     Memory,
     Took,
     Trouble,
@@ -151,6 +153,35 @@ async def knock_all(host: str, ports: Sequence[int], ticket: bytes, answer: byte
 
     reasons = await asyncio.gather(*map(one, ports))
     return {port: reason for port, reason in zip(ports, reasons, strict=True) if reason}
+
+
+async def reach_all(addresses: Sequence[str]) -> dict[str, str]:
+    """Why each address, ``HOST:PORT``, takes no connection; not those that do."""
+
+    async def one(address: str) -> str:
+        host, port = split_port(address)
+        try:
+            (await connect(host, int(port), KNOCK_S)).close()
+        except socket.gaierror:
+            return f"{host} cannot be looked up"
+        except TimeoutError:
+            return f"nothing came back in {KNOCK_S:.0f} s"
+        except (OSError, ValueError, OverflowError) as error:
+            return reason_of(error) if isinstance(error, OSError) else "it is no address"
+        return ""
+
+    reasons = await asyncio.gather(*map(one, addresses))
+    return {address: reason for address, reason in zip(addresses, reasons, strict=True) if reason}
+
+
+async def knock_end(end: End) -> dict[int, str]:
+    """Why each port of an end was not reached. Of a port that somebody has there, a connection is enough."""
+    doors = [*end.ports, *(port for port, is_open in end.services.items() if is_open)]
+    failed = await knock_all(end.announced, doors, end.ticket, end.answer)
+    places = {
+        f"{bracketed(end.announced)}:{port}": port for port, is_open in end.services.items() if not is_open
+    }
+    return failed | {places[place]: why for place, why in (await reach_all(list(places))).items()}
 
 
 async def _knock(host: str, port: int, ticket: bytes, answer: bytes) -> str:

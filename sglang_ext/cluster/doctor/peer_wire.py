@@ -2,7 +2,7 @@
 
     caller    HELLO nonce                 -> CHALLENGE nonce         nothing else is told to a stranger
     caller    PROOF                       -> WELCOME proof           each a seal of both nonces by the key
-    from here on every message is sealed: PING, MEET, KNOCK, PUSH, PULL, READ_MINE, OFFER, OPEN
+    from here on every message is sealed: PING, MEET, KNOCK, REACH, PUSH, PULL, READ_MINE, OFFER, OPEN
 
 A frame is its length (4 bytes, big-endian), a seal (64 hexadecimal digits) and a message. A seal counts the
 messages of its side in this session, so that none can be repeated or left out. The key does not travel.
@@ -23,9 +23,11 @@ from sglang_ext.disagg.memory import RegionMeta
 from sglang_ext.errors import PeerError
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name, WireError
 
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_PORTS: Final = 256
-"""Of one end, that are tried."""
+"""Of one end's ``--kv-ports``, that are tried."""
+MOST_NAMED: Final = 16
+"""Other ports of one end, and addresses that both have to reach."""
 MESSAGE_BYTES: Final = 1 << 16
 SEAL_DIGITS: Final = 64
 REPLY_S: Final = 45.0
@@ -86,6 +88,7 @@ class End(Message, frozen=True, tag="e"):
     host: its name. announced: the address that its servers would announce. sees: the address from which the
     other end's connection seems to come. asked: its range of ports; empty for any. ports: those at which it
     can be knocked now. taken: how many of the range others have. left_out: how many are not tried.
+    services: other ports, and whether they can be knocked; if not, somebody has them.
     ticket, answer: what is said there, and what comes back.
     """
 
@@ -96,6 +99,7 @@ class End(Message, frozen=True, tag="e"):
     ports: Annotated[tuple[Port, ...], msgspec.Meta(max_length=MOST_PORTS)]
     taken: Count
     left_out: Count
+    services: Annotated[dict[Port, bool], msgspec.Meta(max_length=MOST_NAMED)]
     ticket: Nonce
     answer: Nonce
 
@@ -113,7 +117,19 @@ class Knock(Message, frozen=True, tag="k"):
 class Knocked(Message, frozen=True, tag="kd"):
     """Why each port did not answer as it should; not those that did."""
 
-    failed: Annotated[dict[Port, Name], msgspec.Meta(max_length=MOST_PORTS)]
+    failed: Annotated[dict[Port, Name], msgspec.Meta(max_length=MOST_PORTS + MOST_NAMED)]
+
+
+class Reach(Message, frozen=True, tag="r"):
+    """Asks the listener to connect to these addresses, ``HOST:PORT``."""
+
+    addresses: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_NAMED)]
+
+
+class Reached(Message, frozen=True, tag="rd"):
+    """Why each was not reached; not those that were."""
+
+    failed: Annotated[dict[Name, Name], msgspec.Meta(max_length=MOST_NAMED)]
 
 
 class Push(Message, frozen=True, tag="pu"):
@@ -179,8 +195,8 @@ class Chosen(Message, frozen=True, tag="ch"):
 
 
 CODEC: Final[Codec[Message]] = Codec(
-    Hello | Challenge | Proof | Welcome | Refused | Ping | Pong | End | Meet | Knock | Knocked | Push | Pull
-    | Took | ReadMine | Answer | Offer | Offered | Open | Chosen,
+    Hello | Challenge | Proof | Welcome | Refused | Ping | Pong | End | Meet | Knock | Knocked | Reach
+    | Reached | Push | Pull | Took | ReadMine | Answer | Offer | Offered | Open | Chosen,
     MESSAGE_BYTES,
 )  # fmt: skip
 M = TypeVar("M", bound=Message)
