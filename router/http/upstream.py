@@ -36,6 +36,8 @@ LOOK_AFTER_S = 0.05
 OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Why a connection cannot be made that are the fault of this side."""
 REPEATABLE = frozenset({"GET", "HEAD"})
+STOOD_STILL_S = 0.25
+"""A limit that is noticed so late was slept through by this process, and says nothing of a worker."""
 
 
 class HttpUpstream(Upstream):
@@ -95,12 +97,15 @@ class HttpUpstream(Upstream):
     async def _connect(self, pool: _Pool, origin: str, timeout_s: float | None) -> WorkerConnection:
         limit = self._connect_timeout_s
         hurried = timeout_s is not None and timeout_s < limit
+        began = pool.loop.time()
         try:
             async with asyncio.timeout(timeout_s if hurried else limit):
                 return await pool.connect()
         except TimeoutError as error:
             if hurried:
                 raise RequestTimeout(f"{origin} did not answer within {timeout_s} s") from error
+            if pool.loop.time() - began > limit + STOOD_STILL_S:
+                return await self._connect(pool, origin, timeout_s)
             raise ConnectFailed(f"cannot connect to {origin} within {limit} s") from error
         except OSError as error:  # ssl.SSLError is one
             if error.errno in OURS:

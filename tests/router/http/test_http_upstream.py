@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from sglang_ext.errors import InternalError
 from sglang_ext.router.http import upstream as http_upstream
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, RequestTimeout, UpstreamResponse
-from sglang_ext.router.http.upstream import HttpUpstream
+from sglang_ext.router.http.upstream import STOOD_STILL_S, HttpUpstream
 from sglang_ext.router.http.worker_connection import BUFFERED_BYTES
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 WAIT_S = 10.0
+LIMIT_S = 0.2
 
 
 class Worker:
@@ -207,6 +210,32 @@ async def test_a_reader_that_is_slow_slows_the_worker(upstream: HttpUpstream, wo
 async def test_nobody_listens(upstream: HttpUpstream, unused_tcp_port: int) -> None:
     with pytest.raises(ConnectFailed, match="cannot connect"):
         await upstream.open("POST", f"http://127.0.0.1:{unused_tcp_port}/")
+
+
+async def test_a_limit_that_this_process_slept_through_says_nothing_of_the_worker(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that stood still finds its own limit over before it sees that the connection stands."""
+    loop = asyncio.get_running_loop()
+    create, stalls = loop.create_connection, [2 * STOOD_STILL_S]
+
+    async def connect(*args: Any, **kwargs: Any) -> Any:
+        if stalls:
+            time.sleep(LIMIT_S + stalls.pop())  # noqa: ASYNC251
+            await asyncio.sleep(0)
+        return await create(*args, **kwargs)
+
+    async def never(*args: object, **kwargs: object) -> None:
+        await asyncio.Event().wait()
+
+    upstream = HttpUpstream(LIMIT_S)
+    monkeypatch.setattr(loop, "create_connection", connect)
+    assert await ask(upstream, worker.url + "/") == b"ok"
+    assert not stalls
+    await upstream.close()
+    monkeypatch.setattr(loop, "create_connection", never)
+    with pytest.raises(ConnectFailed, match="within"):
+        await upstream.open("POST", worker.url + "/")
 
 
 async def test_too_few_files_for_a_connection_say_nothing_of_the_worker(
