@@ -120,6 +120,7 @@ class Router(Parts):
         """
         await self._listen(self.config.host, self.config.port, "--port", self.config.listen_fds)
         self.roles.serve()
+        self.information.serve()
 
     async def _listen(self, host: str, port: int, flag: str, descriptors: Sequence[int] = ()) -> None:
         try:

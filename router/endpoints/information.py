@@ -33,6 +33,7 @@ logger = logging.getLogger("router.information")
 INFO_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 25.0
 """SGLang itself gives up after 20 s."""
+NOT_SERVING = "not open to clients yet"
 _SECRET = re.compile(r"api_key|password|secret|token$", re.IGNORECASE)
 _SECRET_FLAG = re.compile(r"(--[\w-]*(?:key|password|secret|token)(?:=|\s+))('[^']*'|\S+)", re.IGNORECASE)
 _GET = frozenset({"GET"})
@@ -84,6 +85,11 @@ class Information:
         self._spilling = spilling
         self._clock = clock
         self._readiness = Readiness(wait_s)
+        self._serves = False
+
+    def serve(self) -> None:
+        """Clients can connect from now on; before, instances could (``--member-port``)."""
+        self._serves = True
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -111,9 +117,9 @@ class Information:
     async def _ready(self, request: Request, responder: Responder, record: Record) -> None:
         """Whether requests can be served, and be sent where their KV is."""
         state, usable, awaited = self.look_ready()
-        record.status = 200 if state is State.READY else 503
+        record.status = 200 if self._serves and state is State.READY else 503
         body = {
-            "status": state.value,
+            "status": state.value if self._serves else NOT_SERVING,
             "workers": len(self._fleet.rows),
             "usable": usable,
             "awaited": awaited,

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from email.message import Message
 from pathlib import Path
@@ -129,7 +130,7 @@ def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where:
     assert not [log for log in written if any(secret in log for secret in secrets)]
     if os.geteuid() != 0:
         return  # only root can be somebody else
-    servers = [url for name, url in where.items() if name != "router"]
+    servers = [url for name, url in where.items() if name.startswith("server")]
     assert open_to_others(below, *folders, *shared_memory_of(below), *servers) == []
     # The twin: it sees a file that is not protected, a router without keys, and a process of its own.
     (cluster.temporary / "open").write_text("")
@@ -155,29 +156,47 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return sent(url, body)[0]
 
 
-def sent(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], Message]:
+def sent(
+    url: str, body: dict[str, Any], more: dict[str, str] | None = None
+) -> tuple[dict[str, Any], Message]:
     """The answer to a request, and its headers."""
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json", **(more or {})}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         found: dict[str, Any] = json.load(response)
         return found, response.headers
 
 
-def addresses(cluster: RunningCluster) -> dict[str, str]:
-    """The URLs of router and servers, as the cluster says when it is ready."""
+def json_of(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is answered to a GET, or to a POST of a body."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        found: dict[str, Any] = json.load(response)
+        return found
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def addresses(cluster: RunningCluster, routers: int = 0) -> dict[str, str]:
+    """The URLs of routers and servers, as the cluster says when it is ready."""
     url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
     found = {"router": url}
-    for _ in range(2):
-        match = cluster.wait_for_line(r"(server-\d) +(http://\S+)", END_S)
+    for _ in range(2 + routers):
+        match = cluster.wait_for_line(r"((?:server|router)-\d) +(http://\S+)", END_S)
         found[match[1]] = match[2]
     return found
 
 
 def blocks_on_disk(router: str) -> int:
-    with urllib.request.urlopen(f"{router}/cluster", timeout=10) as response:
-        instances = json.load(response)["instances"]
+    instances = json_of(f"{router}/cluster")["instances"]
     return sum(instance["tiers"]["disk"]["used"] for instance in instances if "disk" in instance["tiers"])
 
 
@@ -189,12 +208,14 @@ def prompt(number: int) -> dict[str, Any]:
 
 def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> None:
     """Ready means ready: the first requests of a cluster that was started anew go to whoever has their KV.
-    In the end one of its schedulers dies."""
+    Of two routers one dies, and in the end a scheduler."""
     kv = ("--kv-load-policy", "always")
-    with closing(RunningCluster(folder, "--colocated", "2", flags=kv)) as cluster:
-        where = addresses(cluster)
+    two = ("--colocated", "2", "--routers", "2", "--restart", "1")
+    with closing(RunningCluster(folder, *two, flags=kv)) as cluster:
+        where = addresses(cluster, routers=2)
         url, names = where["router"], {address: name for name, address in where.items()}
-        cold = [sent(url, prompt(number)) for number in range(PROMPTS)]
+        # By one router, which knows at once what it has sent where.
+        cold = [sent(where["router-0"], prompt(number)) for number in range(PROMPTS)]
         holders = [names[headers["x-kv-instance"]] for _, headers in cold]
         assert all(answer["meta_info"]["cached_tokens"] == 0 for answer, _ in cold)
         assert set(holders) == {"server-0", "server-1"}
@@ -204,6 +225,8 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
         whole = PROMPTS * PROMPT_TOKENS // BLOCK
         wait_until(lambda: blocks_on_disk(url) >= whole, seconds=END_S, what="everything on disk")
 
+        a_hint_is_known_to_both_routers(where)
+        a_dead_router_is_missed_by_nobody(cluster, url, [answer for answer, _ in cold])
         below = cluster.below()
         keeps_to_itself(cluster, below, where)
         assert registers(url) == 401
@@ -231,6 +254,50 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
             assert meta["cached_tokens"] == PROMPT_TOKENS - BLOCK
             assert meta["cached_tokens_details"]["storage"] == PROMPT_TOKENS - BLOCK, meta
         a_dead_scheduler_ends_it_and_is_named(cluster)
+
+
+def a_hint_is_known_to_both_routers(where: dict[str, str]) -> None:
+    """One takes it, the other sends its request where it said, and tells what became of it."""
+    hint = {"input_ids": prompt(0)["input_ids"], "session": "told to one"}
+    told = json_of(f"{where['router-0']}/v1/advisory", hint)
+    at_the_other = f"{where['router-1']}/v1/advisory/{told['id']}"
+    wait_until(lambda: status_of(at_the_other) == 200, seconds=END_S, what="the hint at the other router")
+    _, headers = sent(where["router-1"], prompt(0), {"x-session-id": "told to one"})
+    assert (headers["x-kv-route-reason"], headers["x-kv-instance"]) == ("advised", told["instance"])
+    for router in ("router-0", "router-1"):
+        url = f"{where[router]}/v1/advisory/{told['id']}"
+        wait_until(lambda url=url: json_of(url)["state"] == "used", seconds=END_S, what="it is used")
+
+
+def a_dead_router_is_missed_by_nobody(
+    cluster: RunningCluster, url: str, answers: list[dict[str, Any]]
+) -> None:
+    """What waits at the port when a router is killed is answered by the other, and all that comes later."""
+    commands = [(process, " ".join(process.cmdline())) for process in cluster.below()]
+    routers = [each for each, words in commands if "sglang_ext.router" in words and "guard.py" not in words]
+    assert len(routers) == 2
+    port = int(url.rpartition(":")[2])
+    with ThreadPoolExecutor() as pool:
+        for router in routers:
+            router.suspend()
+        waiting = [pool.submit(ask, url, prompt(number)) for number in range(len(answers))]
+        wait_until(
+            lambda: len(connections_to(port)) >= len(answers), seconds=END_S, what="requests at the port"
+        )
+        routers[0].kill()
+        routers[1].resume()
+        for after, before in zip(waiting, answers, strict=True):
+            assert after.result()["output_ids"] == before["output_ids"]
+            assert after.result()["meta_info"]["cached_tokens"] == PROMPT_TOKENS - BLOCK
+    for number, before in enumerate(answers):
+        assert ask(url, prompt(number))["output_ids"] == before["output_ids"]
+    cluster.wait_for_line("the cluster is complete again", START_S)
+
+
+def connections_to(port: int) -> list[Any]:
+    """Those of this process to a port of this machine."""
+    found = psutil.Process().net_connections()
+    return [each for each in found if each.raddr and each.raddr.port == port]
 
 
 def a_dead_scheduler_ends_it_and_is_named(cluster: RunningCluster) -> None:

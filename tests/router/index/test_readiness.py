@@ -13,8 +13,10 @@ from sglang_ext.protocol.agent import FROM_AGENT, Hello, NamesStored, PlacementE
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
 from sglang_ext.router import Router
 from sglang_ext.router.cluster.readiness import Readiness, State
+from sglang_ext.router.endpoints.information import NOT_SERVING
 from sglang_ext.router.index.index import names_of
 from sglang_ext.router.policies.base import Role
+from sglang_ext.testing.servers.server import free_port
 from sglang_ext.testing.servers.workers import StandInWorker
 from sglang_ext.tiers import Tier
 
@@ -228,3 +230,15 @@ async def test_a_broken_stream_is_not_what_is_awaited(start: Start, client: Any)
     assert replica is not None
     replica.lost_touch()
     assert (await ask(router, client, 1))[1] == "untrusted"
+
+
+async def test_a_router_is_not_ready_before_clients_can_connect(start: Start, client: Any) -> None:
+    """Instances reach it before: a supervisor that asks where they do would call it ready too early."""
+    member_port = free_port()
+    router, _ = await start(tells=False, member_port=member_port, standby_fd=0)
+    at = f"http://127.0.0.1:{member_port}/ready"
+    async with client.get(at) as answer:
+        assert (answer.status, (await answer.json())["status"]) == (503, NOT_SERVING)
+    await router.take_over()
+    async with client.get(at) as answer:
+        assert (answer.status, (await answer.json())["status"]) == (200, "ok")
