@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.router.app.run import run
+from sglang_ext.router.app.workers import run_workers
 from sglang_ext.router.config import RouterConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until interrupted. Returns the exit status: 0, 1 for a failure, 2 for a wrong flag."""
     try:
-        run(RouterConfig.parse(arguments))
+        config = RouterConfig.parse(arguments)
+        run(config) if config.workers == 1 else run_workers(config)
     except UserError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2

@@ -126,6 +126,12 @@ class RouterConfig(Flagged):
         group="Listening",
     )
     port: int = flag(30000, "The port to listen on. 0 lets the system choose.", PORT)
+    workers: int = flag(
+        1,
+        "Processes that answer at --port, a core each. They share members, sessions, hints and limits; "
+        "/metrics and /explain of each are at a port of its own, which the log names.",
+        COUNT.where(lambda workers: 1 <= workers <= 64, "is not 1 to 64"),
+    )
     listen_fds: tuple[int, ...] = flag(
         (),
         "Inherited sockets to accept connections from, bound to --host and --port by whoever starts the "
@@ -462,6 +468,18 @@ class RouterConfig(Flagged):
         policy_named(self.policy)
         self.split_terms()
         queue_policy_named(self.queue_policy)
+        if self.workers > 1:
+            for field, given in (
+                ("--listen-fds", self.listen_fds),
+                ("--member-port", self.member_port is not None),
+                ("--standby-fd", self.standby_fd is not None),
+            ):
+                if given:
+                    raise ConfigError(
+                        f"{self.workers} workers listen at sockets of their own",
+                        field=field,
+                        hint="Leave it out, or give --workers 1; `sglang-ext cluster` has --routers",
+                    )
         check_cluster(self.cluster, self.cluster_name, self.cluster_password_file, is_loopback)
         if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
             raise ConfigError(

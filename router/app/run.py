@@ -302,7 +302,7 @@ async def _read_keys_again(router: Router) -> None:
 
 
 def run(config: RouterConfig) -> None:
-    """Run a router in this process until SIGINT or SIGTERM, on an event loop of its own (uvloop).
+    """Run one router in this process until SIGINT or SIGTERM, on an event loop of its own (uvloop).
 
     Raises:
         ConfigError, InternalError: as ``serve``.

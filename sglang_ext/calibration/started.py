@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from sglang_ext.cluster.host import Ports
+from sglang_ext.addresses import Ports
 from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.errors import ConfigError, PeerError
 

@@ -17,8 +17,9 @@ from types import TracebackType
 
 from rich.console import Console
 
+from sglang_ext.addresses import Ports
 from sglang_ext.cluster.config import ClusterConfig
-from sglang_ext.cluster.host import Ports, host_facts
+from sglang_ext.cluster.host import host_facts
 from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls, with_environment
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sglang_ext.cluster.host import Ports
+from sglang_ext.addresses import Ports
 from sglang_ext.cluster.plan import LOOPBACK, Part
 from sglang_ext.cluster.process import PartProcess
 from sglang_ext.cluster.ray_plan import Place

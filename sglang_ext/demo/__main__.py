@@ -13,9 +13,10 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
+from sglang_ext.addresses import Ports
 from sglang_ext.cluster.command import LogFolder, made_keys, running_cluster
 from sglang_ext.cluster.config import ClusterConfig
-from sglang_ext.cluster.host import Ports, host_facts
+from sglang_ext.cluster.host import host_facts
 from sglang_ext.cluster.plan import HostFacts, Keys, Part, make_plan
 from sglang_ext.cluster.supervisor import Cluster
 from sglang_ext.cluster.terminal import Display

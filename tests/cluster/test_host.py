@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_ext.cluster.host import LAST_PORT, Ports, host_facts
+from sglang_ext.addresses import LAST_PORT, Ports
+from sglang_ext.cluster.host import host_facts
 from sglang_ext.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

@@ -18,9 +18,9 @@ import pytest
 from cluster_processes import async_wait_for
 from test_takeover import Instance, alone, clients, outcome, process_of, usable
 
+from sglang_ext.addresses import Ports
 from sglang_ext.cluster.command import open_door
 from sglang_ext.cluster.config import ClusterConfig
-from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, make_plan
 from sglang_ext.cluster.supervisor import Cluster

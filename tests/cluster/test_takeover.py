@@ -20,9 +20,9 @@ import psutil
 import pytest
 from cluster_processes import alive, async_wait_for
 
+from sglang_ext.addresses import Ports
 from sglang_ext.cluster.command import open_door
 from sglang_ext.cluster.config import ClusterConfig
-from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, Part, make_plan
 from sglang_ext.cluster.process import PartProcess

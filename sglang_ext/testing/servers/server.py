@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_ext.addresses import bracketed
+from sglang_ext.addresses import Ports, bracketed
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.testing.compare import Answer
