@@ -201,7 +201,7 @@ def _sum(total: int | None, value: Any) -> int | None:
 
 
 def _has_media(payload: Json) -> bool:
-    return any(payload.get(name) for name in MEDIA_FIELDS)
+    return not payload.keys().isdisjoint(MEDIA_FIELDS) and any(payload.get(name) for name in MEDIA_FIELDS)
 
 
 def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:

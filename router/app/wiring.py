@@ -109,9 +109,7 @@ class Parts:
         )
         self.fleet = Fleet(
             failure_threshold=config.health_failure_threshold,
-            cached_tokens=self.trees.tokens_of,
-            trusted=self.trees.trusted,
-            awaited=self.trees.awaited,
+            told=self.trees.told,
             pairs=True,
             silence_s=config.silence_secs,
             now=clock.monotonic,

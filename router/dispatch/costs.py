@@ -191,6 +191,8 @@ class RouterCosts:
         self._factors: dict[str, float] = {}
         """By instance, until the next answer."""
         self._queues: dict[str, QueueEstimate] = {}
+        self._empty: dict[str, tuple[CostModel, Batching, Passes]] = {}
+        """Passes without a prompt, by instance, where they do not change with what it generates."""
         self._transfers = TransferTimes()
         self._disks = TransferTimes()
         """What an instance's loads from below memory take; by what was waited for when it exported them."""
@@ -276,8 +278,14 @@ class RouterCosts:
 
     def _idle(self, name: str) -> Passes:
         """The passes of an instance without any prompt."""
-        said = self._heard(name, self._monotonic())
-        return self.of(name).passes(self._batching(name), said.load.running if said else 0)
+        model, batching = self.of(name), self._batching(name)
+        if batching.mixed:
+            said = self._heard(name, self._monotonic())
+            return model.passes(batching, said.load.running if said else 0)
+        known = self._empty.get(name)
+        if known is None or known[0] is not model or known[1] is not batching:
+            known = self._empty[name] = model, batching, model.passes(batching)
+        return known[2]
 
     def said(self, name: str) -> Load | None:
         """What an instance said of itself a moment ago."""
@@ -433,6 +441,7 @@ class RouterCosts:
         self._corrections.pop(name, None)
         self._factors.clear()
         self._queues.pop(name, None)
+        self._empty.pop(name, None)
         self._said.pop(name, None)
         if self._ratios is not None:
             self._ratios.drop(name)

@@ -288,7 +288,7 @@ class Relay:
                 seam.check_end()
                 return
             except GoesOnElsewhere:
-                continue
+                pass  # and so does the loop
             finally:
                 response.close()
 

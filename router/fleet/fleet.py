@@ -30,6 +30,9 @@ __all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", 
 
 logger = logging.getLogger("router.fleet")
 
+_USABLE = tuple(USABLE)
+"""A set would ask each state for its hash, in Python."""
+
 
 class Carrying:
     """See ``Fleet.carrying``. A class, because a generator costs every request more."""
@@ -58,9 +61,8 @@ class Fleet:
         urls: instances that are there from the start; URLs are their names.
         failure_threshold: probes missed in a row that make the verdict.
         silence_s: of an instance on another machine, for how long nothing was heard then, too.
-        cached_tokens: how many tokens the index believes an instance to hold.
-        trusted: whether the index of an instance is believed.
-        awaited: whether the index of an instance is still coming in.
+        told: how many tokens an instance holds by its index, whether that is believed, and whether more is to
+            come.
         pairs: whether requests can be sent to a prefill and a decode instance together.
         now: seconds.
     """
@@ -70,9 +72,7 @@ class Fleet:
         urls: tuple[str, ...] = (),
         *,
         failure_threshold: int = 3,
-        cached_tokens: Callable[[str], int] = lambda name: 0,
-        trusted: Callable[[str], bool] = lambda name: True,
-        awaited: Callable[[str], bool] = lambda name: False,
+        told: Callable[[str], tuple[int, bool, bool]] = lambda name: (0, True, False),
         pairs: bool = False,
         silence_s: float = 0.0,
         now: Callable[[], float] = lambda: 0.0,
@@ -88,9 +88,7 @@ class Fleet:
         self.happened: Signal[[InstanceRecord, Event, State]] = Signal()
         """What happened to an instance, which is in its new state now, and the state before."""
         self._failure_threshold = failure_threshold
-        self._cached_tokens = cached_tokens
-        self._trusted = trusted
-        self._awaited = awaited
+        self._told = told
         self._pairs = pairs
         self._silence_s = silence_s
         self._now = now
@@ -107,13 +105,14 @@ class Fleet:
             logger.info("instance %s joins", name)
             return State.NEW
         row.heard = self._now()
-        before, row.registration = row.epoch, registration or row.registration
+        before = row.epoch
+        row.tell(row.facts, registration or row.registration)
         if row.epoch != before and before:
-            row.facts = None
+            row.tell(None, row.registration)
             self.restarted(name)
             return self._apply(row, Event.RESTARTED, "it has a new epoch")
         if row.facts is not None and (problem := _unfit(row.facts, row.registration)) is not None:
-            row.facts = None
+            row.tell(None, row.registration)
             return self._apply(row, Event.REJECTED, problem)
         return row.state
 
@@ -160,7 +159,7 @@ class Fleet:
         row.other_model = difference is not None
         problem = _unfit(facts, row.registration) or difference
         if problem is not None:
-            row.facts = None
+            row.tell(None, row.registration)
             return self._apply(row, Event.REJECTED, problem)
         if self.model is None or self.model.model.difference(facts.model):
             self.model = facts
@@ -171,7 +170,7 @@ class Fleet:
             facts.weight_version,
         ):
             self.restarted(name)
-        row.facts = facts
+        row.tell(facts, row.registration)
         row.misses = 0
         return self._apply(row, Event.LEARNT, "answers")
 
@@ -259,24 +258,19 @@ class Fleet:
 
         Prefill and decode instances only in pairs: if one of the two is missing, so is the other.
         """
-        found = [
-            Instance(
-                row.name,
-                row.in_flight + row.elsewhere,
-                row.queued_tokens,
-                self._cached_tokens(row.name),
-                row.last_picked,
-                row.role,
-                self._trusted(row.name),
-                self._awaited(row.name),
+        found = []
+        told, colocated, are_apart = self._told, Role.COLOCATED, False
+        for name, row in self.rows.items():
+            if row.state not in _USABLE or name in excluded:
+                continue
+            role = row.role
+            cached, trusted, awaited = told(name)
+            busy = row.in_flight + row.elsewhere
+            found.append(
+                Instance(name, busy, row.queued_tokens, cached, row.last_picked, role, trusted, awaited)
             )
-            for row in self.rows.values()
-            if row.state in USABLE and row.name not in excluded
-        ]
-        for instance in found:
-            if instance.role is not Role.COLOCATED:
-                return self._complete(found)
-        return tuple(found)
+            are_apart = are_apart or role is not colocated
+        return self._complete(found) if are_apart else tuple(found)
 
     def _complete(self, found: list[Instance]) -> tuple[Instance, ...]:
         """Without halves of pairs whose other half is missing."""
@@ -359,7 +353,7 @@ class Fleet:
                 in_flight.labels(row.name).set(row.in_flight)
                 queued.labels(row.name).set(row.queued_tokens)
                 up.labels(row.name).set(row.state in USABLE)
-                trusted.labels(row.name).set(self._trusted(row.name))
+                trusted.labels(row.name).set(self._told(row.name)[1])
 
         metrics.refreshing.subscribe(refresh)
 

@@ -47,11 +47,17 @@ class InstanceRecord:
     waiting: set[Load] = field(default_factory=set)
     """Requests that give up when the verdict falls."""
 
-    @property
-    def role(self) -> Role:
-        """What it tells, or registered with; COLOCATED while nothing is known."""
-        told = self.facts.role if self.facts else self.registration.role if self.registration else ""
-        return ROLES.get(told, Role.COLOCATED)
+    role: Role = field(init=False)
+    """What it tells, or registered with; COLOCATED while nothing is known."""
+
+    def __post_init__(self) -> None:
+        self.tell(self.facts, self.registration)
+
+    def tell(self, facts: InstanceFacts | None, registration: Registration | None) -> None:
+        """Take down what it says of itself now."""
+        self.facts, self.registration = facts, registration
+        told = facts.role if facts else registration.role if registration else ""
+        self.role = ROLES.get(told, Role.COLOCATED)
 
     @property
     def epoch(self) -> str:

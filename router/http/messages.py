@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from itertools import chain
 from urllib.parse import unquote
 
 from sglang_ext.errors import InternalError
@@ -129,21 +130,19 @@ def answer_head(
         chunked: the body follows in chunks.
         keep: the connection stays open after the answer.
     """
-    lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}"]
-    for name, value in headers.items():
-        if name not in _WRITTEN_HERE:
-            lines.append(f"{name}: {value}")
+    if not _WRITTEN_HERE.isdisjoint(headers):
+        headers = {name: value for name, value in headers.items() if name not in _WRITTEN_HERE}
+    text, lines = f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}\r\n{_lines(headers)}", len(headers) + 2
     if status not in _WITHOUT_BODY:
         if "content-type" not in headers:
-            lines.append(f"content-type: {JSON_TYPE}")
+            text, lines = f"{text}content-type: {JSON_TYPE}\r\n", lines + 1
         if length is not None:
-            lines.append(f"content-length: {length}")
+            text, lines = f"{text}content-length: {length}\r\n", lines + 1
         elif chunked:
-            lines.append("transfer-encoding: chunked")
-    lines.append(f"date: {date}")
-    if not keep:
-        lines.append("connection: close")
-    return _head(lines)
+            text, lines = f"{text}transfer-encoding: chunked\r\n", lines + 1
+    if keep:
+        return _head(f"{text}date: {date}\r\n", lines)
+    return _head(f"{text}date: {date}\r\nconnection: close\r\n", lines + 1)
 
 
 def has_body(status: int) -> bool:
@@ -168,17 +167,20 @@ def request_head(method: str, target: str, host: str, headers: Mapping[str, str]
     """
     if " " in target:
         raise InternalError(f"a request target with a space: {target!r}")
-    lines = [f"{method} {target} HTTP/1.1", f"host: {host}"]
-    lines.extend([f"{name}: {value}" for name, value in headers.items()])
+    text, lines = f"{method} {target} HTTP/1.1\r\nhost: {host}\r\n{_lines(headers)}", len(headers) + 2
     if length or method not in ("GET", "HEAD"):
-        lines.append(f"content-length: {length}")
-    return _head(lines)
+        return _head(f"{text}content-length: {length}\r\n", lines + 1)
+    return _head(text, lines)
 
 
-def _head(lines: list[str]) -> bytes:
-    text = "\r\n".join(lines)
+def _lines(headers: Mapping[str, str]) -> str:
+    """Headers as lines, without a loop: every message has some."""
+    return "%s: %s\r\n" * len(headers) % (*chain.from_iterable(headers.items()),)
+
+
+def _head(text: str, lines: int) -> bytes:
+    """A head of so many lines."""
     # A line break in a value would be a header, or an answer, of somebody else's making.
-    breaks = text.count("\r\n")
-    if text.count("\n") != breaks or text.count("\r") != breaks or "\0" in text or breaks + 1 != len(lines):
+    if not text.count("\r\n") == text.count("\n") == text.count("\r") == lines or "\0" in text:
         raise InternalError(f"a header with a line break: {text!r}")
-    return (text + "\r\n\r\n").encode("latin-1", "replace")
+    return (text + "\r\n").encode("latin-1", "replace")

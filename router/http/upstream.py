@@ -84,6 +84,7 @@ class HttpUpstream(Upstream):
                     response.expire_at(started + timeout_s, timeout_s)
                 while not connection.answering:
                     await connection.arrival()
+                response.status, response.headers = connection.status, connection.headers
                 return response
             except ConnectionLost:
                 response.close()
@@ -212,23 +213,15 @@ def _readable(transport: asyncio.Transport) -> bool:
 
 
 class _Response(UpstreamResponse):
-    __slots__ = ("_connection", "_pool", "_timer", "_url")
+    __slots__ = ("_connection", "_pool", "_timer", "_url", "headers", "status")
 
     def __init__(self, connection: WorkerConnection, pool: _Pool, url: str) -> None:
         self._connection: WorkerConnection | None = connection
         self._pool = pool
         self._url = url
         self._timer: asyncio.TimerHandle | None = None
-        self._status = 0
-        self._headers: Mapping[str, str] = {}
-
-    @property
-    def status(self) -> int:
-        return self._open().status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._open().headers
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
 
     def expire_at(self, moment: float, timeout_s: float) -> None:
         """Give up at a moment of the loop's time."""

@@ -23,7 +23,6 @@ more.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -190,7 +189,13 @@ class Index(PromptTrees):
         state = known.replica.state if known is not None and known.heard else None
         if state is State.FILLING:
             return True
-        return state is not State.LIVE and self._clock.monotonic() < self._awaited.get(name, -math.inf)
+        until = self._awaited.get(name)
+        if until is None or state is State.LIVE:
+            return False
+        if self._clock.monotonic() < until:
+            return True
+        del self._awaited[name]
+        return False
 
     def detach(self, name: str) -> None:
         """An instance has no agent any more, or is gone."""
@@ -258,6 +263,12 @@ class Index(PromptTrees):
         """Whether the agent of an instance is heard."""
         if (known := self._known.get(name)) is not None:
             known.heard = alive
+
+    def told(self, name: str) -> tuple[int, bool, bool]:
+        """``tokens_of``, ``trusted`` and ``awaited`` of an instance, as every request asks of each."""
+        if name not in self._known and name not in self._awaited:
+            return self._blocks.get(name, 0) * self.block_size, self.mode != "exact", False
+        return self.tokens_of(name), self.trusted(name), self.awaited(name)
 
     def trusted(self, name: str) -> bool:
         """Whether what is known of an instance is believed, and is all: its cache attracts only then, or for

@@ -19,7 +19,7 @@ from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, p
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.validation import Json, Limits, take_int
 from sglang_ext.router.http.types import Request, RequestRefused
-from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, unjudged
+from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, plain, unjudged
 from sglang_ext.router.tenancy.tenants import Caller
 
 RESUME = "sglang_ext_resume"
@@ -175,6 +175,8 @@ def check_reserved(payload: Json, caller: Caller, dialect: Dialect | None) -> No
     Raises:
         RequestRefused: 400, naming the field.
     """
+    if dialect is not None and plain(payload, dialect):
+        return
     for holder in (payload, *_each(payload.get("sampling_params"))):
         for custom in _each(holder.get("custom_params")):
             if RESUME in custom:

@@ -15,6 +15,7 @@ carries them between its processes.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -114,7 +115,13 @@ MEDIA_KEYS: Final = ("image_url", "video_url", "audio_url", "input_audio")
 _GUARDED = frozenset(name for name, who in FIELDS.items() if who not in (Who.CLIENT, Who.SCOPED))
 _SAMPLED = frozenset(name for name, who in SAMPLING.items() if who is Who.CLIENT)
 _SHOWN = frozenset(name for name, who in MEDIA.items() if who is Who.CLIENT)
+_PLAIN_SAMPLING = _SAMPLED - {"custom_params"}
+_PLAIN_MESSAGE = {"role", "content"}
 HINTS: Final = "kv_hints"
+_TELLING = frozenset(name for name, who in FIELDS.items() if who is not Who.CLIENT) | {
+    "custom_params",
+    "extra_key",
+}
 ADAPTER_ID: Final = re.compile(r"[0-9a-f]{12}5[0-9a-f]{3}[89ab][0-9a-f]{15}\Z")
 """SGLang's id of an adapter of ``--lora-paths``: a UUID of version 5, of its name and path. SGLang appends it
 to the ``extra_key``, so that one that ends in it is the namespace of the adapter's KV. Ids of adapters that
@@ -170,9 +177,39 @@ def forbidden(
                 yield f"{where}.{name[:80]}", _why(MEDIA.get(name), name)
 
 
+def plain(payload: Json, dialect: Dialect) -> bool:
+    """Whether it is seen at once that a body has nothing of which ``forbidden`` or a tenant's scope would say
+    anything, as of nearly all bodies."""
+    if not _TELLING.isdisjoint(payload):
+        return False
+    sampling = payload.get("sampling_params")
+    if sampling is not None and not (type(sampling) is dict and sampling.keys() <= _PLAIN_SAMPLING):
+        return False
+    for name in dialect.media_in:
+        if name in payload:
+            return False
+    for name in dialect.parts_in:
+        messages = payload.get(name)
+        if type(messages) is not list:
+            return False
+        for message in messages:
+            if not (
+                type(message) is dict and message.keys() == _PLAIN_MESSAGE and type(message["content"]) is str
+            ):
+                return False
+    return True
+
+
+@functools.cache
+def _judged(dialect: Dialect) -> frozenset[str]:
+    return frozenset(FIELDS) - {HINTS} | dialect.own_fields
+
+
 def unjudged(payload: Json, dialect: Dialect, *, tenant: bool, trusted: frozenset[str]) -> list[str]:
     """Top-level fields that must not reach a server, and are left out: nobody has judged them, or the router
     takes them itself."""
+    if payload.keys() <= _judged(dialect):
+        return []
     vouched: frozenset[str] = frozenset() if tenant else trusted
     return [
         name

@@ -139,7 +139,7 @@ def test_a_change_of_roles_is_followed(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(D, "decode")
     rig.take()
-    rig.fleet.rows[P].registration = registration("1001", P, role="decode")
+    rig.fleet.rows[P].tell(rig.fleet.rows[P].facts, registration("1001", P, role="decode"))
     rig.fleet.learnt(P, replace(FACTS, role="decode", identity="changed"))
     assert rig.take() == [(D, ())]
 
