@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
@@ -224,40 +223,38 @@ class Relay:
         record, responder = flight.record, flight.responder
         load = leg.load
         reader = StreamReader(flight.sent.dialect, flight.admitted.job.choices)
-        async with aclosing(response.chunks()) as chunks:
-            with load.until_lost():
-                first = await anext(chunks, b"")
-            load.answered()
-            load.prefilled()
-            first_byte()
-            record.first_byte = self._clock.monotonic()
-            record.status = response.status
-            self._learn(flight, decision, Usage())
-            head = self._response_headers(response, record, reader.first(first))
-            await responder.start(response.status, head)
-            leg.response, leg.reader = response, reader
+        with load.until_lost():
+            first = await response.piece()
+        load.answered()
+        load.prefilled()
+        first_byte()
+        record.first_byte = self._clock.monotonic()
+        record.status = response.status
+        self._learn(flight, decision, Usage())
+        head = self._response_headers(response, record, reader.first(first))
+        await responder.start(response.status, head, _told(flight, first))
+        leg.response, leg.reader = response, reader
+        reader.feed(first)
+        try:
             try:
-                try:
-                    if first:
-                        await self._pass_on(flight, first)
-                        reader.feed(first)
-                    async for chunk in chunks:
-                        load.answered()
-                        await self._pass_on(flight, chunk)
-                        reader.feed(chunk)
-                except GoesOnElsewhere:
-                    await self._go_on(flight, leg, reader)
-            except (ConnectionLost, RequestTimeout, NoContinuation) as error:
-                record.error = str(error)
-                self._broken_streams.inc()
-                message = f"the worker went away in mid-answer: {error}"
-                # What was translated are whole events.
-                end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
-                rest = flight.admitted.dialect.broken_off(message)
-                await responder.write(_held_back(flight) + end + rest)
-            else:
-                if held := _held_back(flight):
-                    await responder.write(held)
+                while chunk := await response.piece():
+                    load.answered()
+                    if told := _told(flight, chunk):
+                        await responder.write(told)
+                    reader.feed(chunk)
+            except GoesOnElsewhere:
+                await self._go_on(flight, leg, reader)
+        except (ConnectionLost, RequestTimeout, NoContinuation) as error:
+            record.error = str(error)
+            self._broken_streams.inc()
+            message = f"the worker went away in mid-answer: {error}"
+            # What was translated are whole events.
+            end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
+            rest = flight.admitted.dialect.broken_off(message)
+            await responder.write(_held_back(flight) + end + rest)
+        else:
+            if held := _held_back(flight):
+                await responder.write(held)
         if reader.done:
             _infer_cached(flight, reader.usage)
         if reader.usage.output_keys or reader.usage.response_id is not None:
@@ -279,28 +276,18 @@ class Relay:
             response = await leg.take_over(self._fleet)
             leg.response = response
             try:
-                async with aclosing(response.chunks()) as chunks:
-                    async for chunk in chunks:
-                        leg.load.answered()
-                        if rest := seam.feed(chunk):
-                            await self._pass_on(flight, rest)
-                            reader.feed(rest)
+                while chunk := await response.piece():
+                    leg.load.answered()
+                    if rest := seam.feed(chunk):
+                        if told := _told(flight, rest):
+                            await flight.responder.write(told)
+                        reader.feed(rest)
                 seam.check_end()
                 return
             except GoesOnElsewhere:
                 pass  # and so does the loop
             finally:
                 response.close()
-
-    async def _pass_on(self, flight: Flight, chunk: bytes) -> None:
-        if flight.sent.translation is not None:
-            chunk = flight.sent.translation.feed(chunk)
-        elif flight.filter is not None:
-            chunk = flight.filter.feed(chunk)
-        if chunk:
-            if flight.record.answer_id is None:
-                flight.record.answer_id = answer_id(chunk)
-            await flight.responder.write(chunk)
 
     # -- learning ---------------------------------------------------------------------------------
 
@@ -383,6 +370,17 @@ class Relay:
                 f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in record.timings()
             )
         return headers
+
+
+def _told(flight: Flight, chunk: bytes) -> bytes:
+    """What the client is told of the next piece of a stream."""
+    if flight.sent.translation is not None:
+        chunk = flight.sent.translation.feed(chunk)
+    elif flight.filter is not None:
+        chunk = flight.filter.feed(chunk)
+    if chunk and flight.record.answer_id is None:
+        flight.record.answer_id = answer_id(chunk)
+    return chunk
 
 
 def _held_back(flight: Flight) -> bytes:

@@ -68,7 +68,7 @@ class HttpResponder(Responder):
             transport.write(body)
         await self._drained()
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+    async def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
         self._begin(headers)
         self._has_body = has_body(status) and not self._head_only
         self.keep = self.keep and (self._chunks or not has_body(status))
@@ -76,7 +76,11 @@ class HttpResponder(Responder):
             status, headers, date=self._connection.date, length=None, chunked=self._chunks, keep=self.keep
         )
         self._started = True
+        if data and self._has_body:
+            head += chunk(data) if self._chunks else data
         self._connection.transport.write(head)
+        if self._connection.drain is not None:
+            await self._drained()
 
     async def write(self, data: bytes) -> None:
         connection = self._connection

@@ -6,7 +6,7 @@ be exchanged without touching routing, validation or relaying.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -56,8 +56,9 @@ class Responder(Protocol):
     async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Answer completely."""
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send status and headers of an answer that follows in pieces."""
+    async def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
+        """Send status and headers of an answer that follows in pieces, and ``data``, its first piece, with
+        them."""
 
     async def write(self, data: bytes) -> None:
         """Send a piece at once."""
@@ -87,22 +88,19 @@ class Handler(Protocol):
 class UpstreamResponse(Protocol):
     """A worker's answer, whose head has arrived."""
 
-    @property
-    def status(self) -> int: ...
+    status: int
+    headers: Mapping[str, str]
+    """End-to-end headers, names in lower case."""
 
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """End-to-end headers, names in lower case."""
-
-    def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body as it arrives.
+    async def piece(self) -> bytes:
+        """What comes next of the body; nothing at its end.
 
         Raises:
             ConnectionLost: the worker went away before the end.
         """
 
     async def read(self) -> bytes:
-        """The whole body; raises as ``chunks`` does."""
+        """The whole body; raises as ``piece`` does."""
 
     def interrupt(self, error: SglangExtError) -> None:
         """Have whoever reads the body get ``error`` instead of what has not been read."""

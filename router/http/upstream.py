@@ -15,7 +15,7 @@ import select
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from sglang_ext.errors import InternalError, SglangExtError
@@ -82,9 +82,7 @@ class HttpUpstream(Upstream):
                 connection.send(head, body, head_only=method == "HEAD")
                 if timeout_s is not None:
                     response.expire_at(started + timeout_s, timeout_s)
-                while not connection.answering:
-                    await connection.arrival()
-                response.status, response.headers = connection.status, connection.headers
+                await response.begin()
                 return response
             except ConnectionLost:
                 response.close()
@@ -223,6 +221,13 @@ class _Response(UpstreamResponse):
         self.status = 0
         self.headers: Mapping[str, str] = {}
 
+    async def begin(self) -> None:
+        """Wait for the head."""
+        connection = self._open()
+        while not connection.answering:
+            await connection.arrival()
+        self.status, self.headers = connection.status, connection.headers
+
     def expire_at(self, moment: float, timeout_s: float) -> None:
         """Give up at a moment of the loop's time."""
         if self._timer is None:
@@ -234,16 +239,11 @@ class _Response(UpstreamResponse):
             raise InternalError(f"the answer of {self._url} was closed already")
         return self._connection
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def piece(self) -> bytes:
         connection = self._open()
-        while True:
-            data = connection.take()
-            if data:
-                yield data
-            elif connection.complete:
-                return
-            else:
-                await connection.arrival()
+        while not (data := connection.take()) and not connection.complete:
+            await connection.arrival()
+        return data
 
     async def read(self) -> bytes:
         connection = self._open()

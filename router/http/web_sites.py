@@ -170,8 +170,8 @@ class ReadableAnswer(Responder):
     async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         await self._responder.send(status, {**headers, **self._headers}, body)
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        await self._responder.start(status, {**headers, **self._headers})
+    async def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
+        await self._responder.start(status, {**headers, **self._headers}, data)
 
     async def write(self, data: bytes) -> None:
         await self._responder.write(data)

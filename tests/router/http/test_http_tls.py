@@ -49,7 +49,7 @@ async def test_a_client_that_goes_away_over_tls(certificate: tuple[str, str], tr
         response = await trusting.open(
             "GET", f"https://127.0.0.1:{rig.server.port}/held-stream", timeout_s=10
         )
-        assert await anext(response.chunks()) == b"first"
+        assert await response.piece() == b"first"
         response.close()
         await rig.until_empty()
         assert rig.echo.cancelled == 1
@@ -111,7 +111,7 @@ async def test_a_router_that_serves_tls(
         {"text": "Once upon", "sampling_params": {"max_new_tokens": 4}, "stream": True}
     ).encode()
     response = await trusting.open("POST", router.url + "/generate", body=body, timeout_s=10)
-    assert (await anext(response.chunks())).startswith(b"data: {")
+    assert (await response.piece()).startswith(b"data: {")
     response.close()
     await worker.until(lambda: worker.aborted == 1)
 
