@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.index.hashes import measure_hashes
 from benchmarks.index.workload import TURN_TOKENS, Prompt, Workload
 from benchmarks.lib.common import SEED, Options, Report, at_least, percentile
 from sglang_ext.patches.cpu import runtime
@@ -257,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     calls = options.pick(192, quick=64, tiny=8)
     measured = {case: run(report, case, calls) for case in cases(options.quick, options.tiny)}
     summarize(report, measured)
+    measure_hashes(report, quick=options.quick, tiny=options.tiny)
     report.note("case: nodes / tokens of the prompt / SGLang's page size; times are microseconds per call")
     report.note(
         f"{PYTHON}: RadixCache; {UNIFIED}: UnifiedRadixCache, Python core; {RUST}: the same, Rust core"

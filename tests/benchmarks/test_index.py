@@ -7,9 +7,11 @@ import os
 import statistics
 import warnings
 
+import numpy as np
 import pytest
 
 from benchmarks.index import __main__ as index
+from benchmarks.index import hashes
 from benchmarks.index.workload import SYSTEM_TOKENS, TURN_TOKENS, Workload
 from benchmarks.lib.common import SEED, Report
 from sglang_ext.patches.cpu import runtime
@@ -108,3 +110,27 @@ def test_quick_measures_a_part_of_what_is_measured_in_full() -> None:
     assert {(c.nodes, c.length) for c in full if c.page == 1} == {
         (nodes, length) for nodes in (1_000, 10_000, 100_000) for length in (2_048, 8_192, 32_768)
     }
+
+
+def test_hashes_answer_as_a_tree_does_and_jumps_find_every_border() -> None:
+    """Who holds none, part or all; the twin, whose jumps skip a border, does not."""
+    numbers = np.random.default_rng(SEED)
+    key = numbers.integers(0, 32_000, 40 * hashes.BLOCK, dtype=np.int32).tobytes()
+    found = hashes.Hashes()
+    held = {number: int(numbers.integers(0, 41)) for number in range(30)}
+    for number, blocks in held.items():
+        found.store(number, key[: blocks * hashes.BLOCK_BYTES])
+    expected = {number: blocks for number, blocks in held.items() if blocks}
+    assert found.holders(key) == expected
+    assert found.holders(key[hashes.BLOCK_BYTES :]) == {}
+    (longest, who), *_ = found.runs(key)
+    assert longest == max(held.values())
+    assert {number for number in held if who >> number & 1} == {n for n, b in held.items() if b == longest}
+
+    class Skips(hashes.Hashes):
+        def runs(self, key: bytes) -> list[tuple[int, int]]:
+            return super().runs(key)[::2]
+
+    damaged = Skips()
+    damaged._masks = found._masks
+    assert damaged.holders(key) != expected

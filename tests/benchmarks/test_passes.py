@@ -18,7 +18,7 @@ from sglang_ext.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE: dict[str, tuple[tuple[str, ...], set[str]]] = {
-    "index": ((), {"match_vs_sglang_python", "insert_vs_sglang_rust"}),
+    "index": ((), {"match_vs_sglang_python", "insert_vs_sglang_rust", "hash_match_vs_tree"}),
     "index_events": ((), {"pass_vs_silent"}),
     "policies": ((), {"conversations_p99_cost_vs_session"}),
     "router": (
