@@ -36,6 +36,7 @@ class PromptTokenizer:
             self.by_server_only = "the model has no chat template"
         if template is not None:
             tokenizer.chat_template = template
+        self._plainly = None if template is None else _plain_rendering(tokenizer, template)
         self._format = content_format(template) if template is not None else "string"
         encode, special = _backend(tokenizer)
         self.segmenter = Segmenter(encode, special, cache)
@@ -88,6 +89,8 @@ class PromptTokenizer:
     def _render(
         self, messages: list[Json], tools: list[Json] | None, kwargs: Json, answer_follows: bool
     ) -> str:
+        if not kwargs and self._plainly is not None:
+            return self._plainly(messages, tools, answer_follows)
         rendered: str = self._tokenizer.apply_chat_template(
             messages,
             tokenize=False,
@@ -146,6 +149,28 @@ def _template(tokenizer: Any, facts: InstanceFacts) -> str | None:
         name = facts.chat.hf_chat_template_name or next(iter(template), None)
         template = template.get(name)
     return template if isinstance(template, str) else None
+
+
+def _plain_rendering(
+    tokenizer: Any, template: str
+) -> Callable[[list[Json], list[Json] | None, bool], str] | None:
+    """What ``apply_chat_template`` does with a conversation without settings of its own, less what it finds
+    out anew each time; None for a tokenizer that does it in another way."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    kind = type(tokenizer)
+    if getattr(kind, "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    special = dict(tokenizer.special_tokens_map)
+
+    def render(messages: list[Json], tools: list[Json] | None, answer_follows: bool) -> str:
+        (rendered,), _ = render_jinja_template(
+            [messages], tools, chat_template=template, add_generation_prompt=answer_follows, **special
+        )
+        return str(rendered)
+
+    return render
 
 
 def _backend(tokenizer: Any) -> tuple[Callable[[Sequence[str]], Sequence[Sequence[int]]], list[str]]:

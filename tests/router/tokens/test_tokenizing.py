@@ -361,3 +361,26 @@ async def test_what_is_known_or_short_is_not_handed_to_a_thread(service, tokeniz
         with pytest.raises(AttributeError):
             await service.encode(job(PromptInput(text="new " * 500)))
     assert (await service.encode(job(PromptInput(text="new " * 500))))[0].tokens
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_a_conversation_without_settings_is_rendered_as_transformers_does(
+    prompt_tokenizer, tokenizer, contents, with_tools, answer_follows
+) -> None:
+    messages = [{"role": "user", "content": content} for content in contents]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] if with_tools else None
+    assert prompt_tokenizer._plainly is not None
+    expected = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=answer_follows
+    )
+    assert prompt_tokenizer._plainly(messages, tools, answer_follows) == expected
+    assert prompt_tokenizer._plainly(messages, tools, not answer_follows) != expected
+
+
+def test_a_tokenizer_with_a_rendering_of_its_own_keeps_it(tokenizer) -> None:
+    class Own(type(tokenizer)):
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "own"
+
+    own = Own.from_pretrained(tokenizer.name_or_path)
+    assert PromptTokenizer(own, FACTS, TokenCache(1 << 20))._render([], None, {}, True) == "own"
