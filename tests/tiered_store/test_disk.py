@@ -507,3 +507,17 @@ def test_state_can_be_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "opened in" in caplog.text
     tier.close()
     assert "closed" in repr(tier)
+
+
+class OverNetwork(Files):
+    """Everything is on a network file system."""
+
+    def mountinfo(self) -> str:
+        return "22 1 0:40 / / rw - nfs4 filer:/export rw"
+
+
+def test_a_directory_on_a_network_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-disk-path: .* network file system \(nfs4\)"):
+        DiskTier(config(tmp_path), LAYOUT, files=OverNetwork())
+    assert not (tmp_path / LOCK_FILE).exists()
+    DiskTier(config(tmp_path), LAYOUT).close()

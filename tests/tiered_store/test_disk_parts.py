@@ -18,6 +18,7 @@ from sglang_ext.tiered_store.disk import index as index_module
 from sglang_ext.tiered_store.disk.files import IOV_MAX, Files, can_be_direct, read_fully, write_fully
 from sglang_ext.tiered_store.disk.index import Change, Index, IndexDamagedError, IndexFailedError
 from sglang_ext.tiered_store.disk.index_rows import RunRow, RunUse, decode_run, encode_run
+from sglang_ext.tiered_store.disk.owner import mounted_kind
 from sglang_ext.tiered_store.disk.reclaim import RunFacts, SegmentFacts, choose_victims
 from sglang_ext.tiered_store.disk.segment_format import (
     PAGE,
@@ -378,3 +379,27 @@ def test_enough_goes_if_there_is_enough(
     gained = sum(by_number[number].nbytes for number in chosen) - moved
     assert gained >= need or len(chosen) == sum(not s.busy for s in segments)
     assert all(set(v.move) <= {r.run for r in by_number[v.segment].runs} for v in victims)
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /mnt rw - nfs4 filer:/export rw,vers=4.2
+31 30 8:2 / /mnt/local\\040disk rw - xfs /dev/sdb1 rw
+32 22 0:41 / /home rw - ext4 /dev/sdc1 rw
+33 22 0:42 / /home rw - fuse.sshfs other: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/kv", "ext4"),
+        ("/mnt/kv", "nfs4"),
+        ("/mnt", "nfs4"),
+        ("/mntother", "ext4"),
+        ("/mnt/local disk/kv", "xfs"),
+        ("/home/kv", "fuse.sshfs"),
+    ],
+)
+def test_the_file_system_of_a_path_is_known(path: str, kind: str) -> None:
+    assert mounted_kind(Path(path), MOUNTS) == kind

@@ -54,6 +54,10 @@ class _CacheStat(ctypes.Structure):
 class Files:
     """The real thing. Every method raises OSError as the system call does."""
 
+    def mountinfo(self) -> str:
+        """What is mounted where, as this process sees it (/proc/self/mountinfo)."""
+        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+
     def open(self, path: Path, *, write: bool = False, create: bool = False, direct: bool = False) -> int:
         """Open a segment; `create` demands that it does not exist yet."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)

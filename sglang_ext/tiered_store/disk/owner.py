@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -15,6 +16,12 @@ import msgspec
 from sglang_ext.errors import ConfigError
 
 LOCK_FILE = "owner.lock"
+NETWORK = frozenset(
+    {"afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
+    | {"fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs"}
+)
+"""File systems that other machines may have mounted too. There a lock may hold on one machine alone, and
+LMDB, a mapping that processes share, is damaged by the second machine that writes."""
 
 
 class OwnerNote(msgspec.Struct, frozen=True):
@@ -62,6 +69,38 @@ class DirectoryOwner:
                 os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1
+
+
+def refuse_network(path: Path, kind: str) -> None:
+    """Refuse a directory that is on a file system of this kind, if that is one that machines share.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if kind in NETWORK:
+        raise ConfigError(
+            f"{path} is on a network file system ({kind}), which a server of another machine could use too",
+            field="--kv-disk-path",
+            hint="Give a directory on a disk of this machine",
+        )
+
+
+def mounted_kind(path: Path, mountinfo: str) -> str:
+    """The kind of file system that a path is on; "" if none is found.
+
+    Args:
+        path: absolute, without links.
+        mountinfo: the text of /proc/self/mountinfo.
+    """
+    found, longest = "", -1
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        # Blanks and the like are written as octal numbers.
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
+        # Of two at one place, the later covers the earlier.
+        if path.is_relative_to(point) and len(point) >= longest:
+            found, longest = after.split()[0], len(point)
+    return found
 
 
 def read_owner(path: Path) -> OwnerNote | None:

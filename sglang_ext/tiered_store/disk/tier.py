@@ -40,7 +40,7 @@ from sglang_ext.tiered_store.disk.index import (
     Snapshot,
     Watch,
 )
-from sglang_ext.tiered_store.disk.owner import DirectoryOwner
+from sglang_ext.tiered_store.disk.owner import DirectoryOwner, mounted_kind, refuse_network
 from sglang_ext.tiered_store.disk.read import DiskGet, DiskReader
 from sglang_ext.tiered_store.disk.reclaimer import Reclaimer
 from sglang_ext.tiered_store.disk.segments import SUFFIX, ScanResult, SegmentFiles, file_size
@@ -97,7 +97,7 @@ class DiskTier(BlockTier):
         self.tier = tier
         self.layout = layout
         files = files or Files()
-        self._owner, readonly = _take(config)
+        self._owner, readonly = _take(config, files)
         try:
             config = config if readonly else _fitted(config, files)
             io = choose_io(config.path, layout, IoMode.BUFFERED if readonly else config.io)
@@ -312,7 +312,7 @@ class DiskTier(BlockTier):
         )
 
 
-def _take(config: DiskConfig) -> tuple[DirectoryOwner | None, bool]:
+def _take(config: DiskConfig, files: Files) -> tuple[DirectoryOwner | None, bool]:
     """Take hold of the directory; the owner, and whether it is read-only."""
     if config.limit_bytes < 4 * config.segment_size:
         raise ConfigError(
@@ -322,6 +322,7 @@ def _take(config: DiskConfig) -> tuple[DirectoryOwner | None, bool]:
         )
     try:
         config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_network(config.path, mounted_kind(config.path.resolve(), files.mountinfo()))
         return DirectoryOwner(config.path, config.instance), False
     except OSError as error:
         if error.errno in _READ_ONLY_ERRORS and config.path.is_dir():
