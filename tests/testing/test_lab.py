@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.testing.lab import clock
 from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
 from sglang_ext.testing.lab.switch import QUEUE_S, Wire
 from sglang_ext.testing.waiting import wait_until
@@ -171,6 +172,96 @@ def test_a_connection_survives_a_cut(lab: Lab) -> None:
             lab.wire("a", "b")
             accepted.settimeout(10)
             assert accepted.recv(16) == b"held up"
+
+
+WAITS = """
+import ctypes, sys, threading, time
+began = time.monotonic()
+threading.Event().wait(0.2)
+class At(ctypes.Structure):
+    _fields_ = [("s", ctypes.c_long), ("ns", ctypes.c_long)]
+semaphore = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.sem_init(semaphore, 0, 0)
+libc.sem_timedwait(semaphore, ctypes.byref(At(int(time.time()) + 1, 0)))
+print(time.time(), time.monotonic() - began < 20)
+"""
+
+
+def test_a_clock_that_is_off_is_off_for_all_that_tell_the_time_of_day(shared: Path) -> None:
+    if reason := why_not() or clock.why_not():
+        pytest.skip(reason)
+    with Lab("a", "b", "c", shared=[shared], clocks={"a": 90, "b": -90}) as lab:
+        for name, off in (("a", 90.0), ("b", -90.0), ("c", 0.0)):
+            before = time.time()
+            told, *_ = lab[name].run("date", "+%s").split()
+            python, in_time = lab[name].run(sys.executable, "-I", "-S", "-c", WAITS).split()
+            after = time.time()
+            assert before - 1 <= int(told) - off <= after
+            assert before <= float(python) - off <= after
+            # Whoever waits until a time of day waits by its own.
+            assert in_time == "True"
+
+
+def test_who_is_masked_is_known_by_another_address(lab: Lab) -> None:
+    """It reaches others and is answered; its own address is nobody's there."""
+    a, b = lab["a"], lab["b"]
+    lab.mask("b", "10.77.0.99")
+    with a.network():
+        server = socket.create_server((a.address(), 0))
+        hidden = socket.socket()
+    with b.network():
+        inner = socket.create_server(("0.0.0.0", 0))
+        client = socket.create_connection(server.getsockname(), timeout=10)
+    with server, inner, client, hidden:
+        accepted, who = server.accept()
+        with accepted:
+            assert who[0] == "10.77.0.99"
+            client.sendall(b"there" * 5000)
+            assert _all(accepted, 25_000) == b"there" * 5000
+            accepted.sendall(b"back")
+            assert client.recv(16) == b"back"
+        with (
+            a.network(),
+            socket.create_connection(("10.77.0.99", inner.getsockname()[1]), timeout=10) as outer,
+        ):
+            reached, who = inner.accept()
+            with reached:
+                assert who[0] == a.address()
+                outer.sendall(b"in")
+                assert reached.recv(16) == b"in"
+        hidden.settimeout(WAIT_S)
+        with pytest.raises(TimeoutError):
+            hidden.connect((b.address(), inner.getsockname()[1]))
+
+
+def _all(connection: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes:
+        found += connection.recv(nbytes - len(found))
+    return found
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_closed_ports_are_closed_for_others(lab: Lab, family: int) -> None:
+    a, b = lab["a"], lab["b"]
+    kind = socket.AF_INET if family == 4 else socket.AF_INET6
+    with b.network():
+        servers = [
+            socket.create_server((b.address(family=family), port), family=kind) for port in (7001, 7002)
+        ]
+    lab.close_ports("b", but=[7001])
+    with servers[0], servers[1]:
+        for port, host in ((7001, a), (7001, b), (7002, b)):
+            with host.network():
+                socket.create_connection((b.address(family=family), port), timeout=10).close()
+        with a.network(), pytest.raises(TimeoutError):
+            socket.create_connection((b.address(family=family), 7002), timeout=WAIT_S)
+        # Answers to what it asks for itself come from any port.
+        with a.network():
+            theirs = socket.create_server((a.address(family=family), 0), family=kind)
+        with theirs, b.network():
+            socket.create_connection(theirs.getsockname()[:2], timeout=10).close()
 
 
 def test_a_lab_leaves_nothing(shared: Path) -> None:

@@ -17,12 +17,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
+from sglang_ext.testing.lab import clock
 from sglang_ext.testing.lab.switch import enter_network
 
 HERE: Final = Path(__file__).parent
@@ -55,6 +57,7 @@ class Host:
         shared: files and folders of /tmp and /dev/shm that it sees too.
         families: 4, 6 or both: what addresses it has.
         networks: their names.
+        environment: of its processes, on top of what each is given.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Host:
         shared: Sequence[Path],
         families: Sequence[int],
         networks: Sequence[str],
+        environment: Mapping[str, str],
     ) -> None:
         self.name = name
+        self._environment = environment
         self.hostname = hostname
         self._interfaces = {
             network: [f"10.77.{index}.{number}/24" if family == 4 else f"fd77:{index + 1}::{number}/64"
@@ -139,7 +144,7 @@ class Host:
         try:
             process = subprocess.Popen(
                 words,
-                env=dict(os.environ if environment is None else environment),
+                env={**(os.environ if environment is None else environment), **self._environment},
                 stdin=stdin,
                 stdout=output,
                 stderr=None if log is None else subprocess.STDOUT,
@@ -185,6 +190,7 @@ class Lab:
         networks: each host has a device of that name on each; the first is the one that is meant
             where none is named.
         seed: of the packets that get lost.
+        clocks: by how many seconds the clocks of hosts are off (`clock`); those of others are right.
     """
 
     def __init__(
@@ -195,18 +201,25 @@ class Lab:
         families: Sequence[int] = (4, 6),
         networks: Sequence[str] = ("lan",),
         seed: int = 1,
+        clocks: Mapping[str, float] | None = None,
     ) -> None:
         self.networks = tuple(networks)
         self.hosts: dict[str, Host] = {}
         self._names, self._hostnames = names, hostnames or {}
         self._shared, self._families, self._seed = shared, families, seed
+        self._clocks = clocks or {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._switch: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Lab:
         try:
+            self._folder = tempfile.TemporaryDirectory(prefix="lab-")
+            library = clock.built(Path(self._folder.name)) if self._clocks else None
             for number, name in enumerate(self._names, 1):
                 hostname = self._hostnames.get(name, name)
-                self.hosts[name] = Host(name, number, hostname, self._shared, self._families, self.networks)
+                off = clock.environment(library, self._clocks.get(name, 0.0)) if library else {}
+                shared = (*self._shared, Path(self._folder.name))
+                self.hosts[name] = Host(name, number, hostname, shared, self._families, self.networks, off)
             plan = {
                 "seed": self._seed,
                 "ports": [port for host in self.hosts.values() for port in host.ports()],
@@ -225,6 +238,8 @@ class Lab:
         if self._switch is not None:
             _end(self._switch)
             self._switch = None
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
@@ -249,22 +264,31 @@ class Lab:
         """
         settings = {"delay_s": delay_s, "loss": loss, "bytes_per_s": bytes_per_s, "cut": cut}
         for each in (network,) if network else self.networks:
-            self._order({"network": each, "source": source, "target": target, **settings})
+            self._order("wire", network=each, source=source, target=target, **settings)
             if both:
-                self._order({"network": each, "source": target, "target": source, **settings})
+                self._order("wire", network=each, source=target, target=source, **settings)
 
     def cut(self, source: str, target: str, *, both: bool = True, network: str = "") -> None:
         """Let nothing pass; ``wire`` heals it."""
         self.wire(source, target, both=both, network=network, cut=True)
 
-    def _order(self, order: Mapping[str, object]) -> None:
+    def mask(self, host: str, address: str, *, network: str = "") -> None:
+        """Put a host behind an IPv4 address of that network, as routers that masquerade do: others know it by
+        this one, whose ports lead to its own, one to one."""
+        self._order("mask", network=network or self.networks[0], host=host, address=address)
+
+    def close_ports(self, host: str, *, but: Iterable[int]) -> None:
+        """Let others reach no port of a host but these, as a firewall does: silently."""
+        self._order("close_ports", host=host, but=list(but))
+
+    def _order(self, do: str, **order: object) -> None:
         assert self._switch is not None
         assert self._switch.stdin is not None
         assert self._switch.stdout is not None
-        self._switch.stdin.write(json.dumps(order).encode() + b"\n")
+        self._switch.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
         self._switch.stdin.flush()
         if self._switch.stdout.readline() != b"done\n":
-            raise RuntimeError(f"the switch did not take {order}")
+            raise RuntimeError(f"the switch did not take {do} {order}")
 
 
 def stop(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:

@@ -4,6 +4,10 @@ Run as a script, without the package. Each host has a device per network, opened
 packet goes to the device of the same network that has its destination, over the wire of that direction, which
 may delay, lose and drop packets and pass so many bytes per second. What no device has is dropped in silence.
 
+A host may be behind an address that is not its own (``mask``): packets that leave it come from there, what
+is sent there is passed on to it, port by port, and nobody reaches its own address. A host may have its ports
+closed but for some: nobody else opens a TCP connection to the others, and no datagram arrives there.
+
 Standard input takes a line of JSON per order, each answered by a line; at its end, the switch ends.
 """
 
@@ -21,7 +25,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x1, 0x1000
@@ -82,6 +88,36 @@ def destination(packet: bytes) -> bytes:
     return packet[16:20] if version == 4 else packet[24:40] if version == 6 else b""
 
 
+TCP, UDP = 6, 17
+SYN, ACK = 0x02, 0x10
+
+
+def opens(packet: bytes) -> int | None:
+    """The port to which a packet opens a TCP connection or carries a datagram; None of any other packet."""
+    start = (packet[0] & 15) * 4 if packet[0] >> 4 == 4 else 40
+    kind = packet[9] if packet[0] >> 4 == 4 else packet[6]
+    if kind == UDP or (kind == TCP and packet[start + 13] & (SYN | ACK) == SYN):
+        return int.from_bytes(packet[start + 2 : start + 4])
+    return None
+
+
+def readdressed(packet: bytes, address: bytes, *, source: bool) -> bytes:
+    """An IPv4 packet with another source or destination, and the checksums that go with it."""
+    at = 12 if source else 16
+    changed = bytearray(packet)
+    changed[at : at + 4] = address
+    start = (packet[0] & 15) * 4
+    sums = [10, *([start + 16] if packet[9] == TCP else [start + 6] if packet[9] == UDP else [])]
+    for place in sums:  # the address is part of both (RFC 1624)
+        total = ~int.from_bytes(packet[place : place + 2]) & 0xFFFF
+        for word in (slice(at, at + 2), slice(at + 2, at + 4)):
+            total += (~int.from_bytes(packet[word]) & 0xFFFF) + int.from_bytes(changed[word])
+        while total >> 16:
+            total = (total & 0xFFFF) + (total >> 16)
+        changed[place : place + 2] = (~total & 0xFFFF).to_bytes(2)
+    return bytes(changed)
+
+
 class Switch:
     """See the module's docstring."""
 
@@ -91,6 +127,10 @@ class Switch:
         """(network, address) -> who has it."""
         self._wires: dict[tuple[str, str, str], Wire] = {}
         """(network, from, to)."""
+        self._masks: dict[tuple[str, str], tuple[bytes, bytes]] = {}
+        """(network, host) -> its own address, and the one that others know."""
+        self._open: dict[str, frozenset[int]] = {}
+        """Of hosts whose other ports are closed."""
         self._due: list[tuple[float, int, int, bytes]] = []
         self._count = 0
         self._chance = random.Random(seed).random
@@ -112,6 +152,27 @@ class Switch:
         """Set how one direction is from now on; what is under way arrives as it would have."""
         self._wires[network, source, target] = Wire(**settings)  # type: ignore[arg-type]
 
+    def mask(self, network: str, host: str, address: str) -> None:
+        """Put a host behind an address."""
+        (own,) = (packed for (on, packed), port in self._places.items()
+                  if (on, port.host) == (network, host) and len(packed) == 4)  # fmt: skip
+        known = ipaddress.ip_address(address).packed
+        self._masks[network, host] = own, known
+        self._places[network, known] = self._places.pop((network, own))
+
+    def close_ports(self, host: str, but: list[int]) -> None:
+        """Let others reach these ports of a host only."""
+        self._open[host] = frozenset(but)
+
+    def handle_command(self, order: dict[str, Any]) -> None:
+        """Do what a line says."""
+        doing: dict[str, Callable[..., None]] = {
+            "wire": self.wire,
+            "mask": self.mask,
+            "close_ports": self.close_ports,
+        }
+        doing[order.pop("do")](**order)
+
     def serve(self, orders: int) -> None:
         """Carry packets until there are no more orders."""
         pending = b""
@@ -127,7 +188,7 @@ class Switch:
                     return
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
-                    self.wire(**json.loads(line))
+                    self.handle_command(json.loads(line))
                     say("done")
             self._deliver()
 
@@ -139,8 +200,9 @@ class Switch:
             except BlockingIOError:
                 return
             target = self._places.get((port.network, destination(packet)))
-            if target is None:
+            if target is None or not self._lets_in(port.host, target.host, packet):
                 continue
+            packet = self._translated(port, target, packet)
             wire = self._wires.get((port.network, port.host, target.host))
             at = now if wire is None else wire.arrival(now, len(packet), self._chance())
             if at is None:
@@ -150,6 +212,22 @@ class Switch:
             else:
                 self._count += 1
                 heapq.heappush(self._due, (at, self._count, target.descriptor, packet))
+
+    def _lets_in(self, source: str, target: str, packet: bytes) -> bool:
+        ports = self._open.get(target)
+        if ports is None or source == target:
+            return True
+        wanted = opens(packet)
+        return wanted is None or wanted in ports
+
+    def _translated(self, source: Port, target: Port, packet: bytes) -> bytes:
+        if packet[0] >> 4 != 4:
+            return packet
+        if mask := self._masks.get((source.network, source.host)):
+            packet = readdressed(packet, mask[1], source=True)
+        if mask := self._masks.get((target.network, target.host)):
+            packet = readdressed(packet, mask[0], source=False)
+        return packet
 
     def _deliver(self) -> None:
         now = time.monotonic()
