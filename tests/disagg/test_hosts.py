@@ -56,15 +56,35 @@ def sent(host: Host) -> int:
     return int(line.split()[9])
 
 
-@pytest.mark.parametrize(("family", "network"), [(4, "kv"), (6, "lan")])
-def test_hosts_reach_each_other_where_they_say(key_file: Path, family: int, network: str) -> None:
-    """Bound to every address, on ports that may be used; over tcp, as they share no memory."""
+MASK = "10.77.0.99"
+
+
+@pytest.mark.parametrize(
+    ("family", "network", "masked"),
+    [
+        pytest.param(4, "kv", False, id="network-for-KV"),
+        pytest.param(4, "lan", True, id="masked"),
+        pytest.param(6, "lan", False, id="IPv6"),
+    ],
+)
+def test_hosts_reach_each_other_where_they_say(
+    key_file: Path, family: int, network: str, masked: bool
+) -> None:
+    """Bound to every address, on ports that may be used, while all others are closed; over tcp, as they share
+    no memory. masked: the owner is behind another address, whose ports lead to its own."""
     if reason := why_not():
         pytest.skip(reason)
     wildcard = "::" if family == 6 else "0.0.0.0"
-    with Lab("a", "b", shared=[key_file], networks=("lan", "kv")) as lab, ExitStack() as stack:
+    with (
+        Lab("a", "b", shared=[key_file], families=(family,), networks=("lan", "kv")) as lab,
+        ExitStack() as stack,
+    ):
+        for host in ("a", "b"):
+            lab.close_ports(host, but=PORTS)
+        if masked:
+            lab.mask("b", MASK)
         common = {"bind": wildcard, "ports": PORTS, "key_file": str(key_file)}
-        there = lab["b"].address(network, family)
+        there = MASK if masked else lab["b"].address(network, family)
         owner = stack.enter_context(endpoint(lab["b"], announce=there, **common))
         host = f"[{there}]" if family == 6 else there
         assert owner.found["address"].rpartition(":")[0] == host

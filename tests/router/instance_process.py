@@ -1,6 +1,6 @@
 """An instance without a model, in a process of its own: a stand-in for HTTP, and a real agent that registers.
 
-    python instance_process.py NAME ROUTER-URL,... TOKENIZER-FOLDER
+    python instance_process.py NAME ROUTER-URL,... TOKENIZER-FOLDER [ADDRESS KEY-FILE]
 
 It says on standard output where it is, and whom it was told to be dead, a JSON object per line.
 """
@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any
 
+from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.engine.events.agent import Agent, AgentFacts
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
@@ -65,25 +66,29 @@ def heard(reader: object, message: object) -> None:
         say(dead=message.instance, epoch=message.epoch.hex())
 
 
-async def main(name: str, router: str, tokenizer_path: str) -> None:
+async def main(
+    name: str, router: str, tokenizer_path: str, address: str = "127.0.0.1", key_file: str = ""
+) -> None:
     """Serve until killed."""
     epoch = os.urandom(16)
     number = int.from_bytes(epoch[:6], "big")
     holders = [Holder.of(name, number, tier) for tier in (Tier.HBM, Tier.DRAM)]
     tree = RadixTree(BLOCK)
     feed = PlacementFeed(tree, holders)
-    socket = AgentSocket("127.0.0.1", (0,), None)
+    key = read_cluster_key(key_file) if key_file else None
+    socket = AgentSocket(address, (0,), key)
     agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=heard)
-    async with running_worker(Telling(tree, holders[0], feed, tokenizer_path)) as worker:
+    async with running_worker(Telling(tree, holders[0], feed, tokenizer_path), host=address) as worker:
         registration = Registration(
             url=worker.url,
             instance=name,
             epoch=epoch.hex(),
-            agent=f"tcp://127.0.0.1:{socket.port}",
+            agent=f"tcp://{address}:{socket.port}",
+            agent_key=socket.public_key,
             block_size=BLOCK,
         )
         agent.start()
-        Registrar(router.split(","), registration, None, agent.silent_s).start()
+        Registrar(router.split(","), registration, key, agent.silent_s).start()
         say(url=worker.url, epoch=epoch.hex())
         while True:  # as a scheduler goes round; only then a router is answered what is held
             feed.publish()

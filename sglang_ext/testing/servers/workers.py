@@ -441,15 +441,17 @@ def _cut(request: web.BaseRequest) -> None:
 
 
 @asynccontextmanager
-async def running_worker(worker: StandInWorker | None = None, port: int = 0) -> AsyncIterator[StandInWorker]:
-    """Serve a stand-in on 127.0.0.1 while the block runs; ``worker.url`` tells where."""
+async def running_worker(
+    worker: StandInWorker | None = None, port: int = 0, host: str = "127.0.0.1"
+) -> AsyncIterator[StandInWorker]:
+    """Serve a stand-in while the block runs; ``worker.url`` tells where."""
     worker = worker or StandInWorker()
     server = web.Server(worker.handler(), access_log=None, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
-        worker.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, host, port, reuse_address=True).start()
+        worker.url = f"http://{host}:{runner.addresses[0][1]}"
         yield worker
     finally:
         await runner.cleanup()

@@ -1,6 +1,7 @@
 """A cluster over hosts that share nothing: a router and real servers, bound to every address of their hosts.
 
-Hosts have equal names that mean nothing to the others, and two networks, one of them for KV alone.
+Hosts have equal names that mean nothing to the others, clocks that are minutes apart, no port open but the
+documented ones, and two networks, one of them for KV alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from token_requests import random_prompt
 
 from sglang_ext.addresses import bracketed
 from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.lab import clock
 from sglang_ext.testing.lab.hosts import Lab, why_not
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.server import ONE_THREAD, ServerProcess
@@ -38,6 +40,10 @@ DECODE = ("--disaggregation-mode", "decode", *BACKEND)
 APART = (PREFILL, DECODE)
 TOKENS = 8
 HOSTS = ("r", "a", "b")
+CLOCKS = {"a": 90.0, "b": -90.0}
+OPEN = {"r": (PORT,), **dict.fromkeys(("a", "b"), (PORT, BOOTSTRAP, *range(31_000, 31_010)))}
+MASK = "10.77.0.99"
+"""Behind which the last host is, where one is."""
 FAULTY = FaultySpec.run
 
 
@@ -47,10 +53,13 @@ class Fleet:
     Args:
         flags: of each server.
         family: of the addresses.
+        masked: whether the last host is behind `MASK`.
         folder: for logs and faults; shared with all hosts.
     """
 
-    def __init__(self, lab: Lab, key_file: Path, folder: Path, family: int, *flags: tuple[str, ...]) -> None:
+    def __init__(
+        self, lab: Lab, key_file: Path, folder: Path, family: int, masked: bool, *flags: tuple[str, ...]
+    ) -> None:
         self.lab, self._folder = lab, folder
         wildcard = "::" if family == 6 else "0.0.0.0"
         address = lab["r"].address("lan", family)
@@ -63,7 +72,9 @@ class Fleet:
                 *(name, *FAULTY, "--model-path", str(model_path("tiny", "float32"))),
                 *("--dtype", "float32", "--host", wildcard, "--port", str(PORT), *POOL, *more),
                 *("--kv-router", self._url, "--kv-cluster-key-file", str(key_file)),
-                *("--kv-data-interface", "kv", "--kv-ports", PORTS),
+                *("--kv-ports", PORTS),
+                *(() if masked else ("--kv-data-interface", "kv")),
+                *(("--kv-announce-host", MASK) if masked and name == HOSTS[-1] else ()),
             )
 
     def _start(self, host: str, *arguments: str) -> None:
@@ -112,20 +123,28 @@ class Fleet:
 
 @pytest.fixture
 def lab(tmp_path: Path, family: int) -> Iterator[Lab]:
-    if reason := why_not():
+    if reason := why_not() or clock.why_not():
         pytest.skip(reason)
-    names = dict.fromkeys(HOSTS, "node")
-    hosts = Lab(*HOSTS, hostnames=names, shared=[tmp_path], families=(family,), networks=("lan", "kv"))
-    with hosts as lab:
+    with Lab(
+        *HOSTS,
+        hostnames=dict.fromkeys(HOSTS, "node"),
+        shared=[tmp_path],
+        families=(family,),
+        networks=("lan", "kv"),
+        clocks=CLOCKS,
+    ) as lab:
+        for host, ports in OPEN.items():
+            lab.close_ports(host, but=ports)
         yield lab
 
 
 @pytest.mark.parametrize(
-    ("family", "flags"),
+    ("family", "masked", "flags"),
     [
-        pytest.param(4, (COLOCATED, COLOCATED), id="colocated"),
-        pytest.param(4, APART, id="apart"),
-        pytest.param(6, APART, id="apart-IPv6"),
+        pytest.param(4, False, (COLOCATED, COLOCATED), id="colocated"),
+        pytest.param(4, False, APART, id="apart"),
+        pytest.param(4, True, APART, id="apart-masked"),
+        pytest.param(6, False, APART, id="apart-IPv6"),
     ],
 )
 def test_hosts_serve_one_cluster(
@@ -133,6 +152,7 @@ def test_hosts_serve_one_cluster(
     key_file: Path,
     tmp_path: Path,
     family: int,
+    masked: bool,
     flags: tuple[tuple[str, ...], ...],
     truth: ServerProcess,
     rng: random.Random,
@@ -142,7 +162,9 @@ def test_hosts_serve_one_cluster(
     and decode apart: one bit of what decode has read is inverted."""
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
-    fleet = Fleet(lab, key_file, tmp_path, family, *flags)
+    if masked:
+        lab.mask(HOSTS[-1], MASK)
+    fleet = Fleet(lab, key_file, tmp_path, family, masked, *flags)
     try:
         wait_until(lambda: fleet.ready() and fleet.usable() == 2, seconds=300, what="both servers")
         for _ in range(3):
@@ -155,7 +177,8 @@ def test_hosts_serve_one_cluster(
             with pytest.raises(AssertionError):
                 assert_same(truth.generate(prompt, max_new_tokens=TOKENS), damaged)
         found = {each["url"] for each in fleet.instances()}
-        hosts = [bracketed(lab[name].address("lan", family)) for name in HOSTS[1:]]
+        a, b = (bracketed(lab[name].address("lan", family)) for name in HOSTS[1:])
+        hosts = [a, MASK if masked else b]
         assert found == {f"http://{host}:{PORT}" for host in hosts}
         assert len({each["instance"] for each in fleet.instances()}) == 2
     except BaseException:

@@ -15,12 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from index_truth import assert_right, known
 from tuned_model import tuned
 
 from sglang_ext.keys import encode_tokens
-from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Beat, Hello, Welcome
-from sglang_ext.radix_global import RadixTree
-from sglang_ext.radix_global.sync.replica import Replica
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Instance, Match
 from sglang_ext.testing.leaks import LeakGuard
@@ -94,16 +92,6 @@ async def router(port: int, key_file: Path) -> AsyncIterator[Router]:
         router.check()
 
 
-async def known(router: Router, server: ServerProcess) -> Replica:
-    """The router's copy of what the server tells, once it is trusted."""
-    await until(lambda: router.trees.replica(server.url) is not None, 30, "registration")
-    await until(lambda: router.trees.trusted(server.url), 10, "a snapshot")
-    await until(lambda: router.fleet.usable(), 30, "a usable server")
-    replica = router.trees.replica(server.url)
-    assert replica is not None
-    return replica
-
-
 def prompt(tokens: int = 20 * BLOCK + 3) -> list[int]:
     return [RNG.randrange(100, 30_000) for _ in range(tokens)]
 
@@ -161,40 +149,6 @@ async def test_what_a_server_says_of_itself_is_what_it_is_expected_to_take(
 async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> None:
     async with client.post(url, json=body or {}) as response:
         assert response.status == 200, await response.text()
-
-
-async def told_anew(router: Router, server: ServerProcess) -> Replica:
-    """What the server tells a reader that knows nothing."""
-    link = router.agents._links[server.url]
-    truth = Replica(RadixTree(BLOCK), "truth")
-    socket = router.agents.socket(link.registration)
-    try:
-        await socket.send(TO_AGENT.encode(Hello("truth")))
-        async with asyncio.timeout(10):
-            while not truth.trusted:
-                message = FROM_AGENT.decode(await socket.recv())
-                if isinstance(message, Welcome):
-                    truth.began(message.epoch, message.naming)
-                elif not isinstance(message, Beat):
-                    truth.apply(message)  # type: ignore[arg-type]
-    finally:
-        socket.close(linger=0)
-    return truth
-
-
-async def assert_right(router: Router, server: ServerProcess) -> None:
-    """The copy becomes what the server tells a newcomer: at once, when nothing changes meanwhile."""
-    replica = await known(router, server)
-
-    truth = await told_anew(router, server)
-    for _ in range(20):
-        if (truth.next, truth.named) == (replica.next, replica.named):
-            break
-        truth = await told_anew(router, server)
-    assert replica.contents() == truth.contents()
-    assert replica.named == truth.named
-    assert replica.naming == truth.naming
-    truth.check()
 
 
 def held(router: Router, server: ServerProcess, tokens: list[int], *rest: str | None) -> Match:

@@ -1,0 +1,123 @@
+"""A router and instances on hosts of their own, whose clocks are minutes apart, and links that are cut.
+
+Instances are stand-ins with real agents. With real servers, and for each pair of them:
+`tests/integration/cluster/test_partitions.py` (long form).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from index_truth import assert_right
+from streams import Streams
+
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.lifecycle import State
+from sglang_ext.testing.lab import clock
+from sglang_ext.testing.lab.hosts import Lab, why_not
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.waiting import until
+
+PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
+PORT, API_KEY = 30_000, "the-key-of-clients"
+HARMLESS_S = 3.0
+"""As long as a switch may take to fail over."""
+RESENT_S = 30.0
+"""TCP sends again what was lost, as late as the cut was long."""
+FOREVER_S = 40.0
+"""Longer than any verdict takes, on a busy machine too."""
+
+
+@dataclass
+class Instance:
+    """One process on a host."""
+
+    url: str
+
+
+@dataclass
+class Rig:
+    lab: Lab
+    key_file: Path
+    one: Instance
+    two: Instance
+
+
+@pytest.fixture
+def rig(key_file: Path, tokenizer_dir: Path, leak_guard: LeakGuard) -> Iterator[Rig]:
+    """A router's host, where this thread is, and two instances that look for it."""
+    if reason := why_not() or clock.why_not():
+        pytest.skip(reason)
+    shared = [key_file, tokenizer_dir, PROGRAM]
+    with Lab(
+        *("router", "one", "two"),
+        shared=shared,
+        families=(4,),
+        hostnames=dict.fromkeys(("router", "one", "two"), "node"),
+        clocks={"one": 90.0, "two": -90.0},
+    ) as lab:
+        found = []
+        for name in ("one", "two"):
+            process = lab[name].popen(
+                [
+                    *(sys.executable, "-W", "ignore", str(PROGRAM), name),
+                    *(f"http://{lab['router'].address()}:{PORT}", str(tokenizer_dir)),
+                    *(lab[name].address(), str(key_file)),
+                ],
+                stdout=subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            found.append(Instance(msgspec.json.decode(process.stdout.readline())["url"]))
+        with lab["router"].network():
+            yield Rig(lab, key_file, *found)
+
+
+async def test_who_is_cut_off_is_missed_by_nobody_or_in_time(rig: Rig) -> None:
+    """For as long as networks fail over: no request fails, nobody is dead. For longer: the others answer,
+    what had begun ends with an error, and when it is back the router believes what it says now."""
+    config = RouterConfig(
+        host=rig.lab["router"].address(), port=PORT, api_key=API_KEY, cluster_key_file=str(rig.key_file)
+    )
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with (
+        Router(config) as router,
+        aiohttp.ClientSession(headers=headers, timeout=timeout) as client,
+    ):
+        await until(lambda: len(router.fleet.usable()) == 2, FOREVER_S, "both instances")
+        row = router.fleet.rows[rig.one.url]
+
+        streams = Streams(router, client)
+        async with streams.going_on():
+            await until(lambda: row.in_flight > 0, FOREVER_S, "a request at the first")
+            rig.lab.cut("router", "one")
+            await asyncio.sleep(HARMLESS_S)
+            rig.lab.wire("router", "one")
+            assert row.state in (State.READY, State.SUSPECT)
+        assert (streams.failures, streams.ends["broken off"]) == ([], 0)
+        assert row.state in (State.READY, State.SUSPECT)
+        for each in (rig.one, rig.two):
+            await assert_right(router, each, RESENT_S)
+
+        streams = Streams(router, client)
+        async with streams.going_on():
+            await until(lambda: row.in_flight > 0, FOREVER_S, "a request at the first")
+            rig.lab.cut("router", "one")
+            await until(lambda: row.state is State.DOWN, FOREVER_S, "the verdict")
+            await streams.more()
+            rig.lab.wire("router", "one")
+            await until(lambda: row.state is State.READY, FOREVER_S, "its return")
+            await until(lambda: row.in_flight > 0, FOREVER_S, "a request at the first")
+        assert streams.failures == []
+        for each in (rig.one, rig.two):
+            await assert_right(router, each, RESENT_S)
+        assert all(each.in_flight == 0 for each in router.fleet.rows.values())
+        router.check()
