@@ -71,18 +71,24 @@ def tracked_files() -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
+def copy_to(source: Path) -> list[str]:
+    """Copy the checkout's files, and nothing else that lies there; their names."""
+    tracked = tracked_files()
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    return tracked
+
+
 def build(scratch: Path) -> tuple[Path, Path]:
     """Wheel and source distribution.
 
     Raises:
         DistError: something is missing from one, or is in it that should not be.
     """
-    tracked = tracked_files()
     source, out = scratch / "source", scratch / "out"
     out.mkdir()
-    for name in tracked:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name)
+    tracked = copy_to(source)
     run(sys.executable, "-c", BUILD, out, cwd=source)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
@@ -97,11 +103,11 @@ def build(scratch: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def try_out(package: Path, scratch: Path) -> None:
-    """Install a package into a fresh environment, and smoke-test it there.
+def install(package: Path, scratch: Path) -> Path:
+    """Install a package into a fresh environment beside SGLang; the environment.
 
     Raises:
-        DistError: it cannot be installed, or does not work.
+        DistError: it cannot be installed.
     """
     venv = scratch / f"venv-{package.suffix[1:]}"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
@@ -112,8 +118,18 @@ def try_out(package: Path, scratch: Path) -> None:
     (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
     run(sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed", *pip, package)
+    return venv
+
+
+def try_out(package: Path, scratch: Path) -> None:
+    """Install a package into a fresh environment, and smoke-test it there.
+
+    Raises:
+        DistError: it cannot be installed, or does not work.
+    """
+    venv = install(package, scratch)
     version = package.name.removesuffix(".tar.gz").split("-")[1]
-    run(python, "-P", ROOT / "scripts" / "smoke.py", venv, version, cwd=scratch)
+    run(venv / "bin" / "python", "-P", ROOT / "scripts" / "smoke.py", venv, version, cwd=scratch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

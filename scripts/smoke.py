@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 NEEDED = frozenset({"python", "sglang-ext", "sglang", "plugin", "patches"})
 """What the doctor must find in order. Memory, compilers and the like are the machine's."""
@@ -32,6 +33,16 @@ def command(*words: str, statuses: tuple[int, ...] = (0,)) -> str:
     return done.stdout
 
 
+def import_all(package: ModuleType) -> None:
+    """Import every module below a package. Not by `walk_packages`: it imports what is left out, too."""
+    left_out = (*WITH_SGLANG_ONLY, *PROGRAMS)
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if not found.name.startswith(left_out) and not found.name.endswith(left_out):
+            module = importlib.import_module(found.name)
+            if found.ispkg:
+                import_all(module)
+
+
 def main(prefix: str, wanted: str) -> None:
     import sglang_ext
 
@@ -40,10 +51,7 @@ def main(prefix: str, wanted: str) -> None:
     assert here.is_relative_to(Path(prefix).resolve()), f"{here} is not what was installed into {prefix}"
     assert version("sglang-ext") == wanted, f"{version('sglang-ext')} is installed, {wanted} was built"
 
-    left_out = (*WITH_SGLANG_ONLY, *PROGRAMS)
-    for module in pkgutil.walk_packages(sglang_ext.__path__, "sglang_ext."):
-        if not module.name.startswith(left_out) and not module.name.endswith(left_out):
-            importlib.import_module(module.name)
+    import_all(sglang_ext)
 
     for name in ("router/static/ui/index.html", "testing/static/vocabulary.txt.xz", "py.typed"):
         assert files("sglang_ext").joinpath(name).is_file(), f"{name} is missing"

@@ -1,0 +1,175 @@
+"""A cluster is upgraded one server after the other, under load; the servers of other releases are installed,
+each from a wheel of its own, beside the checkout.
+
+The next release speaks the same protocols, so old and new serve together and read each other's KV. One that
+speaks others is refused by name, and the rest serve on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from router_rig import FLAGS, until
+from test_fetching import TOKENS, busy, cold, fetched, said_at
+from test_members import PATIENCE, Load
+
+from sglang_ext.protocol.cluster import PROTOCOL, instance_path
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.lifecycle import State
+from sglang_ext.testing.compare import assert_same
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
+
+DIST = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "dist.py"))
+
+
+@dataclass(frozen=True)
+class ReleasedSpec(ServerSpec):
+    """A server of an installed release.
+
+    Args:
+        python: of its environment.
+    """
+
+    python: str = sys.executable
+
+    def command(self, port: int) -> list[str]:
+        return [self.python, *super().command(port)[1:]]
+
+
+def released(folder: Path, version: str, *changes: tuple[str, str, str]) -> str:
+    """Install a release of the checkout under another version; its Python.
+
+    Args:
+        changes: (file, expression for what stands there once, what stands there in this release).
+    """
+    source, out = folder / "source", folder / "out"
+    out.mkdir(parents=True)
+    DIST["copy_to"](source)
+    names = ("pyproject.toml", r'(?m)^version = ".*"', f'version = "{version}"')
+    says = ("sglang_ext/launch_server.py", r"(?m)^def main\(.*\n", rf"\g<0>    print('this is {version}')\n")
+    for name, before, after in (names, says, *changes):
+        text, count = re.subn(before, after, (source / name).read_text())
+        assert count == 1, (name, before)
+        (source / name).write_text(text)
+    DIST["run"](sys.executable, "-c", DIST["BUILD"], out, cwd=source)
+    (wheel,) = out.glob(f"sglang_ext-{version}-*.whl")
+    return str(Path(DIST["install"](wheel, folder)) / "bin" / "python")
+
+
+class Fleet:
+    """Servers a and b, and where they look for their router."""
+
+    def __init__(self, leak_guard: LeakGuard) -> None:
+        self.port = free_port()
+        self.servers: dict[str, ServerProcess] = {}
+        self._leak_guard = leak_guard
+
+    def start(self, python: str, *names: str) -> None:
+        """Start servers of a release."""
+        for name in names:
+            flags = (
+                *FLAGS, "--kv-router", f"http://127.0.0.1:{self.port}", "--kv-instance-id", name,
+                "--kv-dram-size", "64MB", "--kv-load-policy", "always", "--enable-metrics",
+                "--enable-cache-report",
+            )  # fmt: skip
+            # Of its own environment alone, and not forked from the checkout's.
+            spec = ReleasedSpec(flags=flags, environment={"PYTHONSAFEPATH": "1"}, python=python)
+            self.servers[name] = ServerProcess(spec)
+        with self._leak_guard.adopting(), ThreadPoolExecutor() as pool:
+            list(pool.map(lambda name: self.servers[name].start(), names))
+
+    async def replace(self, router: Router, client: aiohttp.ClientSession, python: str, name: str) -> None:
+        """Drain a server, stop it, and start one of a release in its place."""
+        url = self.servers[name].url
+        async with client.post(router.url + instance_path(name, "drain"), json={}) as answer:
+            assert answer.status == 200
+        await until(lambda: router.fleet.rows[url].state is State.LEFT, seconds=120)
+        await asyncio.to_thread(self.servers.pop(name).stop)
+        await asyncio.to_thread(self.start, python, name)
+
+    def says(self, name: str, text: str) -> bool:
+        """Whether it stands in a server's log."""
+        return text in self.servers[name].log.read_text()
+
+    def at(self, url: str) -> ServerProcess:
+        return next(server for server in self.servers.values() if server.url == url)
+
+    def stop(self) -> None:
+        for server in self.servers.values():
+            server.stop()
+
+
+@pytest.fixture
+def fleet(leak_guard: LeakGuard) -> Iterator[Fleet]:
+    found = Fleet(leak_guard)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+async def reads_what_the_other_has(
+    router: Router, client: aiohttp.ClientSession, fleet: Fleet, rng: random.Random
+) -> None:
+    """One is busy, and the other reads the KV of a prompt from it: the same answer as with no cache."""
+    async with busy(client, router, fleet) as owner:
+        prompt, answer, headers = await fetched(
+            client, router, owner, rng, lambda prompt: said_at(client, router, owner, prompt)
+        )
+        assert headers["x-kv-fetch-source"] == owner.url
+        assert answer.dram_tokens == TOKENS
+    for server in fleet.servers.values():
+        assert_same(await cold(client, server, prompt), answer)
+
+
+async def test_one_server_after_the_other_is_replaced_by_another_release(
+    fleet: Fleet, client: aiohttp.ClientSession, tmp_path: Path, rng: random.Random
+) -> None:
+    next_one = released(tmp_path / "next", "9.1.0")
+    stranger = released(
+        tmp_path / "stranger", "9.2.0",
+        ("sglang_ext/protocol/cluster.py", r"(?m)^PROTOCOL: Final = .*", f"PROTOCOL: Final = {PROTOCOL + 1}"),
+    )  # fmt: skip
+    fleet.start(sys.executable, "a", "b")
+    config = RouterConfig(port=fleet.port, policy="least-load", **PATIENCE)
+    async with Router(config) as router:
+        router.fetching.least_wait_s = 8.0  # on a busy machine, what is waited for comes
+
+        async def both_serve() -> None:
+            await until(lambda: len(router.fleet.usable()) == 2, seconds=60)
+            await until(lambda: all(each.trusted for each in router.fleet.usable()), seconds=60)
+
+        await both_serve()
+        for name in ("b", "a"):
+            async with Load(router, client).going_on() as load:
+                await fleet.replace(router, client, next_one, name)
+                await both_serve()
+                await load.more()
+            assert load.ends["broken off"] == 0
+            assert fleet.says(name, "this is 9.1.0")
+            assert fleet.says("a", "this is 9.1.0") is (name == "a"), "first they are mixed, then not"
+            await reads_what_the_other_has(router, client, fleet, rng)
+
+        async with Load(router, client).going_on() as load:
+            await fleet.replace(router, client, stranger, "b")
+            assert fleet.says("b", "this is 9.2.0")
+            why = f"protocol: {PROTOCOL + 1} is spoken there, {PROTOCOL} here; run one release"
+            await until(lambda: fleet.says("b", why), seconds=60)
+            await load.more()
+        assert load.ends["broken off"] == 0
+        assert [row.name for row in router.fleet.usable()] == [fleet.servers["a"].url]
+        assert fleet.servers["b"].generate([1, 2, 3], max_new_tokens=2).tokens, "it serves, by itself"
+        router.check()
