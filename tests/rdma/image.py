@@ -18,6 +18,7 @@ MODULES = [
     "9pnet_virtio",
     "virtio_pci",
     "virtio_rng",
+    "virtio_net",
     "virtio_console",
     "crc32c_generic",
     "crc32c_intel",
