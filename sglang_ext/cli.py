@@ -66,7 +66,8 @@ COMMANDS: Mapping[str, Command] = {
         replaces_process=True,
     ),
     "doctor": Command(
-        "sglang_ext.cluster.doctor.command", "check this machine and installation, and say what to do"
+        "sglang_ext.cluster.doctor.command",
+        "check this machine, or the way to another one, and say what to do",
     ),
 }
 

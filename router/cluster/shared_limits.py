@@ -62,7 +62,7 @@ class SharedLimits:
         return hashlib.blake2b(meter.digest, digest_size=16, person=b"limit").hexdigest()
 
     def _meter(self, name: str) -> Meter | None:
-        if (meters := self._keys.meters) != self._of:
+        if (meters := self._keys.meters) is not self._of:
             self._of, self._named = meters, {self._name(meter): meter for meter in meters}
         return self._named.get(name)
 

@@ -246,13 +246,10 @@ class KeyRing:
         self._callers: dict[bytes, Caller] = {}
         self._meters: dict[bytes, tuple[KeyEntry, Meter]] = {}
         self._has_file = False
+        self.meters: tuple[Meter, ...] = ()
+        """What was used of each key; another tuple after each ``replace``."""
         self.used: Signal[[Meter]] = Signal()
         """Something was used of a key's limits."""
-
-    @property
-    def meters(self) -> tuple[Meter, ...]:
-        """What was used of each key."""
-        return tuple(meter for _, meter in self._meters.values())
 
     @property
     def asks(self) -> bool:
@@ -277,6 +274,7 @@ class KeyRing:
             meters[concealed] = (entry, meter)
             callers[concealed] = Caller(entry.tenant, entry.priority, entry.admin, entry.salt, meter)
         self._callers, self._meters, self._has_file = callers, meters, True
+        self.meters = tuple(meter for _, meter in meters.values())
 
     def caller(self, key: str | None) -> Caller | None:
         """Whose key this is; ``None`` for nobody's."""
