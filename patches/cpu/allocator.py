@@ -7,7 +7,7 @@ the same arguments and write the same slots; SGLang's own methods around them st
 Why no extension point serves: the allocator's class is chosen inside SGLang by device and model, and a
 plugin hook on a Triton kernel would wrap it in a function, which cannot be launched as ``kernel[grid](...)``.
 
-For: SGLang 0.5.21. SGLang's ``alloc_extend_naive`` computes the same in torch but asserts when the free list
+SGLang's ``alloc_extend_naive`` computes the same in torch but asserts when the free list
 is empty, where the kernel's caller expects to return None.
 Can go: when SGLang allocates pages on a CPU without Triton.
 """

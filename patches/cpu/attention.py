@@ -14,7 +14,6 @@ and cross-attention stay SGLang's own, and so does what is not on a CPU.
 Why no extension point serves: an attention backend of a name of our own could be registered, but the models'
 tables of what to do for which backend know ``torch_native``.
 
-For: SGLang 0.5.21.
 Can go: when SGLang's backend attends with the new queries only.
 """
 

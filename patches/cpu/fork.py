@@ -9,7 +9,7 @@ its own.
 
 Why no extension point serves: the start method is fixed in the function.
 
-For: SGLang 0.5.21. `SGLANG_EXT_START_METHOD=spawn` keeps SGLang's way.
+`SGLANG_EXT_START_METHOD=spawn` keeps SGLang's way.
 Can go: when SGLang lets the start method be chosen.
 """
 

@@ -8,7 +8,7 @@ operator in ``torch.ops.sgl_kernel``, so that SGLang's check for AMX says no.
 
 Why no extension point serves: the imports stand at the top of SGLang's modules, before any plugin.
 
-For: SGLang 0.5.21; the wheel ``sglang-kernel`` is CUDA only. Not applied where ``sgl_kernel`` imports.
+The wheel ``sglang-kernel`` is CUDA only. Not applied where ``sgl_kernel`` imports.
 Can go: when a CPU wheel of ``sgl_kernel`` is published.
 """
 
@@ -28,7 +28,7 @@ MODULE = "sgl_kernel"
 _SPECULATIVE = "start the server without --speculative-algorithm"
 _LINEAR_ATTENTION = "serve a model without linear-attention layers"
 
-# Kernel -> way out, for the names that SGLang 0.5.21 imports on a CPU.
+# Kernel -> way out, for the names that SGLang imports on a CPU.
 _WAY_OUT = {
     "assign_draft_cache_locs_contiguous_cpu": _SPECULATIVE,
     "assign_extend_cache_locs_cpu": _SPECULATIVE,

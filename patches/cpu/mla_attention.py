@@ -9,7 +9,6 @@ pool's latent is key and value.
 Why no extension point serves: the table is one (``AttentionBackendRegistry.register``), and this uses it; but
 nothing in SGLang calls for the entry.
 
-For: SGLang 0.5.21.
 Can go: when SGLang registers a handler for ``torch_native``.
 """
 

@@ -8,7 +8,6 @@ Every other model takes the same embeddings from ``get_rope``, which runs on a C
 Why no extension point serves: a plugin hook would, but SGLang applies hooks later than the CPU runtime is
 verified, and swallows their failure.
 
-For: SGLang 0.5.21.
 Can go: when ``get_rope_cpu`` falls back to ``get_rope``.
 """
 

@@ -7,7 +7,7 @@ the two schemas before the import is enough; the operators themselves are not ne
 
 Why no extension point serves: the failure comes while SGLang is being imported, before any plugin.
 
-For: torchvision 0.28.0 beside torch 2.13.0 (SGLang 0.5.21). Not applied where ``_C.so`` loads.
+For: torchvision 0.28.0 beside torch 2.13.0. Not applied where ``_C.so`` loads.
 Can go: when PyPI offers torchvision for CPU torch, or SGLang no longer imports it for text models.
 """
 

@@ -13,7 +13,6 @@ nothing.
 
 Why no extension point serves: nothing stands between a request's end and its answer.
 
-For: SGLang 0.5.21.
 Can go: when SGLang can wait for a cache before it ends an answer.
 """
 

@@ -7,7 +7,7 @@ goes on, so there is nothing to wait for: the call is made as without overlap, w
 
 Why no extension point serves: the event's class is fixed in the method.
 
-For: SGLang 0.5.21. (``SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0`` would avoid the call and the gain.)
+(``SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0`` would avoid the call and the gain.)
 Can go: when SGLang takes the event from ``torch.get_device_module()``.
 """
 

@@ -6,7 +6,6 @@ What: a hook after ``ServerArgs.add_cli_args`` adds a group of our own; a hook a
 
 Why no extension point serves: ``ServerArgs`` takes fields from its own class only.
 
-For: SGLang 0.5.21.
 Can go: when SGLang gives plugins a place for their configuration.
 """
 

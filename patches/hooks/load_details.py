@@ -9,7 +9,6 @@ that is faster gets the entry as well.
 Why no extension point serves: the entry is made from three attributes of the request. SGLang's IPC carries it
 as a dictionary of whole numbers and texts, so nothing else has to change.
 
-For: SGLang 0.5.21.
 Can go: when a cache can add to a request's ``cached_tokens_details``.
 """
 

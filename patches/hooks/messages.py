@@ -10,7 +10,6 @@ What: three hooks.
 Why no extension point serves: SGLang's table of request types is closed, and its control requests come from
 its own tokenizer process only.
 
-For: SGLang 0.5.21.
 Can go: when a registered cache backend can receive messages.
 """
 

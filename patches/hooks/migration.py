@@ -11,7 +11,6 @@ What: five hooks, all for ``patches/adapter/migration.py``.
 
 Why no extension point serves: SGLang resumes requests that it has retracted itself, and no others.
 
-For: SGLang 0.5.21.
 Can go: when SGLang moves running requests between servers.
 """
 

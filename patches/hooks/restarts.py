@@ -21,7 +21,6 @@ from prefill.
 
 Why no extension point serves: SGLang's caches load only what is complete.
 
-For: SGLang 0.5.21.
 Can go: when SGLang can run a batch again.
 """
 

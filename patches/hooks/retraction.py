@@ -11,7 +11,6 @@ priority finds no place among them, frees their KV, and computes it again. Four 
 
 Why no extension point serves: SGLang's scheduler decides by priority alone, and frees KV by itself.
 
-For: SGLang 0.5.21.
 Can go: when SGLang weighs the wait against the retraction, and inserts what it preempts.
 """
 

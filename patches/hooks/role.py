@@ -6,7 +6,6 @@ roles. After the switch the cache is told the role, which the instance registers
 
 Why no extension point serves: SGLang empties whatever cache there is, and tells nobody of the new role.
 
-For: SGLang 0.5.21.
 Can go: when a cache may say that it outlives the switch.
 """
 

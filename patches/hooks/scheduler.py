@@ -25,7 +25,6 @@ idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight h
 Why no extension point serves: a registered cache backend is only constructed; the calls are guarded by the
 flags of the built-in tiers.
 
-For: SGLang 0.5.21.
 Can go: when SGLang calls these for every cache that has them.
 """
 

@@ -8,7 +8,6 @@ answers as they are; metrics are always kept.
 Why no extension point serves: SGLang's own time stats reach an answer as times of day, of the last instance
 only, and only with ``--enable-metrics``.
 
-For: SGLang 0.5.21.
 Can go: when SGLang tells stages of all instances.
 """
 

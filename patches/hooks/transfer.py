@@ -13,7 +13,6 @@ only waits for transfers sleeps until one of them moves, where stock SGLang spin
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
 enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
 
-For: SGLang 0.5.21.
 Can go: when SGLang registers transfer backends by name, as it does caches.
 """
 

@@ -6,7 +6,7 @@ already checks the length of every request and answers a bad one with a 400; thi
 
 Why no extension point serves: there is none for the validation of requests.
 
-For: SGLang 0.5.21, any device. A server behind the router refuses such requests there first.
+For: any device. A server behind the router refuses such requests there first.
 Can go: when SGLang validates ``input_ids`` as it does ``token_ids_logprob``.
 """
 

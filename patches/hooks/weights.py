@@ -15,7 +15,6 @@ key of its requests.
 Why no extension point serves: SGLang tells a cache of weight updates only by ``reset()``, and only when the
 caller asks for it.
 
-For: SGLang 0.5.21.
 Can go: when SGLang has such calls in its cache interface.
 """
 

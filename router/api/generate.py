@@ -90,7 +90,7 @@ class Generate(Dialect):
         """image_data video_data audio_data modalities image_max_dynamic_patch video_max_dynamic_patch
         input_embeds sampling_params require_reasoning max_thinking_tokens return_logprob logprob_start_len
         top_logprobs_num token_ids_logprob return_text_in_logprobs return_flat_raw_top_logprobs
-        return_flat_raw_top_logprobs_b64 return_entropy return_indexer_topk no_logs"""
+        return_entropy return_indexer_topk no_logs"""
     )
     media_in = MEDIA_FIELDS
     custom_params_in = "sampling_params"

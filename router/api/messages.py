@@ -1,6 +1,6 @@
 """Anthropic's ``/v1/messages``.
 
-SGLang 0.5.21 turns a body into one of ``/v1/chat/completions`` and serves that. The same is done here
+SGLang turns a body into one of ``/v1/chat/completions`` and serves that. The same is done here
 (``messages_as_chat``), so that a conversation has the same tokens whichever way it comes, and prompts are
 routed as well as chat's. What depends on the server's reasoning parser is not repeated: such requests are
 matched by their text.
@@ -61,7 +61,7 @@ class Messages(Dialect):
     path = "/v1/messages"
     summary = "Anthropic messages"
     prompt_field = "messages"
-    own_fields = fields("system stop_sequences thinking output_config betas")
+    own_fields = fields("system stop_sequences output_config betas")
     parts_in = ("messages", "system")
     via = CHAT
 

@@ -69,6 +69,7 @@ def to_chat(payload: Json) -> Json:
     _add_reasoning(payload, chat)
     choice = payload.get("tool_choice")
     if choice is not None:
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         kind = CHOICES[choice["type"]]
         chat["tool_choice"] = (
             {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else kind
@@ -89,6 +90,10 @@ def _add_reasoning(payload: Json, chat: Json) -> None:
         enabled = thinking.get("type") != "disabled"
         chat["chat_template_kwargs"] = {"thinking": enabled, "enable_thinking": enabled}
     output = payload.get("output_config")
+    form = output.get("format") if isinstance(output, dict) else None
+    if isinstance(form, dict):
+        schema = {"name": "response", "schema": form.get("schema"), "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     effort = output.get("effort") if isinstance(output, dict) else None
     if effort is not None:
         chat["reasoning_effort"] = "max" if effort == "xhigh" else effort
@@ -103,6 +108,7 @@ def _tool(tool: Json) -> Json:
             "name": tool["name"],
             "description": tool.get("description") or "",
             "parameters": schema if "type" in schema else {**schema, "type": "object"},
+            "strict": bool(tool.get("strict")),
         },
     }
 

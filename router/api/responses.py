@@ -1,6 +1,6 @@
 """OpenAI's ``/v1/responses``, and the conversation that SGLang makes of a body.
 
-As with ``messages``, the conversation is made as SGLang 0.5.21 makes it
+As with ``messages``, the conversation is made as SGLang makes it
 (``entrypoints/openai/serving_responses.py``), so that prompts are routed as well as chat's. A response that
 goes on from an earlier one (``previous_response_id``) belongs to the instance that keeps that one.
 """

@@ -282,11 +282,12 @@ class StockLink:
         while True:
             async with asyncio.timeout(PATIENCE_S):
                 frames = await socket.recv_multipart()
-            if len(frames) != 3 or len(frames[1]) != 8:
+            # A topic stands before them from SGLang 0.5.23 on.
+            if len(frames) not in (3, 4) or len(frames[-2]) != 8:
                 continue
-            if frames[1] == END:
+            if frames[-2] == END:
                 break
-            number, payload = int.from_bytes(frames[1], "big"), frames[2]
+            number, payload = int.from_bytes(frames[-2], "big"), frames[-1]
             if same is None:
                 same = number > first or not last or payload == last
             if not same:

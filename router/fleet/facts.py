@@ -44,6 +44,8 @@ class ChatFacts:
     tool_call_parser: str | None = None
     default_template_kwargs: tuple[tuple[str, object], ...] = ()
     multimodal: bool = False
+    tools_as_given: bool = False
+    """Templates see a tool's fields in the client's order, and ``strict`` only where it is given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What the router asks of a worker besides generation: who it is, whether it lives, how it tokenizes.
 
-Facts read from SGLang 0.5.21 (``entrypoints/http_server.py``): ``/model_info`` is answered by the HTTP
+Facts read from SGLang (``entrypoints/http_server.py``): ``/model_info`` is answered by the HTTP
 process at once; ``/server_info`` waits for the scheduler; neither tells the size of the vocabulary. That
 is learnt from a request that asks for the logprob of token -1, which SGLang refuses before the scheduler
 sees it, naming the valid range.
@@ -38,6 +38,8 @@ _WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
 """Hosts at which SGLang's publisher listens; with any other it connects to who listens there."""
 _REPLAY = re.compile(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
+_TOOLS_AS_GIVEN = (0, 5, 23)
+"""From this version of SGLang on, see ``ChatFacts``."""
 _ROLES = {"null": "colocated", None: "colocated"}
 
 
@@ -167,7 +169,7 @@ class WorkerApi:
         if answer.status != 400 or found is None:
             raise NotUsable(
                 f"{url} does not tell the size of its vocabulary, and prompts could not be checked; "
-                "is it SGLang 0.5.21?"
+                "is it a version of SGLang that is supported?"
             )
         return int(found[1])
 
@@ -255,4 +257,10 @@ def _chat_facts(model: Json, server: Json) -> ChatFacts:
         tool_call_parser=model.get("tool_call_parser"),
         default_template_kwargs=tuple(defaults.items()) if isinstance(defaults, dict) else (),
         multimodal=bool(model.get("has_image_understanding") or model.get("has_audio_understanding")),
+        tools_as_given=_version(server) >= _TOOLS_AS_GIVEN,
     )
+
+
+def _version(server: Json) -> tuple[int, ...]:
+    """Of SGLang; empty where it tells none."""
+    return tuple(map(int, re.findall(r"\d+", str(server.get("version") or ""))[:3]))

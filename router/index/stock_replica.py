@@ -12,7 +12,7 @@ A page that continues an unknown one is left out of a partial copy. Events leave
 and adapter, so that pages of such prompts look like those of prompts without (``Index.guess`` sees them).
 Only HBM is taken; what SGLang's hierarchical cache tells of other media is passed over.
 
-Dialect of SGLang 0.5.21 (``disaggregation/kv_events.py``). Pure: one thread, no clock.
+Dialect of SGLang (``disaggregation/kv_events.py``). Pure: one thread, no clock.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     lora_id: int | None = None
     medium: str | None = None
     cache_salt: str | None = None
+    lora_name: str | None = None
+    """Of an adapter's KV, which earlier versions do not publish."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
@@ -259,7 +261,7 @@ class StockReplica:
         names, page = event.block_hashes, event.block_size
         if page < 1 or len(names) * page != len(event.token_ids):
             raise ValueError("the tokens of an event do not fill its pages")
-        if event.lora_id is not None:
+        if event.lora_id is not None or event.lora_name is not None:
             return
         self.page_blocks = max(1, page // self._tree.block_size)
         tokens = encode_tokens(event.token_ids)

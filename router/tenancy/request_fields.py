@@ -1,4 +1,4 @@
-"""Every field that SGLang 0.5.21 takes in a request, and who may set it.
+"""Every field that a supported version of SGLang takes in a request, and who may set it.
 
 ``tests/engine/cache/test_request_fields.py`` holds the tables to SGLang's classes: a field of a newer version
 fails there until somebody has judged it. Until then it reaches no server. SGLang ignores top-level fields
@@ -50,15 +50,18 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.CLIENT, "text input_ids messages model reasoning"),
     # Media are fetched by the server, and hashed by what it has got.
     **_all(Who.CLIENT, "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch"),
+    **_all(Who.CLIENT, "mm_processor_kwargs thinking"),
     **_all(Who.CLIENT, "tools tool_choice parallel_tool_calls chat_template_kwargs"),
     # -- sampling ------------------------------------------------------------------------------------
     **_all(Who.CLIENT, "temperature top_p top_k min_p n seed stop stop_token_ids stop_regex no_stop_trim"),
     **_all(Who.CLIENT, "frequency_penalty presence_penalty repetition_penalty logit_bias max_tokens"),
     **_all(Who.CLIENT, "min_tokens ignore_eos skip_special_tokens regex ebnf response_format custom_params"),
+    **_all(Who.CLIENT, "watermark"),
     # -- the answer ----------------------------------------------------------------------------------
     **_all(Who.CLIENT, "stream stream_options metadata user logprobs top_logprobs sampling_logprobs_mode"),
     **_all(Who.CLIENT, "return_hidden_states return_routed_experts routed_experts_start_len"),
     **_all(Who.CLIENT, "return_prompt_token_ids return_token_ids return_sampling_mask"),
+    **_all(Who.CLIENT, "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"),
     **_all(Who.CLIENT, "return_cached_tokens_details return_spec_tokens_details"),
     # "background" is metered by the API that has it, and refused by the other one whose server takes it.
     **_all(Who.CLIENT, "background"),
@@ -95,7 +98,7 @@ SAMPLING: Final[Mapping[str, Who]] = {
         Who.CLIENT, "frequency_penalty presence_penalty repetition_penalty min_new_tokens json_schema regex"
     ),
     **_all(Who.CLIENT, "ebnf structural_tag ignore_eos skip_special_tokens spaces_between_special_tokens"),
-    **_all(Who.CLIENT, "no_stop_trim stream_interval logit_bias sampling_seed custom_params"),
+    **_all(Who.CLIENT, "no_stop_trim stream_interval logit_bias sampling_seed custom_params watermark"),
     # Set when the others have been checked; whoever sets them goes past the checks.
     **_all(Who.NOBODY, "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized"),
     **_all(Who.NOBODY, "ebnf_full_assistant"),
@@ -104,7 +107,7 @@ SAMPLING: Final[Mapping[str, Who]] = {
 
 MEDIA: Final[Mapping[str, Who]] = {
     **_all(Who.CLIENT, "url detail max_dynamic_patch min_dynamic_patch fps max_frames max_tokens_per_frame"),
-    **_all(Who.CLIENT, "max_image_tokens data format preprocess_kwargs"),
+    **_all(Who.CLIENT, "max_image_tokens max_long_side_pixel data format preprocess_kwargs"),
     **_all(Who.TRUSTED, "content_hash"),
 }
 """Fields of the object of an image, a video or a sound, in a part of a message or in ``image_data``."""

@@ -1,4 +1,4 @@
-"""Rendering a conversation as SGLang 0.5.21 does, so that the router's tokens are the server's.
+"""Rendering a conversation as SGLang does, so that the router's tokens are the server's.
 
 SGLang parses a request into pydantic models, dumps those, reworks the messages and hands them to the
 tokenizer's chat template (``entrypoints/openai/serving_chat.py``, ``protocol.py`` and
@@ -126,7 +126,7 @@ def prepare(payload: Json, chat: ChatFacts, fmt: str, *, answer_follows: bool = 
         else:
             rendered[-1] = {"role": "user", "content": content}
     kwargs = _template_kwargs(payload, chat)
-    return Rendering(rendered, _tools(payload), kwargs, prefix or None)
+    return Rendering(rendered, _tools(payload, chat.tools_as_given), kwargs, prefix or None)
 
 
 def _dump_message(message: Json) -> Json:
@@ -197,36 +197,33 @@ def _join(parts: list[Json]) -> str:
     return " ".join(part["text"] for part in parts)
 
 
-def _tools(payload: Json) -> list[Json] | None:
+def _tools(payload: Json, as_given: bool) -> list[Json] | None:
     tools = payload.get("tools")
     choice = payload.get("tool_choice")
     if not tools or choice == "none":
         return None
     if not isinstance(tools, list):
         raise CannotRender("tools is not an array")
-    dumped = [_dump_tool(tool) for tool in tools]
+    dumped = [_dump_tool(tool, as_given) for tool in tools]
     if isinstance(choice, dict):
         wanted = (choice.get("function") or {}).get("name")
         return [tool for tool in dumped if tool["function"]["name"] == wanted] or None
     return dumped
 
 
-def _dump_tool(tool: Any) -> Json:
+def _dump_tool(tool: Any, as_given: bool) -> Json:
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         raise CannotRender("a tool without a function")
     function = tool["function"]
     if tool.get("defer_loading") is not None or function.get("defer_loading") is not None:
         raise CannotRender("defer_loading")
-    return {
-        "type": tool.get("type", "function"),
-        "function": {
-            "description": function.get("description"),
-            "name": function.get("name"),
-            "parameters": function.get("parameters"),
-            "strict": function.get("strict", False),
-        },
-        "defer_loading": None,
-    }
+    dumped = {name: function.get(name) for name in ("description", "name", "parameters")}
+    strict = function.get("strict", None if as_given else False)
+    if strict is not None:
+        dumped["strict"] = strict
+    if as_given:
+        dumped = {name: dumped[name] for name in [*function, *dumped] if name in dumped}
+    return {"type": tool.get("type", "function"), "function": dumped, "defer_loading": None}
 
 
 def _template_kwargs(payload: Json, chat: ChatFacts) -> Json:

@@ -22,7 +22,7 @@ runtime.prepare_process(os.environ)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
     paged_allocator.apply()
-    import sglang.srt.managers.schedule_policy  # noqa: F401
+    import sglang.srt.managers.scheduler  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ What is real: ``Req``, ``ScheduleBatch``, ``PrefillAdder``, ``alloc_for_extend``
 ``retract_decode``, ``release_kv_cache``, the pools and the allocators. What stands in: the model (the oracle
 writes and reads rows layer by layer, where a forward pass would), and the scheduler's loop, which follows
 ``Scheduler.event_loop_normal`` and ``event_loop_overlap``, ``get_next_batch_to_run`` and
-``process_batch_result_prefill`` and ``_decode`` of SGLang 0.5.21 with everything left out that a plain
+``process_batch_result_prefill`` and ``_decode`` of SGLang with everything left out that a plain
 generation server does not use.
 """
 
@@ -20,17 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 from engine_pools import MODEL, Pools, WrongKvError, extend_chain
+from engine_shapes import publish
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch, retract_all
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
-from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.engine.tiers.mover import LayerGate
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.hooks.restarts import take_back
+from sglang_ext.patches.seams import current
 
 
 @dataclass
@@ -153,7 +154,7 @@ class SimulatedScheduler:
         """With storage below the host."""
         if self.cache.uses_storage:
             req.init_next_round_input(self.cache)
-            matched = len(req.prefix_indices) + req.host_hit_length
+            matched = current.prefix_tokens(req) + req.host_hit_length
             tokens = req.full_untruncated_fill_ids
             self.cache.prefetch_from_storage(
                 req.cache_request_handle,
@@ -299,8 +300,9 @@ class SimulatedScheduler:
             keep = [i for i, req in enumerate(self.last_batch.reqs) if req not in self._taken]
             self.last_batch.filter_batch(keep_indices=keep)
             self._taken = []
-        if self.chunked is not None and self.chunked.extend_range.end > len(self.chunked.prefix_indices):
-            maybe_cache_unfinished_req(self.chunked, self.cache, chunked=True)
+        chunked = self.chunked
+        if chunked is not None and current.computed_end(chunked) > current.prefix_tokens(chunked):
+            publish(chunked, self.cache)
         if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
             self._merge_last_batch()
         batch = self._new_prefill_batch()
@@ -322,7 +324,7 @@ class SimulatedScheduler:
         assert last is not None
         out = [req for req in (self.chunked, last.chunked_req) if req is not None]
         before = last.batch_size()
-        last.filter_batch(chunked_req_to_exclude=out)
+        last.filter_batch(out)
         if last.batch_size() < before:
             self.running.batch_is_full = False
         if not last.is_empty():
@@ -342,7 +344,7 @@ class SimulatedScheduler:
             return
         req.finished_reason = FINISH_ABORT()
         req.to_finish = None
-        release_kv_cache(req, self.cache, is_insert=False)
+        current.release(req, self.cache, keep=False)
         self.chunked = None
         self._forget(req)
 
@@ -483,8 +485,8 @@ class SimulatedScheduler:
             served = self._served[req]
             if batch.forward_mode.is_extend() and req not in (batch.decoding_reqs or ()):
                 tokens = req.get_fill_ids()
-                start = len(req.prefix_indices)
-                assert end == len(tokens) == start + req.extend_range.length
+                start = current.prefix_tokens(req)
+                assert end == len(tokens) == current.computed_end(req)
             else:
                 tokens = array("q", [*req.origin_input_ids, *req.output_ids])
                 start = end - 1
@@ -546,10 +548,10 @@ class SimulatedScheduler:
         if req.finished():
             self._finish(req)
         elif not decoding:
-            maybe_cache_unfinished_req(req, self.cache)
+            publish(req, self.cache)
 
     def _finish(self, req: Req) -> None:
-        release_kv_cache(req, self.cache)
+        current.release(req, self.cache, keep=True)
         self.finished.append(req)
         self._forget(req)
 

@@ -17,4 +17,4 @@ runtime.prepare_process(os.environ)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
     paged_allocator.apply()
-    import sglang.srt.managers.schedule_policy  # noqa: F401
+    import sglang.srt.managers.scheduler  # noqa: F401

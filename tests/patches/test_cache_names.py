@@ -38,7 +38,6 @@ def test_no_name_of_ours_means_something_else_to_sglang() -> None:
         if "tree_cache" in (text := path.read_text("utf-8"))
         for name in looked_for(text)
     }
-    assert "slots" in names, "the slots of sessions: a cache with such an attribute ended a server's start"
     cache = GlobalRadixCache.create_simulated()
     ours = {name for name in names if hasattr(cache, name) and not hasattr(BasePrefixCache, name)}
     assert ours == MEANT

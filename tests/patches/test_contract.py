@@ -77,8 +77,8 @@ BREAKS = {
     "an abstract method more": (
         "srt/mem_cache/base_prefix_cache.py",
         "    @abstractmethod\n    def reset(",
-        "    @abstractmethod\n    def checkpoint(self): ...\n\n    @abstractmethod\n    def reset(",
-        "BasePrefixCache.checkpoint: GlobalRadixCache lacks it",
+        "    @abstractmethod\n    def keep_all(self): ...\n\n    @abstractmethod\n    def reset(",
+        "BasePrefixCache.keep_all: GlobalRadixCache lacks it",
     ),
     "an override is called with more": (
         "srt/mem_cache/base_prefix_cache.py",
@@ -123,10 +123,10 @@ BREAKS = {
         "Scheduler.is_fully_idle: is gone",
     ),
     "a replaced function names its argument otherwise": (
-        "srt/disaggregation/prefill.py",
-        "def maybe_send_cached_prefix_chunk(self: Scheduler, req: Req",
-        "def maybe_send_cached_prefix_chunk(self: Scheduler, request: Req",
-        "maybe_send_cached_prefix_chunk: what stands for it",
+        "srt/entrypoints/engine.py",
+        "def _set_envs_and_config(server_args:",
+        "def _set_envs_and_config(args:",
+        "_set_envs_and_config: what stands for it",
     ),
 }
 

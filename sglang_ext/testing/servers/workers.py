@@ -1,6 +1,6 @@
 """A stand-in for an SGLang server: its HTTP surface without a model, on the test's own event loop.
 
-It answers as SGLang 0.5.21 does where a router can tell: the facts it reports, the shapes of answers and
+It answers as SGLang does where a router can tell: the facts it reports, the shapes of answers and
 streams, prompt and cached token counts, aborting when the client goes away. The "model" counts on from
 the last token of the prompt, within the last 1000 entries of the vocabulary (whole words, in the tiny
 models' tokenizer, so that its answers tokenize to what it generated). Tests hold it at a moment with a

@@ -12,12 +12,12 @@ import torch
 from engine_movers import HandMover
 from engine_pools import PoolKind, chain_of
 from engine_scheduler import Settings
+from engine_shapes import found_slots, found_tokens
 from engine_simulation import Rank, Scenario
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
-    InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
     MatchResult,
@@ -92,8 +92,8 @@ def test_only_whole_blocks_match(make_rank: MakeRank) -> None:
     for asked in (0, 3, 4, 7, 21, 24):
         result = match(rank, TOKENS[:asked])
         whole = asked // BLOCK * BLOCK
-        assert result.device_indices.tolist() == slots[:whole].tolist()
-        assert result.device_indices.dtype == torch.int64
+        assert found_slots(result, rank.cache).tolist() == slots[:whole].tolist()
+        assert found_slots(result, rank.cache).dtype == torch.int64
         assert result.host_hit_length == 0
         assert rank.cache.is_root(result.last_device_node) == (whole == 0)
     rank.check()
@@ -102,14 +102,14 @@ def test_only_whole_blocks_match(make_rank: MakeRank) -> None:
 def test_the_limit_of_a_key_cuts_the_match(make_rank: MakeRank) -> None:
     rank = make_rank()
     fill(rank, TOKENS)
-    assert len(match(rank, TOKENS, limit=13).device_indices) == 12
+    assert found_tokens(match(rank, TOKENS, limit=13)) == 12
 
 
 def test_what_is_handed_out_may_be_changed(make_rank: MakeRank) -> None:
     rank = make_rank()
     slots = fill(rank, TOKENS)
-    match(rank, TOKENS).device_indices.fill_(0)
-    slots_now = match(rank, TOKENS).device_indices
+    found_slots(match(rank, TOKENS), rank.cache).fill_(0)
+    slots_now = found_slots(match(rank, TOKENS), rank.cache)
     assert slots_now.tolist() == slots.tolist()
 
 
@@ -123,7 +123,7 @@ def test_insert_tells_what_was_there_and_keeps_it(make_rank: MakeRank) -> None:
     result = rank.cache.insert(InsertParams(key=key(TOKENS), value=other))
     assert result.prefix_len == 16
     rank.pools.allocator.free(other[:16])  # what was there before stays the caller's
-    assert match(rank, TOKENS).device_indices.tolist() == [*first.tolist(), *other[16:].tolist()]
+    assert found_slots(match(rank, TOKENS), rank.cache).tolist() == [*first.tolist(), *other[16:].tolist()]
     rank.check()
 
 
@@ -142,10 +142,10 @@ def test_namespaces_do_not_match_each_other(make_rank: MakeRank) -> None:
         {"extra_key": "a", "cache_salt": "b"},
     ]
     for fields in others:
-        assert len(match(rank, TOKENS, **fields).device_indices) == 0, fields
-    assert len(match(rank, TOKENS, extra_key="a").device_indices) == 16
+        assert found_tokens(match(rank, TOKENS, **fields)) == 0, fields
+    assert found_tokens(match(rank, TOKENS, extra_key="a")) == 16
     rank.scheduler.change_weights()
-    assert len(match(rank, TOKENS, extra_key="a").device_indices) == 0
+    assert found_tokens(match(rank, TOKENS, extra_key="a")) == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -164,9 +164,9 @@ def test_of_a_request_that_saw_the_weights_change_nothing_more_is_cached(
         rank.scheduler.step()
         rank.check()
     assert rank.cache.total_size() == before
-    assert len(match(rank, TOKENS).device_indices) == 0
+    assert found_tokens(match(rank, TOKENS)) == 0
     rank.serve(TOKENS)
-    assert len(match(rank, TOKENS).device_indices) == 24
+    assert found_tokens(match(rank, TOKENS)) == 24
 
 
 def test_what_is_computed_while_weights_change_is_nobody_s(make_rank: MakeRank) -> None:
@@ -187,7 +187,7 @@ def test_kv_of_overridden_embeddings_is_nobody_else_s(make_rank: MakeRank) -> No
         rank.serve(TOKENS, new_tokens=new_tokens, private=True)
         assert rank.cache.total_size() == 0
     rank.serve(TOKENS)
-    assert len(match(rank, TOKENS).device_indices) == 24
+    assert found_tokens(match(rank, TOKENS)) == 24
     rank.serve(TOKENS, private=True)
     assert rank.cache.total_size() == 24
 
@@ -198,7 +198,7 @@ def test_two_requests_that_compute_the_same_end_on_one_copy(make_rank: MakeRank)
     rank.scheduler.step()
     rank.check()
     rows = [rank.pools.requests.req_to_token[req.kv.req_pool_idx, :24].tolist() for req in reqs]
-    assert rows[0] == rows[1] == match(rank, TOKENS).device_indices.tolist()
+    assert rows[0] == rows[1] == found_slots(match(rank, TOKENS), rank.cache).tolist()
     assert rank.cache.protected_size() == 24
     assert rank.pools.allocator.available_size() == 128 - 24
 
@@ -206,11 +206,11 @@ def test_two_requests_that_compute_the_same_end_on_one_copy(make_rank: MakeRank)
 def test_a_request_that_has_to_forget_what_it_found_ends_on_what_is_there(make_rank: MakeRank) -> None:
     rank = make_rank()
     rank.serve(TOKENS)
-    before = match(rank, TOKENS).device_indices.tolist()
+    before = found_slots(match(rank, TOKENS), rank.cache).tolist()
     with envs.SGLANG_RADIX_FORCE_MISS.override(True):
         req = rank.serve(TOKENS, new_tokens=6)
     assert req.cached_tokens == 0
-    assert match(rank, TOKENS).device_indices.tolist() == before
+    assert found_slots(match(rank, TOKENS), rank.cache).tolist() == before
 
 
 def test_the_tail_shorter_than_a_block_goes_with_its_request(make_rank: MakeRank) -> None:
@@ -252,7 +252,7 @@ def test_thinking_that_is_not_kept_is_freed_once_also_after_retraction(make_rank
             rank.check()
         assert req.finished()
         rank.serve([5] * 24, new_tokens=12)
-    assert len(match(rank, [5] * 40).device_indices) == 24
+    assert found_tokens(match(rank, [5] * 40)) == 24
 
 
 # -- eviction -------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_eviction_frees_whole_blocks_and_says_how_many_tokens(make_rank: MakeRan
     assert evict(rank, asked) == expected
     assert rank.pools.allocator.available_size() == available + expected
     assert rank.cache.evictable_size() == 24 - expected
-    assert len(match(rank, TOKENS).device_indices) == 24 - expected
+    assert found_tokens(match(rank, TOKENS)) == 24 - expected
     rank.check()
 
 
@@ -298,9 +298,9 @@ def test_eviction_takes_first_what_has_a_copy(make_rank: MakeRank) -> None:
     hand(rank).settle()
     rank.cache.check_hicache_events()
     assert evict(rank, 8) == 8
-    assert len(match(rank, older).device_indices) == 24
+    assert found_tokens(match(rank, older)) == 24
     result = match(rank, younger)
-    assert (len(result.device_indices), result.host_hit_length) == (16, 8)
+    assert (found_tokens(result), result.host_hit_length) == (16, 8)
     rank.check()
 
 
@@ -312,7 +312,7 @@ def test_eviction_waits_for_copies_under_way_before_it_loses_anything(make_rank:
     assert evict(rank, 24) == 24
     assert not rank.tier.writing
     result = match(rank, TOKENS)
-    assert (len(result.device_indices), result.host_hit_length) == (0, 24)
+    assert (found_tokens(result), result.host_hit_length) == (0, 24)
     rank.check()
 
 
@@ -324,7 +324,7 @@ def test_eviction_does_not_wait_while_others_have_copies(make_rank: MakeRank) ->
     assert evict(rank, 24) == 24
     assert rank.tier is not None
     assert rank.tier.writing
-    assert len(match(rank, [2] * 24).device_indices) == 24
+    assert found_tokens(match(rank, [2] * 24)) == 24
 
 
 def test_what_has_no_copy_is_lost_in_the_end(make_rank: MakeRank) -> None:
@@ -334,7 +334,7 @@ def test_what_has_no_copy_is_lost_in_the_end(make_rank: MakeRank) -> None:
     assert rank.tier.counters.skipped == 4
     assert evict(rank, 1000) == 24
     result = match(rank, TOKENS)
-    assert (len(result.device_indices), result.host_hit_length) == (0, 8)
+    assert (found_tokens(result), result.host_hit_length) == (0, 8)
     rank.check()
 
 
@@ -349,18 +349,16 @@ def in_dram(rank: Rank, tokens: list[int], keep: int = 0) -> None:
 
 
 def load_back(rank: Rank, result: MatchResult) -> tuple[torch.Tensor, Any]:
-    loaded = rank.cache.init_load_back(
-        InitLoadBackParams(best_match_node=result.best_match_node, host_hit_length=result.host_hit_length)
-    )
-    assert loaded is not None
-    return loaded
+    node, tokens = result.best_match_node, result.host_hit_length
+    slots, end = rank.cache.start_load(node, tokens, None)
+    return (torch.empty(0, dtype=torch.int64) if slots is None else slots), end
 
 
 def test_a_load_comes_in_layer_by_layer_through_the_gate(make_rank: MakeRank) -> None:
     rank = make_rank(kind=PoolKind("mla", 1, 3, 4))
     in_dram(rank, TOKENS, keep=8)
     result = match(rank, TOKENS)
-    assert (len(result.device_indices), result.host_hit_length) == (8, 16)
+    assert (found_tokens(result), result.host_hit_length) == (8, 16)
     slots, node = load_back(rank, result)
     assert node is result.best_match_node
     assert len(slots) == 16
@@ -369,7 +367,7 @@ def test_a_load_comes_in_layer_by_layer_through_the_gate(make_rank: MakeRank) ->
     gate = rank.pools.kvcache.layer_transfer_counter
     gate.set_consumer(ticket)
     chain = np.array(chain_of((0, None, None), TOKENS), np.uint64)
-    whole = torch.cat([result.device_indices, slots]).numpy()
+    whole = torch.cat([found_slots(result, rank.cache), slots]).numpy()
     for layer in range(3):
         with pytest.raises(AssertionError, match="wrong"):
             rank.pools.oracle.compare(whole, chain, layer, "before the wait")
@@ -379,7 +377,7 @@ def test_a_load_comes_in_layer_by_layer_through_the_gate(make_rank: MakeRank) ->
     rank.cache.check_hicache_events()
     assert rank.cache.protected_size() == 0
     assert rank.cache.ready_to_load_host_cache() == NOTHING_TO_WAIT_FOR
-    assert match(rank, TOKENS).device_indices.tolist() == whole.tolist()
+    assert found_slots(match(rank, TOKENS), rank.cache).tolist() == whole.tolist()
     rank.check()
 
 
@@ -388,7 +386,7 @@ def test_a_later_request_finds_what_is_being_loaded_and_waits_for_it(make_rank: 
     in_dram(rank, TOKENS)
     slots, _ = load_back(rank, match(rank, TOKENS))
     again = match(rank, TOKENS)
-    assert again.device_indices.tolist() == slots.tolist()
+    assert found_slots(again, rank.cache).tolist() == slots.tolist()
     assert again.host_hit_length == 0
     assert rank.cache.ready_to_load_host_cache() == 0
     assert evict(rank, 1000) == 0, "slots are being written"
@@ -411,10 +409,11 @@ def test_loads_split_and_join_at_forks(make_rank: MakeRank) -> None:
     assert first.host_hit_length == 24
     load_back(rank, first)
     second = match(rank, other)
-    assert (len(second.device_indices), second.host_hit_length) == (8, 16)
+    assert (found_tokens(second), second.host_hit_length) == (8, 16)
     loaded, _ = load_back(rank, second)
     hand(rank).wait_layer(rank.cache.ready_to_load_host_cache(), 1)
-    rank.pools.oracle.compare(torch.cat([second.device_indices, loaded]).numpy(), chain, 1, "the fork")
+    whole = torch.cat([found_slots(second, rank.cache), loaded])
+    rank.pools.oracle.compare(whole.numpy(), chain, 1, "the fork")
     rank.check()
 
 
@@ -425,7 +424,7 @@ def test_a_load_evicts_what_it_needs_room_for(make_rank: MakeRank) -> None:
     slots, _ = load_back(rank, match(rank, [1] * 24))
     assert len(slots) == 24
     result = match(rank, [2] * 24)
-    assert (len(result.device_indices), result.host_hit_length) == (0, 24)
+    assert (found_tokens(result), result.host_hit_length) == (0, 24)
     rank.check()
 
 
@@ -451,7 +450,7 @@ def test_short_hits_are_computed_instead(make_rank: MakeRank) -> None:
     result = match(rank, TOKENS[:20])
     assert result.host_hit_length == 0
     assert result.best_match_node is result.last_device_node
-    assert len(result.device_indices) == 8
+    assert found_tokens(result) == 8
 
 
 def test_a_request_reports_what_it_took_from_which_tier(make_rank: MakeRank) -> None:
@@ -564,9 +563,8 @@ def test_a_simulated_cache_needs_no_pools() -> None:
     cache = GlobalRadixCache.create_simulated(block_size=4)
     result = cache.insert(InsertParams(key=key(TOKENS), value=torch.arange(24)))
     assert result.prefix_len == 0
-    assert cache.match_prefix(MatchPrefixParams(key=key(TOKENS[:9]))).device_indices.tolist() == list(
-        range(8)
-    )
+    found = cache.match_prefix(MatchPrefixParams(key=key(TOKENS[:9])))
+    assert found_slots(found, cache).tolist() == list(range(8))
     assert cache.evict(EvictParams(num_tokens=4)).num_tokens_evicted == 4
     assert cache.total_size() == 20
     cache.check()

@@ -301,8 +301,13 @@ def test_ranks_keep_equal_trees_while_blocks_stream_from_disk() -> None:
         late.watch(rank.promotions)
         return late
 
-    ranks = serve(scenario, seed=3, steps=150, disk=disk, also=watched)
-    assert ranks[0].streamed == ranks[1].streamed > 0
+    streamed = 0
+    for seed in (3, 1, 4):  # whether a load is late enough to stream is left to chance
+        disks.clear()
+        ranks = serve(scenario, seed=seed, steps=150, disk=disk, also=watched)
+        assert ranks[0].streamed == ranks[1].streamed
+        streamed += ranks[0].streamed
+    assert streamed > 0
 
 
 RETRACTING = Scenario(

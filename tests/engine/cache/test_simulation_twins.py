@@ -83,10 +83,10 @@ class FreesTooMuch(GlobalRadixCache):
 class GoesOnWithFreedSlots(GlobalRadixCache):
     """Frees a request's duplicates, and leaves them in its row."""
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False, **kwargs: Any) -> None:
+    def keep_computed(self, req: Any, tokens: Any) -> None:
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         before = row.clone()
-        super().cache_unfinished_req(req, chunked, **kwargs)
+        super().keep_computed(req, tokens)
         row[:] = before
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from agent_rig import until
+from engine_shapes import with_prefix
 from engine_simulation import SCENARIOS, Rank, Traffic
 
 from sglang_ext.addresses import SystemNetwork, place
@@ -108,7 +109,7 @@ def test_what_the_server_says_of_itself() -> None:
         rank.cache.meet(running)
         load = gauges.load()
         assert (load.running, load.queued, load.queued_tokens) == (1, 3, 21)
-        rank.cache.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[1] * 90, prefix_indices=[0] * 50)
+        rank.cache.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[1] * 90, **with_prefix(50))
         load = gauges.load()
         assert (load.running, load.queued, load.queued_tokens) == (1, 4, 21 + 40)
         assert gauges.fills()[Tier.HBM.level].size == rank.scenario.hbm_tokens // rank.scenario.block

@@ -54,7 +54,8 @@ def test_every_field_is_read_as_it_was_written() -> None:
         ours.AllBlocksCleared(),
     ]
     known = {field.name for field in msgspec.structs.fields(ours.BlockStored)} | {"session_id"}
-    assert {field.name for field in msgspec.structs.fields(BlockStored)} == known
+    written = {field.name for field in msgspec.structs.fields(BlockStored)}
+    assert written | {"lora_name"} == known, "a version of SGLang may lack the name of adapters"
 
 
 def node(parent: TreeNode | None, tokens: list[int], salt: str | None = None) -> TreeNode:

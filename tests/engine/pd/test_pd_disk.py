@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_pools import PoolKind, chain_of
+from engine_shapes import found_slots, look_up
 from engine_simulation import Rank, Scenario, finish
-from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.pd.disk_loads import PATIENCE_SECONDS, LocalAhead
@@ -71,9 +71,9 @@ class Decode:
         """As decode's queue does it."""
 
         def stock(queue: Any, req: Any) -> Any:
-            found = match_prefix_for_req(queue.tree_cache, req, req.origin_input_ids, include_req=True)
+            found = look_up(req, queue.tree_cache, req.origin_input_ids)
             return SimpleNamespace(
-                prefix_indices=found.device_indices, l2_host_hit_length=found.host_hit_length
+                prefix_indices=found_slots(found, self.cache), l2_host_hit_length=found.host_hit_length
             )
 
         return match_on_decode(stock, SimpleNamespace(tree_cache=self.cache), self.waiting.req)

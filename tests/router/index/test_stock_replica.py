@@ -131,6 +131,16 @@ def test_what_is_in_another_medium_is_passed_over(index: Index) -> None:
     assert found(index, list(range(8))) == 8
 
 
+def test_what_an_adapter_has_computed_is_passed_over(index: Index) -> None:
+    stock = Stock(index)
+    stock.store(list(range(8)))
+    end = stock.held[None, *range(8)]
+    stock.tell(BlockStored([96, 97, 98, 99], end, [8, 9, 10, 11], 1, None, "GPU", lora_name="adapter"))
+    assert found(index, list(range(12))) == 8
+    stock.tell(BlockStored([96, 97, 98, 99], end, [8, 9, 10, 11], 1, None, "GPU"))
+    assert found(index, list(range(12))) == 12
+
+
 def test_a_batch_that_is_missing_is_missed_and_one_that_comes_again_is_not_taken_twice(index: Index) -> None:
     stock = Stock(index)
     stock.store(list(range(8)))
