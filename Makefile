@@ -9,9 +9,11 @@ VENV := .venv$(SGLANG:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.setup/done
 PYTEST_ARGS ?=
+SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache/test_same_answer.py \
+	tests/integration/pd/test_pd_cluster.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-rdma check format docs docs-serve dist lock clean distclean
+.PHONY: help setup demo test smoke test-long test-rdma check format docs docs-serve dist lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -38,6 +40,9 @@ format: $(READY)  ## Put the formatting right
 
 test: check  ## All tests in their short form (after `make check`)
 	$(BIN)/python scripts/run_tests.py $(PYTEST_ARGS)
+
+smoke: $(READY)  ## What touches SGLang, a server and a prefill-decode pair; for SGLANG=VERSION
+	$(BIN)/python -m pytest $(SMOKE) $(PYTEST_ARGS)
 
 test-long: check  ## All tests in their long form: full matrices and counts, hours
 	$(BIN)/python -m pytest --long --durations=30 $(PYTEST_ARGS)

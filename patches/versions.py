@@ -24,6 +24,8 @@ class Status(enum.Enum):
 
     TESTED = "tested"
     """The whole test suite is green with it."""
+    TRIED = "tried, not with the whole test suite"
+    """Servers ran with it, and parts of the suite are green; it has to be allowed like the next."""
     WRITTEN = "written for, not tested"
     """Its seam is there and the contract holds; it has to be allowed as one that nobody knows."""
 
@@ -54,7 +56,7 @@ class Supported:
 SUPPORTED: Final = (
     Supported("0.5.21", Status.TESTED, "v0_5_21"),
     Supported("0.5.22", Status.WRITTEN, "v0_5_22"),
-    Supported("0.5.23", Status.WRITTEN, "v0_5_22"),
+    Supported("0.5.23", Status.TRIED, "v0_5_22"),
 )
 
 

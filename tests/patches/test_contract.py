@@ -123,10 +123,10 @@ BREAKS = {
         "Scheduler.is_fully_idle: is gone",
     ),
     "a replaced function names its argument otherwise": (
-        "srt/entrypoints/engine.py",
-        "def _set_envs_and_config(server_args:",
-        "def _set_envs_and_config(args:",
-        "_set_envs_and_config: what stands for it",
+        "srt/disaggregation/prefill.py",
+        "self: Scheduler, req: Req",
+        "self: Scheduler, request: Req",
+        "maybe_send_cached_prefix_chunk: what stands for it",
     ),
 }
 

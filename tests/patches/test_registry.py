@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.patches import versions
 from sglang_ext.patches.base import Patch, PatchMismatchError, Scope
 from sglang_ext.patches.registry import PATCHES, check_all, require_applied, select
-from sglang_ext.patches.versions import SUPPORTED, Supported, installed_sglang_version, tested_versions
+from sglang_ext.patches.versions import SUPPORTED, Supported, installed_sglang_version
 
 INSTALLED = next(each for each in SUPPORTED if each.version == installed_sglang_version())
 
@@ -120,5 +121,5 @@ def test_the_command_lists_every_patch_with_its_state(tmp_path: Path) -> None:
     )
     assert listing.returncode == 0, listing.stderr
     lines = listing.stdout.splitlines()
-    assert lines[0] == f"sglang {INSTALLED.version}; tested with {tested_versions()}"
+    assert lines[0] == f"sglang {INSTALLED.version}; tested with {versions.tested_versions()}"
     assert [line.split()[0] for line in lines[1:]] == ["ok"] * len(PATCHES)

@@ -177,8 +177,9 @@ def _installation(facts: Facts) -> list[Finding]:
 def _sglang(installed: str, facts: Facts) -> Finding:
     known = supported(installed)
     if known is not None and known.status is Status.TESTED:
-        return Finding(Level.OK, "sglang", f"{installed}, {known.status.value}")
-    untested = f"{installed} is not tested; tested: {tested_versions()}"
+        return Finding(Level.OK, "sglang", f"{installed}; tested: {tested_versions()}")
+    state = "not tested" if known is None else known.status.value
+    untested = f"{installed}: {state}; tested: {tested_versions()}"
     advice = f"Install sglang=={SGLANG_VERSION}."
     if facts.patches_fit:  # the contract holds, which is asked where the user allows it
         return Finding(Level.WARNING, "sglang", f"{untested}; allowed by {ALLOW_UNTESTED}=1", advice)

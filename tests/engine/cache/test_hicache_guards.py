@@ -28,8 +28,9 @@ SOURCE = Path(sglang.srt.__path__[0])
 class Judged:
     """What stands for one function's looks at the flag."""
 
-    times: int
-    """How often it names the flag."""
+    times: int | tuple[int, ...]
+    """How often it names the flag; where supported versions differ, how often each may (0: it has no such
+    function, or that does not)."""
     why: str
     refused: Facts | None = None
     """A server that we refuse where SGLang refuses or changes one with HiCache."""
@@ -45,7 +46,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 JUDGED = {
     ("arg_groups/cuda_graph_hook.py", "disable_tc_piecewise_cudagraph_if_incompatible"): Judged(
-        1, "turns these prefill graphs off", refused=replace(DRAM, prefill_graphs="tc_piecewise")
+        (0, 1), "turns these prefill graphs off", refused=replace(DRAM, prefill_graphs="tc_piecewise")
     ),
     ("arg_groups/dllm_hook.py", "handle_dllm_inference"): Judged(
         2, "turns HiCache off: such batches never start their loads", refused=Facts(dllm_algorithm="any")
@@ -62,14 +63,26 @@ JUDGED = {
     ("arg_groups/kv_cache_hook.py", "handle_kv4_compatibility"): Judged(
         1, "FP4 has scales beside its rows", refused=Facts(kv_pool="MHATokenToKVPoolFP4")
     ),
+    ("arg_groups/kv_cache_hook.py", "handle_unified_memory_pool"): Judged(
+        (0, 1), CONFLICT, refused=Facts(enable_unified_memory=True)
+    ),
+    ("arg_groups/kv_shard_hook.py", "handle_kv_cache_sharding"): Judged(
+        (0, 1, 2), CONFLICT, refused=Facts(kv_sharded=True)
+    ),
     ("arg_groups/mamba_hook.py", "handle_int8_mamba_checkpoint"): Judged(
         1, "Mamba states", refused=Facts(is_hybrid_ssm=True)
+    ),
+    ("arg_groups/model_overrides/deepseek_v2.py", "_dsa_dcp_overrides"): Judged(
+        (0, 1), CONFLICT, refused=Facts(is_dsa=True)
     ),
     ("arg_groups/model_overrides/minicpm.py", "_minicpm_sala_overrides"): Judged(
         1, "such a model has no prefix cache", refused=Facts(disable_radix_cache=True)
     ),
     ("arg_groups/overrides.py", "_step3p_overrides"): Judged(
         1, "sliding windows become whole ones", refused=Facts(is_hybrid_swa=True)
+    ),
+    ("arg_groups/pd_disaggregation_hook.py", "_validate_prefill_complete"): Judged(
+        (0, 2), "refuses it with a policy that takes no transfer backend but Mooncake"
     ),
     ("arg_groups/serving_hook.py", "handle_other_validations"): Judged(
         1,
@@ -88,15 +101,18 @@ JUDGED = {
     ("hardware_backend/npu/utils.py", "set_default_server_args"): Judged(
         1, "how HiCache copies on this device; build.py refuses a DRAM tier on it"
     ),
+    ("kernel_plugins/amd/binding.py", ""): Judged((0, 1), "tells kernels of others which features are on"),
+    ("kernel_plugins/nvidia/binding.py", ""): Judged((0, 1), "tells kernels of others which features are on"),
     ("managers/schedule_policy.py", "SchedulePolicy.__init__"): Judged(3, "keeps it and asks nobody"),
     ("managers/scheduler.py", "Scheduler.__init__"): Judged(
         6, "hands it on; loads wait for the forward stream, which CudaMover is given"
     ),
     ("managers/scheduler.py", "Scheduler._get_new_batch_prefill_raw"): Judged(
-        2,
+        (1, 2),
         "starts the loads of a batch; a full pool is looked at again",
         hook=f"{_SCHEDULER}._get_new_batch_prefill_raw",
     ),
+    ("managers/scheduler.py", "Scheduler._hicache_l3_layout"): Judged((0, 1), OWN_POOLS),
     ("managers/scheduler.py", "Scheduler._process_hicache_events"): Judged(
         1, "asks what has finished", hook=f"{_SCHEDULER}.ingest_requests"
     ),
@@ -118,12 +134,22 @@ JUDGED = {
         "managers/scheduler_components/metrics_reporter.py",
         "SchedulerMetricsReporter._log_hicache_stats",
     ): Judged(1, OWN_POOLS),
+    (
+        "mem_cache/allocator/unified_hybrid_swa.py",
+        "UnifiedSWATokenToKVPoolAllocator.evict_to_free_tokens",
+    ): Judged((0, 1), "which of two pools is evicted from", refused=Facts(is_hybrid_swa=True)),
     ("mem_cache/kv_cache_builder.py", "build_kv_cache"): Judged(
-        6, "builds HiCache; refuses it with sliding windows", refused=Facts(is_hybrid_swa=True)
+        (6, 7), "builds HiCache; refuses it with sliding windows", refused=Facts(is_hybrid_swa=True)
     ),
     ("mem_cache/kv_cache_builder.py", "prepare_hicache_staging"): Judged(1, OWN_POOLS),
     ("mem_cache/kv_cache_builder.py", "resolve_decode_retraction_backup"): Judged(
         1, OWN_POOLS, refused=Facts(disaggregation_decode_retraction_backup="host_pool")
+    ),
+    ("mem_cache/kv_cache_builder.py", "validate_decode_radix_cache"): Judged(
+        (0, 2), CONFLICT, refused=Facts(is_hybrid_swa=True)
+    ),
+    ("mem_cache/kv_cache_configurator.py", "KVCacheConfigurator._fused_draft_decision"): Judged(
+        (0, 1), "where the draft model's KV is", refused=Facts(speculative_algorithm="DFLASH")
     ),
     ("mem_cache/kv_cache_configurator.py", "_should_elide_dsa_index_k"): Judged(
         1, "an index cache that nobody reads again is left out", refused=Facts(is_dsa=True)
@@ -133,12 +159,22 @@ JUDGED = {
     ("mem_cache/registry.py", "create_unified_radix_cache"): Judged(
         1, "builds HiCache", refused=Facts(enable_hierarchical_cache=True)
     ),
+    ("model_executor/runner_utils/shared_read_event.py", "maybe_publish_prefill_shared_read_done"): Judged(
+        (0, 1),
+        "copies of KV wait for the whole pass; `wait_for_whole_passes` has them wait here",
+        refused=replace(DRAM, prefill_war_read_done=True),
+    ),
     ("observability/metrics_collector.py", "SchedulerMetricsCollector.__init__"): Judged(4, PASSES_ON),
     ("observability/metrics_collector.py", "SchedulerMetricsCollector.init_new"): Judged(3, PASSES_ON),
     ("observability/metrics_collector.py", "SchedulerMetricsCollector.log_stats"): Judged(1, OWN_POOLS),
+    ("rust_server/config.py", "_build_server_args"): Judged((0, 2), PASSES_ON),
     ("speculative/base_spec_worker.py", "BaseSpecWorker._build_hicache_draft_plan"): Judged(
         1, "the draft model's KV goes along", refused=Facts(speculative_algorithm="EAGLE")
     ),
+    (
+        "speculative/dspark_components/dspark_worker_v2.py",
+        "DSparkWorkerV2._defer_context_kv_eligible",
+    ): Judged((0, 1), "the draft model's KV comes later", refused=Facts(speculative_algorithm="DSPARK")),
 }
 
 FORWARDS = {
@@ -150,7 +186,11 @@ FORWARDS = {
 
 
 def test_every_guard_of_sglangs_is_judged() -> None:
-    assert places(SOURCE) == {place: judged.times for place, judged in JUDGED.items()}
+    found = places(SOURCE)
+    assert set(found) <= set(JUDGED)
+    for place, judged in JUDGED.items():
+        times = judged.times if isinstance(judged.times, tuple) else (judged.times,)
+        assert found[place] in times, place
 
 
 def test_a_guard_that_is_new_is_noticed(tmp_path: Path) -> None:
