@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from hooked_server import FOLDER
+from places import Outside
 from tuned_model import tuned
 
 from sglang_ext.cluster.guard import descendants
@@ -81,7 +82,7 @@ class Rig:
     """
 
     pd: PdServers
-    truth: ServerProcess
+    truth: ServerProcess | Outside
     prefill_faults: list[Path]
     decode_faults: list[Path]
     leak_guard: LeakGuard | None = None
@@ -124,7 +125,7 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
 
 
 def conversations_are_answered_alike(
-    pd: PdServers, truth: ServerProcess, *, count: int, seed: int = 3, atol: float = 1e-4
+    pd: PdServers, truth: ServerProcess | Outside, *, count: int, seed: int = 3, atol: float = 1e-4
 ) -> None:
     """Hold conversations of several turns, three at a time; every answer is the truth's."""
     conversations = random_conversations(
@@ -149,7 +150,7 @@ def conversations_are_answered_alike(
     pd.wait_idle()
 
 
-def one_side_is_updated_first(pd: PdServers, truth: ServerProcess, folder: Path) -> None:
+def one_side_is_updated_first(pd: PdServers, truth: ServerProcess | Outside, folder: Path) -> None:
     """Weights that differ in one layer end requests, and both servers say why; when both have them they
     answer again, and the answers of the first weights are back with these.
     """

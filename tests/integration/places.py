@@ -60,6 +60,16 @@ class Place:
         return f"http://{bracketed(self.address)}:{port}"
 
 
+class Outside:
+    """A server on this machine whose answers are the truth, for a test that is in a lab."""
+
+    def __init__(self, server: ServerProcess, place: Place) -> None:
+        self._server, self._place = server, place
+
+    def generate(self, prompt: Sequence[int], **arguments: Any) -> Answer:
+        return self._place.outside(self._server.generate, prompt, **arguments)
+
+
 class LabPlace(Place):
     """Hosts of a lab."""
 

@@ -23,6 +23,7 @@ import aiohttp
 import pytest
 from hooked_server import FOLDER
 from pd_fleet import FaultySpec, fault
+from places import Outside, Place, place_of
 from router_rig import FLAGS, running, until
 from token_requests import generate, random_prompt
 
@@ -54,9 +55,12 @@ STORY = "A traveller asks the librarian for a map of the town, and then for anot
 class Fleet:
     """Servers that register with the router of a test; the last two are of the kind that is drained.
 
+    place: where they run.
+
     kind: `colocated`, `decode`, or the latter with what is otherwise than by default.
     """
 
+    place: Place
     port: int
     kind: str
     servers: list[ServerProcess] = field(default_factory=list)
@@ -64,7 +68,7 @@ class Fleet:
     """Where those that prefill or decode look for faults (`faulty_pd_server`)."""
 
 
-KINDS = ("decode", "colocated", "decode-push", "decode-push-by-layer", "decode-tp2")
+KINDS = ("decode", "colocated", "decode-push", "decode-push-by-layer", "decode-tp2", "decode-lab")
 
 
 def with_servers(*short: str) -> pytest.MarkDecorator:
@@ -81,15 +85,20 @@ def fleet(
     port = free_port()
     faults: dict[str, Path] = {}
     kind, _, otherwise = request.param.partition("-")
+    where = "here"
+    if otherwise == "lab":
+        where = otherwise
+        request.getfixturevalue("truth")  # while this thread is outside of the lab
     apart = kind == "decode"
 
     def spec(name: str, *more: str) -> ServerSpec:
-        router = ("--kv-router", f"http://127.0.0.1:{port}", "--kv-instance-id", name)
+        router = ("--kv-router", place.router_url(port), "--kv-instance-id", name, *place.flags)
         mode = ("--kv-transfer-mode", otherwise) if otherwise.startswith("push") else ()
         flags = (*FLAGS, *DRAM, *router, *mode, *more)
         if not apart:
             return ServerSpec(flags=flags)
-        faults[name] = tmp_path_factory.mktemp(f"{name}-faults")
+        faults[name] = place.folder / name
+        faults[name].mkdir()
         return FaultySpec(flags=flags, environment={FOLDER: str(faults[name])})
 
     def decoding(name: str) -> ServerSpec:
@@ -99,16 +108,24 @@ def fleet(
         return replace(own, flags=(*own.flags, "--tp", "2"), environment={**own.environment, **TWO_RANKS})
 
     switch = () if otherwise == "push-by-layer" else (SWITCH,)
-    prefill = [spec("p", *switch)] if apart else []
-    decode = [decoding("a"), decoding("b")] if apart else []
-    others = [] if apart else [spec("a"), spec("b")]
-    with leak_guard.adopting(), pd_servers(prefill, decode, others) as (pd, colocated):
-        yield Fleet(port, request.param, [*pd.servers, *colocated], faults)
+    names = ("p", "a", "b") if apart else ("a", "b")
+    with place_of(where, names, tmp_path_factory.mktemp("place"), leak_guard) as place:
+        prefill = [spec("p", *switch)] if apart else []
+        decode = [decoding("a"), decoding("b")] if apart else []
+        others = [] if apart else [spec("a"), spec("b")]
+        hosts = iter(names)
+        with (
+            leak_guard.adopting(),
+            pd_servers(prefill, decode, others, lambda each: place.server(each, next(hosts))) as (pd, rest),
+        ):
+            yield Fleet(place, port, request.param, [*pd.servers, *rest], faults)
 
 
 @pytest.fixture
 async def router(fleet: Fleet) -> AsyncIterator[Router]:
-    config = RouterConfig(port=fleet.port, policy="round-robin", health_check_timeout_secs=5.0)
+    config = RouterConfig(
+        port=fleet.port, policy="round-robin", health_check_timeout_secs=5.0, **fleet.place.router_options
+    )
     async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
         # Before that prompts are known by their text, and copied ahead of no move.
@@ -210,9 +227,15 @@ def _take(heard: Heard, event: Json) -> None:
 
 @asynccontextmanager
 async def client_of(router: Router) -> AsyncIterator[Client]:
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with session_of(router) as session:
         yield Client(router.url, session)
+
+
+def session_of(router: Router) -> aiohttp.ClientSession:
+    """With the router's key, where it asks for one."""
+    key = router.config.api_key
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=120))
 
 
 async def moved(router: Router, how: str = "moved") -> float:
@@ -222,7 +245,7 @@ async def moved(router: Router, how: str = "moved") -> float:
 
 async def drain(router: Router, instance: str) -> None:
     async with (
-        aiohttp.ClientSession() as session,
+        session_of(router) as session,
         session.post(router.url + instance_path(instance) + "/drain", json={"deadline_s": 60}) as answer,
     ):
         assert answer.status == 200, await answer.text()
@@ -344,7 +367,7 @@ async def test_a_forged_state_is_refused_and_harms_nobody(
 ) -> None:
     """By the router, and by each server when it is asked past the router."""
     asked = bodies(seed=9, short=True)[:2]
-    async with client_of(router) as client, aiohttp.ClientSession() as session:
+    async with client_of(router) as client, session_of(router) as session:
         expected = [(await client.ask(*each)).said for each in asked]
         for path, body in forgeries():
             async with session.post(router.url + path, json=body) as answer:
@@ -405,16 +428,17 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(
 
 async def role(router: Router, instance: str, wanted: str) -> tuple[int, Json]:
     async with (
-        aiohttp.ClientSession() as session,
+        session_of(router) as session,
         session.post(router.url + instance_path(instance) + "/role", json={"role": wanted}) as answer,
     ):
         return answer.status, await answer.json()
 
 
-async def command(*words: str) -> tuple[int | None, str]:
-    """``sglang-ext ...``: its exit status, and what it says."""
+async def command(router: Router, verb: str, *words: str) -> tuple[int | None, str]:
+    """``sglang-ext VERB --router ...``: its exit status, and what it says."""
+    key = ("--api-key", router.config.api_key) if router.config.api_key else ()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sglang_ext.cli", *words),
+        *(sys.executable, "-m", "sglang_ext.cli", verb, "--router", router.url, *key, *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -430,7 +454,7 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
         status, said = await role(router, "a", "prefill")
         assert (status, said["error"]["code"]) == (409, "role_is_fixed")
         return
-    status, complaint = await command("role", "--router", router.url, "p", "decode")
+    status, complaint = await command(router, "role", "p", "decode")
     assert status == 1
     assert "last prefill" in complaint
     async with client_of(router) as client:
@@ -445,7 +469,7 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
             answers = [asyncio.create_task(client.ask(*each)) for each in asked]
             await until(lambda: sum(heard.events > 1 for heard in client.heard) >= 5)
             # As a user changes it.
-            assert await command("role", "--router", router.url, "b", wanted) == (
+            assert await command(router, "role", "b", wanted) == (
                 0,
                 f"b is {wanted}, ready\n",
             )
@@ -464,7 +488,7 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
 ) -> None:
     """What a server read to decode, it prefills from; what one prefilled, it decodes with. The twin shows
     that they do: the last token's value in the last layer has one bit changed while the role changes."""
-    if fleet.kind not in ("decode", "decode-push"):
+    if fleet.kind not in ("decode", "decode-push", "decode-lab"):
         pytest.skip("its servers do not change their roles")
     servers = {name: router.members.member(name).url for name in ("p", "b")}
     prefills, decodes = "x-kv-prefill-instance", "x-kv-instance"
@@ -472,7 +496,7 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
     was = {"b": (decodes, "a"), "p": (prefills, "b")}
     wanted = {"b": ("prefill", (prefills, "p")), "p": ("decode", (decodes, "a"))}
     rng = random.Random(f"kept {damaged}")
-    async with aiohttp.ClientSession() as session:
+    async with session_of(router) as session:
 
         async def asked_of(name: str, prompt: list[int], header: str, but: str) -> Answer:
             """What this server answers while the other one that could is not asked."""
@@ -494,7 +518,9 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
                     assert (await role(router, name, new_role))[0] == 200
                 again = [*prompt, *random_prompt(rng, 5)]
                 answer = await asked_of(name, again, *now)
-                expected = await asyncio.to_thread(truth.generate, again, max_new_tokens=len(answer.tokens))
+                expected = await asyncio.to_thread(
+                    Outside(truth, fleet.place).generate, again, max_new_tokens=len(answer.tokens)
+                )
                 with pytest.raises(AssertionError) if damaged else nullcontext():
                     assert_same(expected, answer)
         finally:
@@ -509,7 +535,7 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
 @with_servers("decode")
 async def test_roles_change_by_themselves(fleet: Fleet) -> None:
     """Long prompts: one of two decode servers is had to prefill, under load, and finds what it had."""
-    if fleet.kind not in ("decode", "decode-push"):
+    if fleet.kind not in ("decode", "decode-push", "decode-lab"):
         pytest.skip("its servers do not change their roles")
     config = RouterConfig(
         port=fleet.port,
@@ -517,6 +543,7 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
         health_check_timeout_secs=5.0,
         role_controller="on",
         role_dwell_secs=3.0,
+        **fleet.place.router_options,
     )
     async with Router(config) as router, client_of(router) as client:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
@@ -555,7 +582,8 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
         # The load is another now, and the controller may be about to change them back.
         await until(lambda: all(member.changing is None for member in router.members.roster), seconds=60)
     # As the other tests know them.
-    async with Router(RouterConfig(port=fleet.port, health_check_timeout_secs=5.0)) as router:
+    config = RouterConfig(port=fleet.port, health_check_timeout_secs=5.0, **fleet.place.router_options)
+    async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
         for instance, wanted in (("p", "prefill"), (changed.instance, "decode")):
             status, said = await role(router, instance, wanted)
@@ -564,7 +592,7 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
 
 async def found_by_what_it_had(router: Router, url: str, asked: list[tuple[str, Json]]) -> None:
     """Ask until the server that decoded has prefilled: it finds what it had."""
-    async with aiohttp.ClientSession() as session:
+    async with session_of(router) as session:
         for path, body in asked * 4:
             body = {**body, "stream": False}
             async with session.post(router.url + path, json=body) as answer:
