@@ -33,6 +33,7 @@ WITH_SERVERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "advisory": (("--systems", "ours"), set()),
     "cost_model": ((), {"op_mean_error", "batch_mean_error"}),
     "disagg": (("--designs", "3"), {"wrong_answers"}),
+    "hosts": ((), {"wrong_answers", "pull_50ms_16_in_flight_vs_none", "router_added_ms_by_50ms"}),
     "router": (("--parts", "serving"), {"p99_ttft_vs_session_share2"}),
     "tiers": (("--parts", "servers"), {"load_hidden_disk", "ttft_disk_vs_hbm_1k"}),
 }

@@ -1,0 +1,1 @@
+"""What latency and loss between hosts cost, and what requests in flight hide of it."""
