@@ -13,7 +13,7 @@ SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache
 	tests/integration/pd/test_pd_cluster.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test smoke test-long test-rdma check format docs docs-serve dist lock clean distclean
+.PHONY: help setup demo test smoke test-long test-rdma check compile format docs docs-serve dist lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,9 @@ check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python scripts/check_types.py
+
+compile: $(READY)  ## Compile the router's hot modules, where there is a C compiler (minutes); again after edits
+	$(BIN)/python scripts/compile_router.py
 
 format: $(READY)  ## Put the formatting right
 	$(BIN)/ruff check --fix

@@ -83,9 +83,15 @@ def measure_profile(options: Options, report: Report) -> None:
                     wait_for(port, running)
                     load.measure(case.job(port, min(seconds, 1.5)))
                     os.kill(running.pid, signal.SIGUSR1)
+                    began = time.monotonic()
                     _ask(case.job(port, 0.0), asked)
+                    took_s = time.monotonic() - began
                     os.kill(running.pid, signal.SIGUSR1)
                     codes = _told(seen / "bytecodes.json")
+                    os.kill(running.pid, signal.SIGUSR1)
+                    time.sleep(took_s)
+                    os.kill(running.pid, signal.SIGUSR1)
+                    codes += [[*names, -steps, -calls] for *names, steps, calls in _told(seen / "idle.json")]
                     os.kill(running.pid, signal.SIGUSR1)
                     before = cpu_seconds(running.pid)
                     result = load.measure(case.job(port, seconds, warmup_s=0.0))
@@ -94,7 +100,8 @@ def measure_profile(options: Options, report: Report) -> None:
                     ticks = _told(seen / "ticks.json")
                 _report(report, case, _by_stage(codes, ticks, asked, cpu_us))
     report.note(
-        f"profile: bytecodes and calls of {asked} requests one by one; microseconds of CPU, sampled, with "
+        f"profile: bytecodes and calls of {asked} requests one by one, less those of as long a time without "
+        "requests; microseconds of CPU, sampled, with "
         f"{MANY} connections; what a function has C code do counts as its own"
     )
 

@@ -1,7 +1,8 @@
 """The router under observation, `python -m benchmarks.router.watched FOLDER FLAGS...`, for `profile`.
 
-SIGUSR1 begins an observation or ends it, in turns: bytecodes counted first, then a clock that looks in which
-function the event loop is. What was seen is written to FOLDER as one JSON file each.
+SIGUSR1 begins an observation or ends it, in turns: bytecodes are counted while requests come, then for as
+long without any, for what the router does anyway; then a clock looks in which function the event loop is.
+What was seen is written to FOLDER as one JSON file each.
 
 Bytecodes are exact, and the same on every machine. Time is sampled (CPU seconds of the process, by the
 system's tick), so that looking costs next to nothing and falls on nobody in particular.
@@ -14,7 +15,6 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -41,20 +41,20 @@ class Watch:
     def switch(self, *_: object) -> None:
         """To the next observation, or to none."""
         self._turn += 1
-        if self._turn == 1:
-            self._trace(self._called)
-        elif self._turn == 2:
-            self._trace(None)
-            self._tell("bytecodes", {c: (self._codes[c], self._calls[c]) for c in self._calls})
-        elif self._turn == 3:
+        if self._turn in (1, 3):
+            self._codes.clear()
+            self._calls.clear()
+            sys.settrace(self._called)
+        elif self._turn in (2, 4):
+            sys.settrace(None)
+            name = "bytecodes" if self._turn == 2 else "idle"
+            self._tell(name, {code: (self._codes[code], calls) for code, calls in self._calls.items()})
+        elif self._turn == 5:
             signal.signal(signal.SIGPROF, self._tick)
             signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
         else:
             signal.setitimer(signal.ITIMER_PROF, 0)
             self._tell("ticks", {c: (n, 0) for c, n in self._ticks.items()})
-
-    def _trace(self, function: Callable[[FrameType, str, Any], Any] | None) -> None:
-        sys.settrace(function)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         self._calls[frame.f_code] += 1

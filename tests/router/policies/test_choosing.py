@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from sglang_ext.cost_model import CostModel
+from sglang_ext.router.dispatch import choosing
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.hint import Place
+from sglang_ext.router.native import is_compiled
 from sglang_ext.router.policies import (
     Decision,
     Instance,
@@ -20,6 +22,10 @@ from sglang_ext.router.policies import (
 )
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote, SpanNote
 from sglang_ext.router.tokens.tokenizing import Encoded
+
+pytestmark = pytest.mark.skipif(
+    is_compiled(choosing), reason="has stand-ins for parts, which compiled code does not take for them"
+)
 
 KEY = bytes(4 * 1000)
 FLEET = tuple(Instance(name, 0, 0, 0, 0) for name in ("a", "b"))

@@ -1,0 +1,114 @@
+"""Compile the router's hot modules to machine code, where mypyc and a C compiler are there (`native.py`).
+
+    python scripts/compile_router.py [--if-possible]
+
+``--if-possible`` ends well where there is no compiler, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "router"
+NATIVE = PACKAGE / "_native"
+MODULES = (
+    "http/messages", "http/body", "http/reader", "http/connection", "http/responder", "http/state",
+    "http/upstream", "http/worker_connection", "index/prompt_trees", "index/index", "policies/prompt_tree",
+    "policies/assembly", "dispatch/choosing", "dispatch/costs", "dispatch/queue_estimate",
+    "dispatch/relaying", "dispatch/forwarding", "dispatch/queueing", "fleet/fleet", "fleet/instance_record",
+    "telemetry/local_metrics", "telemetry/observability", "tenancy/request_fields", "api/generate",
+    "api/usage", "api/sse", "tokens/segments", "endpoints/generation", "app/service",
+)  # fmt: skip
+"""What a request spends its time in. mypyc ignores what msgspec is told of a class (``frozen``, ``eq``), so
+that modules with such classes are left as they are."""
+BUILD = """
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+config, *files = sys.argv[1:]
+sys.argv = ["setup.py", "-q", "build_ext", "-i"]
+setup(name="native", packages=[], ext_modules=mypycify(
+    ["--config-file", config, *files], opt_level="1", debug_level="0", target_dir="c"))
+"""
+
+
+def obstacle() -> str:
+    """Why nothing can be compiled; empty when it can."""
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        return f"there is no C compiler ({compiler})"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python's C headers are not installed"
+    done = subprocess.run([sys.executable, "-c", "import mypyc.build"], capture_output=True, check=False)
+    return "" if done.returncode == 0 else "mypyc is not installed (pip install mypy)"
+
+
+def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
+    """Compile modules of the router.
+
+    Raises:
+        subprocess.CalledProcessError: they cannot be.
+    """
+    sys.path.insert(0, str(ROOT))
+    from sglang_ext.router.native import LIST, SUFFIX, digest
+
+    with tempfile.TemporaryDirectory(prefix="compile-") as name:
+        folder = Path(name)
+        ignore = shutil.ignore_patterns("__pycache__", "_native", "*.so")
+        shutil.copytree(ROOT / "sglang_ext", folder / "sglang_ext", ignore=ignore)
+        shutil.copytree(PACKAGE, folder / "sglang_ext" / "router", ignore=ignore)
+        sources = {name: digest(folder / "sglang_ext" / "router" / f"{name}.py") for name in modules}
+        config = folder / "mypy.ini"
+        config.write_text(
+            "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
+            "[mypy-opentelemetry.*,sglang.*,numba.*,lmdb.*,transformers.*,tokenizers.*,torch.*,zmq.*,numpy.*]\n"
+            "follow_imports = skip\n"
+        )
+        files = [f"sglang_ext/router/{module}.py" for module in modules]
+        subprocess.run(
+            [sys.executable, "-c", BUILD, str(config), *files],
+            cwd=folder, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        built = folder / "native"
+        built.mkdir()
+        (group,) = (file.name.removesuffix(SUFFIX) for file in folder.glob(f"*{SUFFIX}"))
+        shutil.move(folder / f"{group}{SUFFIX}", built)
+        for module in modules:
+            (built / module).parent.mkdir(exist_ok=True)
+            shutil.move(folder / "sglang_ext" / "router" / f"{module}{SUFFIX}", (built / module).parent)
+        (built / LIST).write_text(json.dumps({"suffix": SUFFIX, "group": group, "sources": sources}))
+        beside = target.with_name(f"{target.name}.{os.getpid()}")
+        shutil.move(built, beside)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(beside, target)
+
+
+def main() -> int:
+    """Compile."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--if-possible", action="store_true")
+    options = parser.parse_args()
+    why = obstacle()
+    if why:
+        print(f"The router's modules are not compiled, and run as Python: {why}.")
+        return 0 if options.if_possible else 1
+    try:
+        compile_into(NATIVE)
+    except subprocess.CalledProcessError as error:
+        print(f"The router's modules are not compiled, and run as Python:\n{error.stdout}{error.stderr}")
+        return 1
+    print(f"{len(MODULES)} modules of the router are compiled into {NATIVE.relative_to(ROOT)}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
