@@ -73,11 +73,15 @@ class Index:
         self._cache = cache
         self._granule = granule
         self._page = page
+        self._reads_path = hasattr(cache, "path_device_indices")  # SGLang from 0.5.22 on
         self._key, self._match, self._insert = RadixKey, MatchPrefixParams, InsertParams
 
     def match(self, prompt: Prompt) -> Any:
         """The slots of the known prefix, as the scheduler gets them."""
-        return self._cache.match_prefix(self._match(key=self._key(prompt.tokens))).device_indices
+        found = self._cache.match_prefix(self._match(key=self._key(prompt.tokens)))
+        if self._reads_path:
+            return self._cache.path_device_indices(found.last_device_node)
+        return found.device_indices
 
     def insert(self, prompt: Prompt) -> int:
         """Insert as at the end of a request that had matched what it could. Returns tokens known before."""

@@ -188,7 +188,7 @@ TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
     ({"gate_class": NeverWaits}, BUSY, WrongKvError),
     ({"gate_class": WaitsForTheLayerBefore}, PAGED, WrongKvError),
     ({"tier_class": CountsEarly}, BUSY, WrongKvError),
-    ({"tier_class": LoadsInTheWrongOrder}, PAGED, WrongKvError),
+    ({"tier_class": LoadsInTheWrongOrder}, PAGED, AssertionError),
     ({"disk_class": LyingDisk}, ON_DISK, WrongKvError),
     ({"disk_class": MixesUpBlocks}, ON_DISK, WrongKvError),
 ]

@@ -189,6 +189,7 @@ class TestScalesAndQuantisation:
                 model = SimpleNamespace(
                     layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=layer)) for layer in layers],
                     config=LlamaConfig(num_hidden_layers=2),
+                    _kv_cache_parallel_layout=(0, 1),  # rank and size, from SGLang 0.5.22 on
                 )
                 llama.LlamaModel.load_kv_cache_scales(model, str(file))
             whole = torch.nn.Sequential(*layers)
