@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.setup/done
 PYTEST_ARGS ?=
 SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache/test_same_answer.py \
-	tests/integration/pd/test_pd_cluster.py
+	tests/integration/pd/test_pd.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test smoke test-long test-rdma check compile format docs docs-serve dist lock clean distclean
