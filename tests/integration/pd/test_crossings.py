@@ -177,7 +177,11 @@ async def test_drawn_programmes(fleet: Fleet, truth: ServerProcess) -> None:
         except (AssertionError, OSError, aiohttp.ClientError, httpx.HTTPError):
             failed.append(seed)
             print(f"\nseed {seed} fails:\n{traceback.format_exc()}", flush=True)
-            assert all(server.running for server in fleet.servers.values()), f"a server has ended: {failed}"
+            ended = [server for server in fleet.servers.values() if not server.running]
+            for server in ended:
+                lines = server.log.read_text(errors="replace").splitlines()[-300:]
+                print("\n".join(("the log of one that has ended:", *lines)), flush=True)
+            assert not ended, f"a server has ended: {failed}"
         else:
             crossed |= crossings(programme)
             print(f"\nseed {seed} passes, {len(crossed)} crossings so far; {dict(did)}", flush=True)
