@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from pd_faults import Cell, place, serves, stopped
+from pd_faults import Cell, ended, place, serves, stopped
 from pd_fleet import (
     ANSWER_TOKENS,
     BROKEN_OFF,
@@ -153,11 +153,13 @@ def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> 
     decode, (other, gone) = rig.pd.decode[0], (each.server for each in rig.pd.prefill)
 
     def dies_in_a_hand_over() -> None:
+        prompt = prompt_of(9, 200)
+        expected = rig.expected(prompt)
         with fault(rig.decode_faults[0], "hold-reading") as at:
-            both = rig.pd.start(prompt_of(9, 200), max_new_tokens=ANSWER_TOKENS, prefill=1)
+            both = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, prefill=1)
             wait_until(at.exists, seconds=60, what="reading")
             kill(gone)
-        assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
+        ended(both[1], expected, FREED_SECONDS)  # over shm, all may have been read by then
         assert_failed(both[0], BROKEN_OFF)
         nothing_is_left([decode])
 
