@@ -22,9 +22,11 @@ class EndpointConfig:
         has is taken; 0 is any. announce: the host at which peers are told to reach both; empty for `bind`'s.
     transports: which to use, best first; empty for all, in the order of TransportName.
     place: of this rank's accelerator: its RDMA adapter is the nearest. rdma_devices: named ones instead.
-    lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane moves at a
-        time. inline_bytes: reads up to this are made by the event loop's own thread, if no lane is at
-        work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for never.
+    lanes: threads, and connections or queue pairs, per connected rank; 0 for one, and over tcp, where a lane
+        waits for the network, for eight.
+    piece_bytes: what a lane moves at a time. inline_bytes: reads up to this are made by the event loop's own
+        thread, if no lane is at work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for
+        never.
     verifications: lanes of all connections that may compare generations at a time.
     dead_after: a peer on this machine that is silent for so long is gone: its leases end, reads from it fail.
     far_after: the same of peers on other machines, where a network may fail over; 0 for `dead_after`.
@@ -40,7 +42,7 @@ class EndpointConfig:
     transports: tuple[TransportName, ...] = ()
     place: Place = NOWHERE
     rdma_devices: tuple[str, ...] = ()
-    lanes: int = 1
+    lanes: int = 0
     piece_bytes: int = 8 << 20
     inline_bytes: int = 64 << 20
     coalescing: bool = True
@@ -57,7 +59,9 @@ class EndpointConfig:
         return self.dead_after if near or not self.far_after else self.far_after
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "piece_bytes", "verifications"):
+        if self.lanes < 0:
+            raise ConfigError("lanes must be at least 0", field="lanes")
+        for name in ("piece_bytes", "verifications"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", field=name)
         for name in ("lease_ttl", "grant_ttl", "connect_timeout", "heartbeat", "dead_after"):

@@ -1,4 +1,5 @@
-"""Lanes: the threads of one connection that move bytes. A lane blocks in its transport without the GIL.
+"""Lanes: the threads of one connection that move bytes. A lane blocks in its transport without the GIL, and
+has a thread from its first job on.
 
     put(piece) ─> queue of the lane with least to do ─> read or write ─> ended(lane, piece, error)
     check(request, lane) ───────────────────────────────────────────> verify(lane, request)
@@ -21,12 +22,14 @@ log = logging.getLogger(__name__)
 
 _Job = Piece | str | None
 """A piece to move, a request to verify, or the end."""
+VERIFICATION_LOAD = 4096
+"""Bytes that a verification counts as: few, but the lane waits for them as for any."""
 
 
 class Lanes:
     """The lanes of one channel.
 
-    lock: guards what the callbacks guard too; every method but `start` and `close` is called under it.
+    lock: guards what the callbacks guard too; every method but `close` is called under it.
     read: moves a piece of a read. ended: takes a piece that was moved, or was not; called without the lock,
         exactly once per piece that was put and not dropped.
     verify: takes a request. broke: told of what none of them expected.
@@ -53,15 +56,7 @@ class Lanes:
         self._lane_of: dict[int, int] = {}
         self._queues: list[queue.SimpleQueue[_Job]] = [queue.SimpleQueue() for _ in range(channel.lanes)]
         self._load = [0] * channel.lanes
-        self._threads = [
-            threading.Thread(target=self._lane, args=(i,), name=f"kv-{channel.name}-{i}", daemon=True)
-            for i in range(channel.lanes)
-        ]
-
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+        self._threads: dict[int, threading.Thread] = {}
 
     @property
     def under_way(self) -> list[tuple[Piece, CancelToken]]:
@@ -79,11 +74,12 @@ class Lanes:
         lane = self._load.index(min(self._load))
         self._load[lane] += piece.nbytes
         self._lane_of[piece.number] = lane
-        self._queues[lane].put(piece)
+        self._give(lane, piece)
 
     def check(self, request: str, lane: int) -> None:
         """Have a request verified by a lane, after what it has to do already."""
-        self._queues[lane].put(request)
+        self._load[lane] += VERIFICATION_LOAD
+        self._give(lane, request)
 
     def stop(self, piece: Piece, token: CancelToken) -> bool:
         """Cancel a piece. True when no lane has begun it, and so it has ended: its lane may be held up by
@@ -97,10 +93,18 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads, after what they have to do. Blocks."""
-        for jobs in self._queues:
-            jobs.put(None)
-        for thread in self._threads:
+        with self._lock:
+            threads = dict(self._threads)
+        for lane, thread in threads.items():
+            self._queues[lane].put(None)
             thread.join()
+
+    def _give(self, lane: int, job: _Job) -> None:
+        self._queues[lane].put(job)
+        if lane not in self._threads:
+            name = f"kv-{self._channel.name}-{lane}"
+            self._threads[lane] = threading.Thread(target=self._lane, args=(lane,), name=name, daemon=True)
+            self._threads[lane].start()
 
     def _lane(self, lane: int) -> None:
         jobs = self._queues[lane]
@@ -109,7 +113,11 @@ class Lanes:
                 if isinstance(job, Piece):
                     self._move(lane, job)
                 else:
-                    self._on_verify(lane, job)
+                    try:
+                        self._on_verify(lane, job)
+                    finally:
+                        with self._lock:
+                            self._load[lane] -= VERIFICATION_LOAD
             except Exception as error:
                 # A lane must not die silently: whatever it was, the peer is unusable, and says so.
                 log.exception("lane %d of %s failed", lane, self._channel.name)

@@ -88,7 +88,6 @@ class Peer:
             verify=self._check_generations,
             broke=lambda error: self._loop.call_soon_threadsafe(self.fail, error),
         )
-        self._lanes.start()
 
     def __repr__(self) -> str:
         return f"<Peer {self.info.instance} by {self.channel.name} {self.queue!r} gone={self._gone}>"

@@ -14,6 +14,10 @@ from sglang_ext.disagg.transports.rails import Place
 from sglang_ext.disagg.transports.tcp import TcpTransport
 from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
 
+TCP_LANES = 8
+"""Of a connection over tcp, unless it is said: requests in flight share the way to a peer and back, where one
+lane goes it for each of them."""
+
 
 class TransportConfig(Protocol):
     """What a transport may ask of the configuration."""
@@ -43,15 +47,17 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
     for name in config.transports or tuple(TransportName):
         match name:
             case TransportName.SHM:
-                made[name] = ShmTransport(regions, config.lanes)
+                made[name] = ShmTransport(regions, config.lanes or 1)
             case TransportName.CMA:
-                made[name] = CmaTransport(regions, config.lanes)
+                made[name] = CmaTransport(regions, config.lanes or 1)
             case TransportName.VERBS:
                 made[name] = VerbsTransport(
-                    regions, config.lanes, config.rank, config.place, config.rdma_devices
+                    regions, config.lanes or 1, config.rank, config.place, config.rdma_devices
                 )
             case TransportName.TCP:
-                made[name] = TcpTransport(regions, host_of(config.bind), config.lanes, config.ports)
+                made[name] = TcpTransport(
+                    regions, host_of(config.bind), config.lanes or TCP_LANES, config.ports
+                )
     return made
 
 

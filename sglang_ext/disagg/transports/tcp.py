@@ -14,6 +14,7 @@ as it does over RDMA; on networks that are not trusted, encrypt below (WireGuard
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
@@ -123,30 +124,44 @@ class TcpChannel(Channel):
         self._sockets: list[socket.socket | None] = [None] * lanes
         self._scratch = [_stream.Scratch() for _ in range(lanes)]
         self._closed = False
-        self._sockets[0] = self._connect()
+        self._sockets[0] = self._connect(CancelToken())
 
-    def _connect(self) -> socket.socket:
-        sock: socket.socket | None = None
+    def _connect(self, token: CancelToken) -> socket.socket:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
+        failure: OSError | None = None
         try:
-            sock = socket.create_connection(self._target, timeout=HANDSHAKE_SECONDS)
-            _prepare(sock)
-            nonce = _receive(sock, NONCE_BYTES, deadline)
-            sock.sendall(self._session + _proof(self._secret, nonce))
-            if _receive(sock, 1, deadline) != b"\x01":
-                raise PeerGoneError("tcp: the owner does not know this session")
-            sock.settimeout(None)
-            return sock
+            for family, kind, protocol, _, address in socket.getaddrinfo(
+                *self._target, type=socket.SOCK_STREAM
+            ):
+                sock = socket.socket(family, kind, protocol)
+                token.on_cancel(functools.partial(_shutdown, sock))
+                try:
+                    sock.settimeout(max(0.001, deadline - time.monotonic()))
+                    sock.connect(address)
+                    self._prove(sock, deadline)
+                    return sock
+                except OSError as error:
+                    sock.close()
+                    failure = error
+                except BaseException:
+                    sock.close()
+                    raise
         except OSError as error:
-            if sock is not None:
-                sock.close()
-            raise PeerGoneError(
-                f"tcp: cannot connect to {self._target[0]}:{self._target[1]}: {error}"
-            ) from None
-        except BaseException:
-            if sock is not None:
-                sock.close()
-            raise
+            failure = error
+        finally:
+            token.on_cancel(None)
+        if token.cancelled:
+            raise CancelledTransferError("tcp: the transfer was cancelled")
+        raise PeerGoneError(f"tcp: cannot connect to {self._target[0]}:{self._target[1]}: {failure}")
+
+    def _prove(self, sock: socket.socket, deadline: float) -> None:
+        """Show that a connection belongs to this session."""
+        _prepare(sock)
+        nonce = _receive(sock, NONCE_BYTES, deadline)
+        sock.sendall(self._session + _proof(self._secret, nonce))
+        if _receive(sock, 1, deadline) != b"\x01":
+            raise PeerGoneError("tcp: the owner does not know this session")
+        sock.settimeout(None)
 
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
         self._run(lane, runs, token, None)
@@ -171,7 +186,7 @@ class TcpChannel(Channel):
             raise CancelledTransferError("tcp: the transfer was cancelled")
         sock = self._sockets[lane]
         if sock is None:
-            sock = self._sockets[lane] = self._connect()
+            sock = self._sockets[lane] = self._connect(token)
         s = self._scratch[lane]
         token.on_cancel(lambda: _shutdown(sock))
         try:
