@@ -82,22 +82,20 @@ def measure_profile(options: Options, report: Report) -> None:
                 with process(command, core=router_core, log=folder / "router.log") as running:
                     wait_for(port, running)
                     load.measure(case.job(port, min(seconds, 1.5)))
-                    os.kill(running.pid, signal.SIGUSR1)
+                    _switch(running.pid, seen / "begun-1")
                     began = time.monotonic()
                     _ask(case.job(port, 0.0), asked)
                     took_s = time.monotonic() - began
-                    os.kill(running.pid, signal.SIGUSR1)
-                    codes = _told(seen / "bytecodes.json")
-                    os.kill(running.pid, signal.SIGUSR1)
+                    codes = _seen(_switch(running.pid, seen / "bytecodes.json"))
+                    _switch(running.pid, seen / "begun-3")
                     time.sleep(took_s)
-                    os.kill(running.pid, signal.SIGUSR1)
-                    codes += [[*names, -steps, -calls] for *names, steps, calls in _told(seen / "idle.json")]
-                    os.kill(running.pid, signal.SIGUSR1)
+                    idle = _seen(_switch(running.pid, seen / "idle.json"))
+                    codes += [[*names, -steps, -calls] for *names, steps, calls in idle]
+                    _switch(running.pid, seen / "begun-5")
                     before = cpu_seconds(running.pid)
                     result = load.measure(case.job(port, seconds, warmup_s=0.0))
                     cpu_us = (cpu_seconds(running.pid) - before) / result["requests"] * 1e6
-                    os.kill(running.pid, signal.SIGUSR1)
-                    ticks = _told(seen / "ticks.json")
+                    ticks = _seen(_switch(running.pid, seen / "ticks.json"))
                 _report(report, case, _by_stage(codes, ticks, asked, cpu_us))
     report.note(
         f"profile: bytecodes and calls of {asked} requests one by one, less those of as long a time without "
@@ -127,12 +125,18 @@ class _Answer:
         self.complete = True
 
 
-def _told(file: Path) -> list[list[Any]]:
+def _switch(pid: int, answer: Path) -> Path:
+    """Begin an observation of the watched router or end it; the file by which it says that it has."""
+    os.kill(pid, signal.SIGUSR1)
     end = time.monotonic() + TOLD_S
-    while not file.exists():
+    while not answer.exists():
         if time.monotonic() > end:
-            raise RuntimeError(f"the router has not written {file.name}")
+            raise RuntimeError(f"the router has not written {answer.name}")
         time.sleep(0.01)
+    return answer
+
+
+def _seen(file: Path) -> list[list[Any]]:
     rows: list[list[Any]] = json.loads(file.read_text())
     return rows
 

@@ -2,7 +2,7 @@
 
 SIGUSR1 begins an observation or ends it, in turns: bytecodes are counted while requests come, then for as
 long without any, for what the router does anyway; then a clock looks in which function the event loop is.
-What was seen is written to FOLDER as one JSON file each.
+Each turn is answered by a file in FOLDER (two signals at once are one): `begun-N`, or what was seen, as JSON.
 
 Bytecodes are exact, and the same on every machine. Time is sampled (CPU seconds of the process, by the
 system's tick), so that looking costs next to nothing and falls on nobody in particular.
@@ -41,6 +41,8 @@ class Watch:
     def switch(self, *_: object) -> None:
         """To the next observation, or to none."""
         self._turn += 1
+        if self._turn % 2:
+            (self._folder / f"begun-{self._turn}").touch()
         if self._turn in (1, 3):
             self._codes.clear()
             self._calls.clear()
