@@ -34,6 +34,13 @@ BOUND_TO_A_ROLE = (
     ("--disaggregation-decode-host-receive-threshold",),
 )
 """Flags with state that SGLang does not rebuild for another role, or that it refuses with the switch."""
+CACHE_VARIABLES = {
+    "SGLANG_EXT_KV_BLOCK_SIZE": "--kv-block-size",
+    "SGLANG_EXT_KV_CLUSTER_KEY_FILE": SERVER_KEY_FLAG,
+    "SGLANG_EXT_KV_DISK_PATH": DISK_FLAG,
+    "SGLANG_EXT_KV_ROUTER": "--kv-router",
+}
+"""What servers take from the environment of which each has its own, or the router has to know."""
 ROLE_VARIABLES = {
     "SGLANG_EXT_KV_PD_CACHING": "--kv-pd-caching",
     "SGLANG_EXT_KV_TRANSFER_MODE": "--kv-transfer-mode",
@@ -241,11 +248,16 @@ def make_plan(
 def with_environment(config: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
     """The configuration with what servers would take from the environment and the plan depends on, as flags.
     Flags that were given win."""
-    if not config.prefill or (flag_value(config.server_args, TRANSFER_FLAG) or "global") != "global":
-        return config
+    hands_over = (flag_value(config.server_args, TRANSFER_FLAG) or "global") == "global"
+    is_ours = all(flag_value(config.server_args, name) is None for name in CACHE_FLAGS)
+    variables: dict[str, str] = {}
+    if hands_over if config.prefill else is_ours:
+        variables |= CACHE_VARIABLES
+    if hands_over and config.prefill:
+        variables |= ROLE_VARIABLES
     found = [
         word
-        for variable, flag in ROLE_VARIABLES.items()
+        for variable, flag in variables.items()
         if variable in environment
         for word in (flag, environment[variable])
     ]

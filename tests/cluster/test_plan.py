@@ -260,6 +260,27 @@ async def test_what_the_environment_says_of_roles_counts_unless_a_flag_does(
                 pass
 
 
+@pytest.mark.parametrize("roles", [{"colocated": 2}, {"colocated": 0, "prefill": 1, "decode": 1}])
+def test_a_disk_named_in_the_environment_is_no_folder_of_two_servers(roles: dict[str, int]) -> None:
+    environment = {
+        "SGLANG_EXT_KV_DISK_PATH": "/kv",
+        "SGLANG_EXT_KV_BLOCK_SIZE": "32",
+        "SGLANG_EXT_KV_CLUSTER_KEY_FILE": "/keys/cluster",
+    }
+    config = with_environment(ClusterConfig(model_path="m", **roles), environment)
+    *servers, router = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports))
+    disks = [flag_value(part.command, "--kv-disk-path") for part in servers]
+    assert disks == [f"/kv/{part.name}" for part in servers]
+    assert flag_value(router.command, "--block-size") == "32"
+    assert flag_value(router.command, "--cluster-key-file") == "/keys/cluster"
+
+
+def test_a_cache_of_anothers_is_told_nothing_of_ours() -> None:
+    environment = {"SGLANG_EXT_KV_DISK_PATH": "/kv"}
+    config = ClusterConfig(model_path="m", colocated=2, server_args=("--disable-radix-cache",))
+    assert with_environment(config, environment) == config
+
+
 def test_the_environment_is_left_alone_where_there_are_no_roles_of_ours() -> None:
     environment = {"SGLANG_EXT_KV_PD_CACHING": "basic"}
     for values in (
