@@ -247,7 +247,8 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
         assert {number: names[headers["x-kv-instance"]] for number, (_, headers) in found.items()} == dict(
             enumerate(holders)
         ), reasons
-        assert set(reasons.values()) == {"prefix"}
+        # Both, where the routers' deaths above had a busy server's prompt computed at the other, too.
+        assert set(reasons.values()) <= {"prefix", "prefix-shared"}
         for number, (answer, _) in found.items():
             meta = answer["meta_info"]
             assert answer["output_ids"] == cold[number][0]["output_ids"]
