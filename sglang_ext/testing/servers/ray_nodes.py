@@ -1,4 +1,4 @@
-"""A Ray cluster of a test's own: nodes on loopback addresses, each under a guard that leaves nothing."""
+"""A Ray cluster of a test's own, of which nothing is left: on loopback addresses, or on hosts of a lab."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from sglang_ext.cluster.process import GUARD
+from sglang_ext.testing.lab.hosts import Lab
 from sglang_ext.testing.servers.server import free_port
 from sglang_ext.testing.waiting import wait_until
 
@@ -34,9 +35,11 @@ class RayNodes:
 
     Args:
         cores: that each says it has.
+        lab: whose hosts are the nodes, in their order; without one, nodes are of this machine.
     """
 
-    def __init__(self, *cores: int) -> None:
+    def __init__(self, *cores: int, lab: Lab | None = None) -> None:
+        self._hosts = () if lab is None else tuple(lab.hosts.values())
         # Not below pytest's folder: Ray makes sockets in it.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         self.address = f"{self.host(0)}:{free_port()}"
@@ -74,6 +77,11 @@ class RayNodes:
             ),
             *("--object-store-memory", str(OBJECT_STORE_BYTES)),
         )
+        if self._hosts:
+            self._nodes.append(
+                self._hosts[number].popen(command, log=self._log(number), environment={**os.environ, **QUIET})
+            )
+            return
         with open(self._log(number), "wb") as log:
             self._nodes.append(
                 subprocess.Popen(
@@ -89,6 +97,8 @@ class RayNodes:
 
     def host(self, number: int) -> str:
         """The address of a node. Not 127.0.0.1: Ray takes the machine's own for it."""
+        if self._hosts:
+            return self._hosts[number].address()
         return f"127.0.0.{2 + number}"
 
     def _log(self, number: int) -> Path:
@@ -108,15 +118,18 @@ class RayNodes:
 
     def lose(self, number: int) -> None:
         """A node goes at once, with all that runs there."""
+        if self._hosts:
+            self._hosts[number].close()
+            return
         self._nodes[number].send_signal(signal.SIGQUIT)
         self._nodes[number].wait(END_S)
 
     def close(self) -> None:
         """End all nodes."""
-        for node in self._nodes:
+        for node in () if self._hosts else self._nodes:  # hosts end with their lab
             if node.poll() is None:
                 node.send_signal(signal.SIGQUIT)
-        for node in self._nodes:
+        for node in () if self._hosts else self._nodes:
             node.wait(END_S)
         for end in self._watch:
             os.close(end)

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sglang_ext.testing.lab.hosts import Host
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.waiting import wait_until
 
@@ -39,24 +40,36 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 
 class RunningCluster:
-    """The command, its output line by line, and every process below it."""
+    """The command, its output line by line, and every process below it.
 
-    def __init__(self, folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> None:
+    Args:
+        folder: of its logs, disks and temporary files.
+        arguments, flags: before and after ``--``.
+        host: of a lab, on which it runs.
+    """
+
+    def __init__(
+        self, folder: Path, *arguments: str, flags: tuple[str, ...] = (), host: Host | None = None
+    ) -> None:
         self.log_dir = log_dir = folder / "logs"
         self.disk, self.temporary = folder / "kv", folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path("tiny"))),
-                *("--port", "0", "--log-dir", str(log_dir), *arguments),
-                *("--", "--max-total-tokens", "8192", "--kv-dram-size", "64MB"),
-                *("--kv-disk-path", str(self.disk), "--kv-disk-size", "1GB", *flags),
-            ],
-            env={**os.environ, "TMPDIR": str(self.temporary)},
-            umask=0,  # nothing is to depend on it
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        command = [
+            *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path("tiny"))),
+            *("--port", "0", "--log-dir", str(log_dir), *arguments),
+            *("--", "--max-total-tokens", "8192", "--kv-dram-size", "64MB"),
+            *("--kv-disk-path", str(self.disk), "--kv-disk-size", "1GB", *flags),
+        ]
+        self.process = (
+            host.popen(command, stdout=subprocess.PIPE)
+            if host is not None
+            else subprocess.Popen(
+                command,
+                env={**os.environ, "TMPDIR": str(self.temporary)},
+                umask=0,  # nothing is to depend on it
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         )
         self.output: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -66,7 +79,7 @@ class RunningCluster:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put(line)
+            self._lines.put(line.decode(errors="replace"))
         self._lines.put(None)
 
     def wait_for_line(self, pattern: str, seconds: float) -> re.Match[str]:

@@ -8,15 +8,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from test_cluster import BLOCK, END_S, PROMPT_TOKENS, START_S, RunningCluster, ask, prompt
+from test_cluster import BLOCK, END_S, PROMPT_TOKENS, START_S, RunningCluster, ask, prompt, sent
 
 from sglang_ext.cluster.guard import below, children_by_parent
 from sglang_ext.cluster.ray_runner import FOLDER_PREFIX
+from sglang_ext.testing.lab.hosts import Lab, why_not
 from sglang_ext.testing.servers.ray_nodes import HOW_TO_GET_IT, QUIET, RayNodes, ray_is_installed
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.server import ONE_THREAD, free_port
 from sglang_ext.testing.waiting import wait_until
 
 pytestmark = [
@@ -24,6 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not ray_is_installed(), reason=HOW_TO_GET_IT),
     pytest.mark.long,
 ]
+
+PORT = 30_000
 
 
 @pytest.fixture
@@ -91,3 +95,46 @@ def test_a_server_is_started_again_on_another_node_and_nothing_stays(
             assert cluster.process.wait(END_S) == 0
             assert not [each for each in running if each.is_running()]
     assert folders() <= before
+
+
+def test_hosts_that_share_nothing_and_one_of_them_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head without room, and two hosts that have some: what ran on one that is lost starts on the other."""
+    if reason := why_not():
+        pytest.skip(reason)
+    for name, value in {**QUIET, **ONE_THREAD}.items():
+        monkeypatch.setenv(name, value)
+    names, key = ("head", "one", "two"), "the-key-of-clients"
+    (folder / "logs").mkdir()
+    with (
+        Lab(*names, shared=[folder / "logs"], families=(4,)) as lab,
+        RayNodes(0, 3, 3, lab=lab) as nodes,
+        closing(
+            RunningCluster(
+                folder, "--ray", nodes.address, "--port", str(PORT), "--colocated", "1", "--restart", "2",
+                "--router-args", f"--api-key {key}", host=lab["head"],
+            )
+        ) as cluster,
+    ):  # fmt: skip
+
+        def asked(url: str) -> dict[str, Any]:
+            with lab["head"].network():
+                return sent(url, prompt(0), {"authorization": f"Bearer {key}"})[0]
+
+        url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
+        address = cluster.wait_for_line(r"server-0 +http://([\d.]+):", END_S)[1]
+        cold, warm = asked(url), asked(url)
+        assert warm["output_ids"] == cold["output_ids"]
+        assert warm["meta_info"]["cached_tokens"] == PROMPT_TOKENS - BLOCK
+        number = next(each for each in (1, 2) if nodes.host(each) == address)
+        nodes.lose(number)
+        cluster.wait_for_line("the cluster is complete again", START_S)
+        again = asked(f"http://{nodes.host(3 - number)}:{PORT}")
+        assert again["output_ids"] == cold["output_ids"]
+        assert again["meta_info"]["cached_tokens"] == 0, "its disk was on the host that is gone"
+        (command,) = psutil.Process(cluster.process.pid).children()  # of nsenter, which ends as it does
+        command.send_signal(signal.SIGINT)
+        assert cluster.process.wait(END_S) == 0
+        left = lab[names[3 - number]].run("ps", "-e", "-o", "args", "--no-headers")
+        assert not [words for words in left.splitlines() if "sglang::" in words or "launch_server" in words]
