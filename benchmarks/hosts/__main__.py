@@ -4,9 +4,13 @@ Three hosts made of this machine's namespaces (`sglang_ext.testing.lab`): a rout
 servers with a tiny model, KV over tcp. Each packet is delayed by so much in either direction, so a round trip
 takes twice that, and 1 % of the packets get lost. Every figure stands beside the same without either.
 
-Servers are two colocated ones, for the router and the index, and then a prefill and a decode server, which
-reads KV (pull), or into which it is written (push). A hand-over takes round trips in any case; requests in
-flight should share them. Answers are compared with those of the same prompt without latency.
+Servers are two colocated ones, for the router, the index and fetching, and then a prefill and a decode
+server, which reads KV (pull), or into which it is written (push). A hand-over takes round trips in any case;
+requests in flight should share them. Answers are compared with those of the same prompt without latency.
+
+The tiny model computes sooner than anything is fetched over 10 ms, and the router, which observes what
+fetches take, would soon order none. So a policy of this benchmark's own orders each, and requests wait for
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +34,17 @@ import aiohttp
 from benchmarks.lib.common import SEED, Options, Report, at_least, at_most, percentile
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.policies import Match
+from sglang_ext.router.policies import (
+    Costs,
+    Decision,
+    Fetch,
+    Fleet,
+    Match,
+    Matches,
+    PolicyOptions,
+    Prompt,
+    Reason,
+)
 from sglang_ext.testing.lab.hosts import Lab, why_not
 from sglang_ext.testing.servers.host_server import HostServer
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
@@ -46,7 +60,10 @@ IN_FLIGHT = (1, 4, 16)
 MODES = ("pull", "push")
 BLOCK = 16
 HANDED_OVER_TOKENS = 8 * BLOCK
+FETCHED_TOKENS = 40 * BLOCK
 ANSWER_TOKENS = 4
+FETCH_WAIT_S = 8.0
+"""That a request may wait for its fetch."""
 NAMESPACE = ("tokens", None, None, None)
 KEY, API_KEY = "the-key-of-a-benchmark-0123456789-abcdefghijk", "the-key-of-clients"
 AIMS = {
@@ -126,6 +143,22 @@ def bench() -> Iterator[Bench]:
 # -- colocated servers behind a router --------------------------------------------------------------
 
 
+def fetching(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
+    """In turn; what another instance has more of, it fetches from that, whatever computing takes."""
+    chosen = min(fleet, key=lambda each: (each.last_picked, each.name))
+    held = {each.name: matches.get(each.name, Match(0)).tokens for each in fleet}
+    source = max(held, key=lambda name: held[name])
+    more = held[source] > held[chosen.name] + 2 * BLOCK  # all prompts of a measurement differ
+    return Decision(
+        chosen.name,
+        Reason.FETCH if more else Reason.ROUND_ROBIN,
+        held[chosen.name],
+        fetch=(Fetch(source, held[source]),) if more else (),
+    )
+
+
 @dataclass
 class Colocated:
     """Two servers, a router that sends prompts to them in turn, and a client."""
@@ -178,6 +211,24 @@ class Colocated:
             found.append(await self.known(server.url, prompt, 4 * BLOCK))
         return found
 
+    async def fetched(self, rounds: int) -> tuple[list[float], list[float], int]:
+        """Seconds until an answer whose prompt the other server has, and of one that nobody has; and of how
+        many of the former the KV was fetched."""
+        fetched: list[float] = []
+        computed: list[float] = []
+        whole = 0
+        while len(fetched) < rounds:
+            prompt = self.prompts.next(FETCHED_TOKENS + 3)
+            owner = self.servers[len(fetched) % 2].url
+            took, _ = await self.ask(owner, prompt, 1)
+            computed.append(took)
+            await self.known(owner, prompt, FETCHED_TOKENS)
+            took, headers = await self.ask(self.router.url, prompt, 1)
+            if headers["x-kv-instance"] != owner:
+                fetched.append(took)
+                whole += headers["x-kv-cached-tokens"] == str(FETCHED_TOKENS)
+        return fetched, computed, whole
+
 
 async def measure_colocated(
     place: Bench, servers: list[ServerProcess], delays: Sequence[int], rounds: int, report: Report
@@ -188,7 +239,7 @@ async def measure_colocated(
         port=PORT,
         api_key=API_KEY,
         cluster_key_file=place.key_file,
-        policy="round-robin",
+        policy="benchmarks.hosts.__main__:fetching",
     )
     answers = Answers()
     headers = {"authorization": f"Bearer {API_KEY}"}
@@ -196,17 +247,27 @@ async def measure_colocated(
         await until(lambda: len(router.fleet.usable()) == len(servers), 120, "both servers")
         await until(lambda: all(router.trees.trusted(each.url) for each in servers), 60, "what they hold")
         measured = Colocated(router, client, servers, Prompts(), answers)
+        router.fetching.least_wait_s = FETCH_WAIT_S
         await measured.lag(2)  # compiles
+        await measured.fetched(2)  # connects
         added_ms, lag_ms = {}, {}
         for delay in delays:
             place.delay(delay)
             added, lag = await measured.added(4 * rounds), await measured.lag(2 * rounds)
+            fetched, computed, whole = await measured.fetched(rounds)
             added_ms[delay] = statistics.median(added) * 1000
             lag_ms[delay] = statistics.median(lag) * 1000
             report.add(
                 f"router and index, {delay} ms",
                 **{"router adds p50 ms": added_ms[delay]},
                 **{"index lag p50 ms": lag_ms[delay], "index lag p99 ms": percentile(lag, 99) * 1000},
+            )
+            report.add(
+                f"fetch, {delay} ms",
+                **{"answer p50 ms": statistics.median(fetched) * 1000},
+                **{"answer p99 ms": percentile(fetched, 99) * 1000},
+                **{"computed p50 ms": statistics.median(computed) * 1000},
+                fetched=f"{whole} of {rounds}",
             )
         place.delay(0)
     last = delays[-1]
