@@ -1,8 +1,11 @@
 """The channel to one instance's agent: hello, placement events, heartbeats.
 
-    silent for `VERDICT_S`   the instance is reported as silent, and its index not trusted; the channel is
-                             made anew, and events go on where they were if the agent still knows them;
-                             time in which the router itself stood still does not count
+    silent for `VERDICT_S`   the channel is made anew, and events go on where they were if the agent still
+                             knows them: after a cut, TCP sends again what was lost as late as the cut was
+                             long
+    silent for the verdict   the same on this machine, longer on another one: the instance is reported as
+                             silent, and its index not trusted; time in which the router itself stood
+                             still does not count
     something is missing     hello without a place: a snapshot follows
     another epoch            the instance was restarted: what was known of it is forgotten at once
 
@@ -82,6 +85,8 @@ class LinkOwner(Protocol):
     clock: Clock
     router: str
     listener: AgentListener | None
+    verdict_s: float
+    """How long an agent may be silent until its channel is made anew."""
     messages: Signal[[str, FromAgent]]
     loads: Signal[[str, Load]]
     reached: Signal[[str]]
@@ -108,7 +113,9 @@ class Link:
         self._agents = agents
         self._index = agents.index
         self._clock = agents.clock
-        self.heard_at = self._clock.monotonic()
+        self.heard_at = self._silent_from = self._clock.monotonic()
+        self._is_new = True
+        """Nothing was heard on the channel since it was made."""
         self._asked_at = -math.inf
         self._ask_due = True
         self._waiting = False
@@ -149,10 +156,11 @@ class Link:
     async def _run(self) -> None:
         while True:
             self._socket = self._agents.socket(self.registration)
-            self._ask_due, self._asked_at, self._waiting = True, -math.inf, False
+            self._ask_due, self._asked_at, self._waiting, self._is_new = True, -math.inf, False, True
             receiving = asyncio.create_task(self._receive(), name=f"receive from {self.name}")
+            verdict = True  # also of one that is ended
             try:
-                await self._beats(receiving)
+                verdict = await self._beats(receiving)
             except Exception:
                 # A fault of ours: nothing of what was told is believed, and all of it is asked for again.
                 logger.exception("what %s tells cannot be taken in", self.name)
@@ -163,14 +171,20 @@ class Link:
                 await asyncio.gather(receiving, return_exceptions=True)
                 self._socket.close(linger=0)
                 self._socket = None
-                self._index.heard(self.name, alive=False)
+                if verdict:
+                    self._index.heard(self.name, alive=False)
+            if not verdict:
+                continue
             if self.heard and self._agents.listener is not None:
                 self._agents.listener.on_silent(self.name)
             self.heard = False
+            self._silent_from = self._clock.monotonic()
 
-    async def _beats(self, receiving: asyncio.Task[None]) -> None:
-        """Ask, ping, and watch the time, until the agent has been silent for too long."""
-        since = self._clock.monotonic()  # from when silence counts
+    async def _beats(self, receiving: asyncio.Task[None]) -> bool:
+        """Ask, ping, and watch the time, until the agent has been silent for too long on this channel.
+        Returns whether it has been for the verdict, on however many."""
+        made = self._clock.monotonic()
+        anew = self._agents.verdict_s - HEARTBEAT_S / 2
         limit = self._agents.verdict_of(self.registration) - HEARTBEAT_S / 2
         while True:
             if receiving.done():
@@ -183,12 +197,14 @@ class Link:
             pause = ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2
             await self._clock.sleep(pause)
             woken = self._clock.monotonic()
-            since = max(since, self.heard_at)
+            made = max(made, self.heard_at)
             if (late := woken - now - pause) > HEARTBEAT_S / 2:
                 # It was this process that stood still: what the agent has sent waits in our socket.
-                since += late
-            if woken - since > limit:
-                return
+                made, self._silent_from = made + late, self._silent_from + late
+            if woken - self._silent_from > limit:
+                return True
+            if woken - made > anew:
+                return False
 
     def _ask(self, now: float) -> None:
         replica = self._index.replica(self.name)
@@ -214,9 +230,9 @@ class Link:
             await asyncio.sleep(0)
 
     def _take(self, message: FromAgent) -> None:
-        self.heard_at = self._clock.monotonic()
-        if not self.heard:
-            self.heard = True
+        self.heard_at = self._silent_from = self._clock.monotonic()
+        if self._is_new:
+            self.heard, self._is_new = True, False
             self._index.heard(self.name, alive=True)
             self._agents.reached(self.name)
         if self._spoken != AGENT_PROTOCOL and not isinstance(message, Welcome):

@@ -100,7 +100,8 @@ class Agents(AgentChannels):
         self.reached: Signal[[str]] = Signal()
         """An agent is heard, for the first time or again: (name)."""
         self.verdict_s = VERDICT_S
-        """How long an agent may be silent; tests on a busy machine give it longer."""
+        """How long an agent may be silent: on this machine until it is lost, on another one until its channel
+        is made anew. Tests on a busy machine give it longer."""
         self._far_verdict_s = far_verdict_s
         self._key = key
         self._context: Any = None
@@ -239,6 +240,9 @@ class Agents(AgentChannels):
         socket.setsockopt(zmq.MAXMSGSIZE, FROM_AGENT.limit)
         socket.setsockopt(zmq.SNDHWM, 100)
         socket.setsockopt(zmq.RCVHWM, 100)
+        socket.setsockopt(
+            zmq.CONNECT_TIMEOUT, 500
+        )  # a host that is cut off is tried again sooner than by TCP
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.IPV6, 1)
