@@ -15,6 +15,8 @@ class Chat(msgspec.Struct, frozen=True):
     """A conversation to be rendered by the model's chat template."""
 
     payload: Json
+    system_in_front: bool = False
+    """System messages are put as one in front, unless server and template leave them where they are."""
 
 
 class PromptInput(msgspec.Struct, frozen=True):

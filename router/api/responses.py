@@ -69,7 +69,7 @@ class Responses(Dialect):
         stream = bool(payload.get("stream"))
         (space,) = namespaces(payload, 1, adapter_of(payload.get("model")))
         prompt = PromptInput(
-            chat=Chat(to_chat(payload)),
+            chat=Chat(to_chat(payload), system_in_front=True),
             opaque=previous is not None or not _renders_here(payload),
             namespace=space,
         )
@@ -196,7 +196,7 @@ def _renders_here(payload: Json) -> bool:
 
 
 def to_chat(payload: Json) -> Json:
-    """The body of ``/v1/chat/completions`` with the same prompt.
+    """The body of ``/v1/chat/completions`` with the same prompt, system messages in their places.
 
     Args:
         payload: has been checked; it is not changed.
@@ -210,7 +210,7 @@ def to_chat(payload: Json) -> Json:
         message = _message(item)
         if message is not None:
             messages.append(message)
-    chat: Json = {"messages": _system_first(_merged(messages))}
+    chat: Json = {"messages": _merged(messages)}
     tools = [_tool(tool) for tool in payload.get("tools") or () if tool.get("type") == "function"]
     choice = payload.get("tool_choice")
     if tools:
@@ -329,19 +329,3 @@ def _joined(before: Any, after: Any) -> Any:
 
 def _as_parts(content: Any) -> list[Json]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _system_first(messages: list[Json]) -> list[Json]:
-    """All system messages as one, in front."""
-    chunks: list[str] = []
-    others: list[Json] = []
-    for message in messages:
-        if message["role"] != "system":
-            others.append(message)
-            continue
-        content = message.get("content")
-        if isinstance(content, str):
-            chunks.append(content)
-        elif isinstance(content, list):
-            chunks += [part["text"] for part in content if isinstance(part.get("text"), str)]
-    return [{"role": "system", "content": "\n\n".join(chunks)}, *others] if chunks else others

@@ -46,6 +46,8 @@ class ChatFacts:
     multimodal: bool = False
     tools_as_given: bool = False
     """Templates see a tool's fields in the client's order, and ``strict`` only where it is given."""
+    system_in_place: bool = False
+    """System messages of ``/v1/responses`` stay where they are, with a template that shows them there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,9 @@ _WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
 _REPLAY = re.compile(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
 _TOOLS_AS_GIVEN = (0, 5, 23)
-"""From this version of SGLang on, see ``ChatFacts``."""
+_SYSTEM_IN_PLACE = (0, 5, 22)
+"""From these versions of SGLang on, see ``ChatFacts``."""
+
 _ROLES = {"null": "colocated", None: "colocated"}
 
 
@@ -258,6 +260,7 @@ def _chat_facts(model: Json, server: Json) -> ChatFacts:
         default_template_kwargs=tuple(defaults.items()) if isinstance(defaults, dict) else (),
         multimodal=bool(model.get("has_image_understanding") or model.get("has_audio_understanding")),
         tools_as_given=_version(server) >= _TOOLS_AS_GIVEN,
+        system_in_place=_version(server) >= _SYSTEM_IN_PLACE,
     )
 
 

@@ -96,6 +96,40 @@ def _is_message(node: jinja2.nodes.Node) -> bool:
     return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name in ("message", "msg", "m")
 
 
+def shows_system_in_place(template: str) -> bool:
+    """Whether a system message in the midst of a conversation is seen by the model. SGLang's probe."""
+    from jinja2 import ext, sandbox
+
+    probe = "__system_in_place__"
+    said = [("system", "t"), ("user", "t"), ("system", probe), ("user", "t")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols]
+    )
+    try:
+        return probe in environment.from_string(template).render(
+            messages=messages, add_generation_prompt=False
+        )
+    except Exception:  # noqa: BLE001 - templates are programs, and fail in any way
+        return False
+
+
+def system_first(messages: list[Json]) -> list[Json]:
+    """All system messages as one, in front."""
+    chunks: list[str] = []
+    others: list[Json] = []
+    for message in messages:
+        if message["role"] != "system":
+            others.append(message)
+            continue
+        content = message.get("content")
+        if isinstance(content, str):
+            chunks.append(content)
+        elif isinstance(content, list):
+            chunks += [part["text"] for part in content if isinstance(part.get("text"), str)]
+    return [{"role": "system", "content": "\n\n".join(chunks)}, *others] if chunks else others
+
+
 def prepare(payload: Json, chat: ChatFacts, fmt: str, *, answer_follows: bool = True) -> Rendering:
     """What SGLang passes to the chat template for the body of a chat request.
 

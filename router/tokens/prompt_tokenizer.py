@@ -11,7 +11,14 @@ from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
-from sglang_ext.router.tokens.chat_template import CannotRender, content_format, prepare, unsupported
+from sglang_ext.router.tokens.chat_template import (
+    CannotRender,
+    content_format,
+    prepare,
+    shows_system_in_place,
+    system_first,
+    unsupported,
+)
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache
 
 logger = logging.getLogger("router.tokenizing")
@@ -38,6 +45,8 @@ class PromptTokenizer:
             tokenizer.chat_template = template
         self._plainly = None if template is None else _plain_rendering(tokenizer, template)
         self._format = content_format(template) if template is not None else "string"
+        in_place = template is not None and facts.chat.system_in_place
+        self._system_in_place = in_place and shows_system_in_place(template or "")
         encode, special = _backend(tokenizer)
         self.segmenter = Segmenter(encode, special, cache)
         bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
@@ -52,11 +61,17 @@ class PromptTokenizer:
         return self._before + self.segmenter.encode(text, most_new) + self._after
 
     def encode_chat(
-        self, payload: Json, *, answer_follows: bool = True, most_new: int | None = None
+        self,
+        payload: Json,
+        *,
+        system_in_front: bool = False,
+        answer_follows: bool = True,
+        most_new: int | None = None,
     ) -> bytes:
         """The tokens of a conversation.
 
         Args:
+            system_in_front: see ``Chat``.
             answer_follows: they end with what makes the model answer. Without it they are how a longer
                 conversation begins.
             most_new: see ``Segmenter.encode``.
@@ -66,6 +81,8 @@ class PromptTokenizer:
         """
         if self.by_server_only is not None:
             raise CannotRender(self.by_server_only)
+        if system_in_front and not self._system_in_place:
+            payload = {**payload, "messages": system_first(payload["messages"])}
         rendering = prepare(payload, self._chat, self._format, answer_follows=answer_follows)
         tools = rendering.tools
         try:

@@ -212,7 +212,10 @@ class TokenizerService:
             try:
                 if prompt.chat is not None:
                     key = tokenizer.encode_chat(
-                        prompt.chat.payload, answer_follows=answer_follows, most_new=most_new
+                        prompt.chat.payload,
+                        system_in_front=prompt.chat.system_in_front,
+                        answer_follows=answer_follows,
+                        most_new=most_new,
                     )
                 else:
                     key = tokenizer.encode_text(prompt.text or "", most_new)

@@ -32,13 +32,14 @@ from sglang_ext.router.tenancy.request_fields import (
     forbidden,
     unjudged,
 )
-from sglang_ext.router.tokens.chat_template import prepare
+from sglang_ext.router.tokens.chat_template import prepare, shows_system_in_place
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt.entrypoints.anthropic import protocol as anthropic
     from sglang.srt.entrypoints.openai import protocol as openai
     from sglang.srt.managers import io_struct
+    from sglang.srt.parser.template_detection import detect_inline_system_support
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.utils import common
 
@@ -131,6 +132,15 @@ def test_a_message_s_fields_become_those_of_a_chat() -> None:
         "cache_salt": "c",
     }
     assert set(to_chat(payload)) == {"model", "messages"}
+
+
+SAYS_ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
+REFUSES = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [SAYS_ALL, REFUSES + SAYS_ALL, "{{ messages[0].content }}", "{%"])
+def test_whether_a_template_shows_system_messages_in_place_is_found_as_sglang_does(template: str) -> None:
+    assert shows_system_in_place(template) == detect_inline_system_support(template)
 
 
 @pytest.mark.parametrize("strict", [{}, {"strict": True}, {"strict": False}, {"strict": None}])

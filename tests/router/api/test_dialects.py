@@ -185,7 +185,8 @@ def test_responses_become_the_conversation_that_sglang_makes_of_them() -> None:
     chat = response_to_chat(body)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat["messages"] == [
-        {"role": "system", "content": "be terse\n\nDeveloper instructions:\nno jokes"},
+        {"role": "system", "content": "be terse"},
+        {"role": "system", "content": "Developer instructions:\nno jokes"},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "one", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "12"},

@@ -111,6 +111,36 @@ def rendered(template: str, body: dict[str, Any], tokenizer, **chat: Any) -> str
     return text
 
 
+SAYS_ALL = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+ONLY_THE_FIRST = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}:{{ m.content }}]"
+    "{% endif %}{% endfor %}"
+)
+REFUSES = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "in_place", "seen"),
+    [
+        (SAYS_ALL, True, "[system:a][user:Hi][system:b]"),
+        (SAYS_ALL, False, "[system:a\n\nb][user:Hi]"),
+        (ONLY_THE_FIRST, True, "[system:a\n\nb][user:Hi]"),
+        (REFUSES + SAYS_ALL, True, "[system:a\n\nb][user:Hi]"),
+    ],
+    ids=["shown", "of an earlier SGLang", "left out", "refused"],
+)
+def test_system_messages_of_responses_are_where_sglang_puts_them(
+    own_tokenizer: Any, template: str, in_place: bool, seen: str
+) -> None:
+    own_tokenizer.chat_template = template
+    facts = replace(FACTS, chat=ChatFacts(system_in_place=in_place))
+    fresh = PromptTokenizer(own_tokenizer, facts, TokenCache(1 << 20))
+    parts = [{"type": "text", "text": "b"}]
+    said = [{"role": "system", "content": "a"}, USER, {"role": "system", "content": parts}]
+    tokens = fresh.encode_chat({"messages": said}, system_in_front=True)
+    assert own_tokenizer.decode(ids(tokens)) == seen
+
+
 @pytest.fixture
 def own_tokenizer(tokenizer_dir) -> Any:
     from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
