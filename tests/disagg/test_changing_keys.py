@@ -94,7 +94,7 @@ async def test_a_connection_outlives_a_change_of_the_key(
         for step, keys in enumerate([(OLD, NEW), (NEW, OLD), (NEW,)], 1):
             for host, file in enumerate(order):
                 file.write(*keys)
-                await until(lambda file=file, keys=keys: file.holds(*keys), 5)
+                await until(lambda file=file, keys=keys: file.holds(*keys), 60)
                 if file is at_owner:
                     await until(lambda keys=keys: listens_by(owner, keys[0]), 8)
                 assert await reads(me, owner, 2 * step + host)

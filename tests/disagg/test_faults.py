@@ -155,7 +155,7 @@ async def test_a_peer_that_answers_late_lives_and_one_that_does_not_is_dead(dela
 
         server._handler = late
         if delay > 1:
-            await until(lambda: instance.gone, 5)
+            await until(lambda: instance.gone, 60)
         else:
             await until(lambda: asked > 8, 20)
             assert not instance.gone
@@ -207,8 +207,8 @@ async def test_a_dead_owners_memory_is_not_kept() -> None:
             assert await instance.complete("r0", 10) is Outcome.RELEASED
             assert mapped() == before + 1
             child.send_signal(signal.SIGKILL)
-            await until(lambda: instance.gone, 5)
-            await until(lambda: mapped() == before, 5)
+            await until(lambda: instance.gone, 60)
+            await until(lambda: mapped() == before, 60)
         with pytest.raises(PeerGoneError):
             instance.transfer("r0", [offer], "hbm", np.arange(64))
         instance.check()
@@ -236,7 +236,7 @@ async def test_an_owner_that_stops_answering_is_a_deadline() -> None:
         with pytest.raises(TransferError):
             await late
         child.send_signal(signal.SIGCONT)
-        await until(lambda: instance.links[0].peer.gone is None, 5)
+        await until(lambda: instance.links[0].peer.gone is None, 60)
         offer = await instance.offer(0, "r1", "hbm")  # the session has outlived its owner's absence
         assert (me.pool.bytes == 0x33).all()
         instance.transfer("r1", [offer], "hbm", np.arange(64))  # the lane connects again
@@ -464,7 +464,7 @@ async def test_garbage_to_the_control_socket_harms_nobody() -> None:
             while data := await asyncio.to_thread(_quiet_recv, raw):
                 seen += len(data)
         assert seen < 1000  # a greeting, then the connection was cut
-        await until(lambda: owner.endpoint._server.refused >= 3, 5)
+        await until(lambda: owner.endpoint._server.refused >= 3, 60)
         context.destroy(linger=0)
         instance = await me.endpoint.connect([owner.endpoint.address])
         owner.owned.seal(np.arange(64))
@@ -679,7 +679,7 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
             await going_on.wait()
 
         link.peer.stop_writes = stop_slowly  # type: ignore[method-assign]
-        await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 5)
+        await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 60)
         me.receiver.aside = {4, 5}
         await link.ask(Reserve(link.session, "r", "hbm", pack_ids(np.array([4, 5]))), 5)
         assert me.owned.granted == 2
@@ -687,11 +687,11 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
             me.owned.open(np.array([4]))
         if transport is TransportName.SHM:
             # Nothing but the writer itself can say that it has stopped.
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await stopped.wait()
             assert me.owned.granted == 2
             going_on.set()
-        await until(lambda: me.owned.granted == 0, 5)
+        await until(lambda: me.owned.granted == 0, 60)
         assert me.receiver.aside == {4, 5}
         with pytest.raises(RefusedError, match="the grant is over"):
             await link.ask(Written(link.session, "r", 1), 5)
@@ -706,7 +706,7 @@ async def test_a_writer_that_dies_is_fenced() -> None:
         async with process(**options) as (child, _):
             assert me.owned.granted == 2
             child.send_signal(signal.SIGKILL)
-            await until(lambda: me.owned.granted == 0, 5)
+            await until(lambda: me.owned.granted == 0, 60)
         assert me.receiver.aside == {4, 5}
         assert me.endpoint.owner.grants == 0
 
@@ -721,9 +721,9 @@ async def test_a_writer_that_is_stopped_is_fenced_and_writes_nothing_when_it_goe
         options = {"name": "writer", "connect": me.endpoint.address, "transports": ["cma"], "reserve": [4, 5]}
         async with process(**options, write=size) as (child, _):
             assert me.owned.granted == 2
-            await until(lambda: bool(me.pool.bytes.any()), 5)
+            await until(lambda: bool(me.pool.bytes.any()), 60)
             child.send_signal(signal.SIGSTOP)
-            await until(lambda: me.owned.granted == 0, 5)
+            await until(lambda: me.owned.granted == 0, 60)
             assert me.receiver.aside == {4, 5}
             me.pool.bytes[:] = 7
             child.send_signal(signal.SIGCONT)
@@ -754,7 +754,7 @@ async def test_a_grant_ends_when_both_have_taken_the_other_for_dead(
     async with reader(transport, grant_ttl=600.0) as me, reader(transport) as writer:
         instance = await writer.endpoint.connect([me.endpoint.address])
         link = instance.links[0]
-        await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 5)
+        await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 60)
         me.receiver.aside = {4, 5}
         await link.ask(Reserve(link.session, "r", "hbm", pack_ids(np.array([4, 5]))), 5)
         link.fail(PeerGoneError("the receiver was silent"))
@@ -762,7 +762,7 @@ async def test_a_grant_ends_when_both_have_taken_the_other_for_dead(
         if leaves:
             assert me.owned.granted == 2
             await instance.close()
-        await until(lambda: me.owned.granted == 0, 5)
+        await until(lambda: me.owned.granted == 0, 60)
         assert me.receiver.aside == {4, 5}
         assert me.endpoint.owner.grants == 0
 

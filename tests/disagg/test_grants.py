@@ -90,7 +90,7 @@ async def two(transport: TransportName, **changes: Any) -> AsyncIterator[Two]:
         writer.pool.bytes[:] = OURS
         instance = await writer.endpoint.connect([receiver.endpoint.address])
         link = instance.links[0]
-        await until(lambda: receiver.endpoint.owner.sessions[0].transport == transport, 5)
+        await until(lambda: receiver.endpoint.owner.sessions[0].transport == transport, 60)
         yield Two(receiver, writer, link)
         receiver.endpoint.check()
         writer.endpoint.check()
@@ -109,7 +109,7 @@ async def test_a_grant_lives_as_long_as_its_receiver_wants(transport: TransportN
         # Another grant begins later, lives for `grant_ttl`, and is over.
         await pair.link.ask(Reserve(pair.link.session, "other", "hbm", pack_ids(np.array([9]))), 5)
         assert pair.receiver.owned.granted == 3
-        await until(lambda: pair.receiver.owned.granted == 2, 5)
+        await until(lambda: pair.receiver.owned.granted == 2, 60)
         pair.link.peer.transfer(
             "r", pair.runs(held), direction=Direction.WRITE, grant=(held.slot, held.grant)
         )
@@ -158,7 +158,7 @@ async def test_a_late_writer_is_refused_before_its_first_byte(
         held = await pair.reserve(4, 5)
         runs, grant = pair.runs(held), (held.slot, held.grant)
         await pair.receiver.endpoint.owner.revoke("r")
-        await until(lambda: pair.receiver.owned.granted == 0, 5)
+        await until(lambda: pair.receiver.owned.granted == 0, 60)
         pair.receiver.pool.bytes[:] = ANOTHERS
         channel = pair.link.peer.channel
         if kept_out:
@@ -193,7 +193,7 @@ async def test_a_writer_that_was_told_writes_nothing_more(transport: TransportNa
         try:
             # The only lane is held up by another grant's write; ours is queued behind it.
             peer.transfer("o", pair.runs(other), direction=Direction.WRITE, grant=(other.slot, other.grant))
-            await until(begun.is_set, 5)
+            await until(begun.is_set, 60)
             write = {"direction": Direction.WRITE, "grant": (held.slot, held.grant)}
             peer.transfer("r", pair.runs(held), **write)  # type: ignore[arg-type]
             landing = asyncio.ensure_future(peer.landed("r", loop.time() + 20))
@@ -201,7 +201,7 @@ async def test_a_writer_that_was_told_writes_nothing_more(transport: TransportNa
             pair.link.unasked(Revoke(held.grant))
             with pytest.raises(RefusedError, match="revoked"):
                 await landing
-            await until(lambda: pair.receiver.owned.granted == 1, 5)
+            await until(lambda: pair.receiver.owned.granted == 1, 60)
             assert not pair.receiver.pool.bytes.any()
             with pytest.raises(RefusedError, match="revoked"):
                 peer.transfer("late", pair.runs(held), **write)  # type: ignore[arg-type]
@@ -234,11 +234,11 @@ async def test_a_write_under_way_keeps_its_blocks(transport: TransportName) -> N
         peer.transfer("r", pair.runs(held), direction=Direction.WRITE, grant=grant)
         landing = asyncio.ensure_future(peer.landed("r", loop.time() + 20))
         try:
-            await until(begun.is_set, 5)
+            await until(begun.is_set, 60)
             await owner.revoke("r")
             assert owner.set_aside == 2
             if transport is TransportName.TCP:
-                await until(lambda: pair.receiver.owned.granted == 0, 5)
+                await until(lambda: pair.receiver.owned.granted == 0, 60)
             else:
                 looks = asyncio.Event()
                 fence = owner.sessions[0].served[transport].fence
@@ -261,7 +261,7 @@ async def test_a_write_under_way_keeps_its_blocks(transport: TransportName) -> N
             go.set()
         with pytest.raises(TransferError):
             await landing
-        await until(lambda: pair.receiver.owned.granted == 0, 5)
+        await until(lambda: pair.receiver.owned.granted == 0, 60)
         assert owner.set_aside == 0
         assert pair.bytes == {ANOTHERS}
 
@@ -311,7 +311,7 @@ async def test_a_reservation_that_fails_gives_its_blocks_back(monkeypatch: pytes
         go.set()
         with pytest.raises(TransferError):
             await asking
-        await until(lambda: receiver.aside == {3, 7, 8}, 5)
+        await until(lambda: receiver.aside == {3, 7, 8}, 60)
         assert owned.granted == 0
 
 

@@ -24,7 +24,7 @@ class Server(Protocol):
 async def known(router: Router, server: Server) -> Replica:
     """The router's copy of what the server tells, once it is trusted."""
     await until(lambda: router.trees.replica(server.url) is not None, 30, "registration")
-    await until(lambda: router.trees.trusted(server.url), 10, "a snapshot")
+    await until(lambda: router.trees.trusted(server.url), 60, "a snapshot")
     await until(lambda: router.fleet.usable(), 30, "a usable server")
     replica = router.trees.replica(server.url)
     assert replica is not None

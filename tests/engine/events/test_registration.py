@@ -170,7 +170,7 @@ async def test_a_router_that_was_restarted_finds_its_instances_again(
                         router.trees.trusted(worker.url) and tokens_known(router, instance, [7] * 8) == 8
                     ),
                     instance,
-                    seconds=15,
+                    seconds=60,
                 )
     finally:
         registrar.close()

@@ -30,7 +30,7 @@ from sglang_ext.tiers import Tier
 pytestmark = pytest.mark.integration
 
 BLOCK = 16
-WITHIN_S = 1.0
+WITHIN_S = 60.0
 NS = ("tokens", None, None, None)
 RNG = random.Random(11)
 
@@ -114,7 +114,7 @@ async def test_what_a_server_says_of_itself_is_what_it_is_expected_to_take(
         (instance,) = router.fleet.usable()
         return instance
 
-    await until(lambda: router.costs.queue_s(there()) == 0, 10, "an idle server")
+    await until(lambda: router.costs.queue_s(there()) == 0, WITHIN_S, "an idle server")
     alone = router.costs.decode_s(there())
     body = {
         "input_ids": prompt(),
@@ -123,13 +123,13 @@ async def test_what_a_server_says_of_itself_is_what_it_is_expected_to_take(
     }
     direct = asyncio.ensure_future(client.post(server.url + "/generate", json=body))
     await until(
-        lambda: router.costs.queue_s(there()) > 0, 10, "a heartbeat with a request of somebody else's"
+        lambda: router.costs.queue_s(there()) > 0, WITHIN_S, "a heartbeat with a request of somebody else's"
     )
     assert (router.fleet.in_flight(server.url), router.costs.decode_s(there()) > alone) == (0, True)
     async with client.post(server.url + "/abort_request", json={"rid": "direct"}) as answer:
         assert answer.status == 200
     (await direct).close()
-    await until(lambda: router.costs.queue_s(there()) == 0, 10, "a heartbeat without it")
+    await until(lambda: router.costs.queue_s(there()) == 0, WITHIN_S, "a heartbeat without it")
 
     body = {"input_ids": prompt(1300), "stream": True, "sampling_params": {"max_new_tokens": 2}}
     async with client.post(router.url + "/generate", json=body, headers={"x-request-id": "est"}) as answer:
@@ -174,7 +174,7 @@ async def test_what_was_computed_is_known_and_what_was_evicted_is_not(
     assert tiers[-1].hbm == 20 * BLOCK
     assert tiers[0].hbm < 20 * BLOCK, "nothing was evicted from HBM"
     assert sum(match.below.get(Tier.DRAM, 0) for match in tiers) > 0
-    await until(lambda: replica.names >= 14 * 20, 10, "blocks on disk")
+    await until(lambda: replica.names >= 14 * 20, 60, "blocks on disk")
     assert all(held(router, server, tokens).tokens >= 20 * BLOCK for tokens in prompts)
     assert sum(held(router, server, tokens).below.get(Tier.DISK, 0) for tokens in prompts) > 0
     await assert_right(router, server)
@@ -216,11 +216,11 @@ async def test_a_killed_server_is_not_trusted_and_a_warm_one_tells_its_disk(
     tokens = prompt()
     before = replica.names
     await generate(client, router.url, tokens)
-    await until(lambda: replica.names >= before + 20, 10, "blocks on disk")
+    await until(lambda: replica.names >= before + 20, WITHIN_S, "blocks on disk")
     router.trees.forget(server.url)
     for pid in server.processes("sglang::scheduler"):
         os.kill(pid, signal.SIGKILL)
-    took = await until(lambda: held(router, server, tokens).tokens == 0, 4, "the verdict")
+    took = await until(lambda: held(router, server, tokens).tokens == 0, WITHIN_S, "the verdict")
     print(f"the verdict over a killed server fell after {took:.2f} s")
     await asyncio.to_thread(server.stop)
     again = ServerProcess(spec)
@@ -264,7 +264,7 @@ async def test_a_flush_empties_the_index(
     tokens = prompt()
     await generate(client, router.url, tokens)
     await until(lambda: replica.blocks, WITHIN_S, "an insertion")
-    await until(lambda: replica.names, 10, "blocks on disk")
+    await until(lambda: replica.names, 60, "blocks on disk")
     await post(client, f"{server.url}/flush_cache")
     took = await until(lambda: not replica.blocks and not replica.names, WITHIN_S, "a flush")
     print(f"a flush was known after {took * 1000:.1f} ms")

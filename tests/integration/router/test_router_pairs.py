@@ -291,7 +291,7 @@ async def hinted_turn(
     assert ready["state"] == "ready"
     assert (ready["moved_tokens"], ready["decode_moved_tokens"]) == (known, known)
     for server in pd.servers:
-        await until(lambda s=server: holds(router, s, said).hbm == known, 5, "the index to see it")
+        await until(lambda s=server: holds(router, s, said).hbm == known, 60, "the index to see it")
     turn = [*said, *random_prompt(rng, 5)]
     answer, headers = await generate(client, router.url, turn, session="s")
     assert headers["x-kv-route-reason"] == "advised"

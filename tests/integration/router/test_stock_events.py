@@ -118,7 +118,7 @@ async def test_what_is_evicted_is_known_where_requests_alone_would_not_tell(
     await until(lambda: truth.blocks == 0, 20, "the flush")
     assert not truth.partial
     link.task.cancel()
-    await until(link.task.done, 5, "the twin's end")
+    await until(link.task.done, 60, "the twin's end")
     context.term()
 
 
