@@ -13,7 +13,7 @@ SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache
 	tests/integration/pd/test_pd.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test smoke test-long test-rdma check compile format docs docs-serve dist lock clean distclean
+.PHONY: help setup demo test test-compiled smoke test-long test-rdma check compile format docs docs-serve dist lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ check: $(READY)  ## Lint, formatting and types
 
 compile: $(READY)  ## Compile the router's hot modules, where there is a C compiler (minutes); again after edits
 	$(BIN)/python scripts/compile_router.py
+
+test-compiled: $(READY)  ## The router's tests and the fuzz corpus with its hot modules compiled (minutes)
+	$(BIN)/python scripts/test_compiled.py -q $(PYTEST_ARGS)
 
 format: $(READY)  ## Put the formatting right
 	$(BIN)/ruff check --fix

@@ -110,6 +110,7 @@ class Parts:
         self.fleet = Fleet(
             failure_threshold=config.health_failure_threshold,
             told=self.trees.told,
+            retold=self.trees.retold,
             pairs=True,
             silence_s=config.silence_secs,
             now=clock.monotonic,

@@ -285,8 +285,7 @@ class Link:
         self._agents.loads(self.name, beat.load)
 
     def _lost_touch(self) -> None:
-        if (replica := self._index.replica(self.name)) is not None:
-            replica.lost_touch()
+        self._index.lost_touch(self.name)
 
     def _speaks_another(self, protocol: int) -> None:
         if self._spoken != protocol:

@@ -439,8 +439,7 @@ class Members:
             for instance, seen in status.instances.items():
                 sums[instance] = sums.get(instance, 0) + seen.in_flight
         for member in self.roster:
-            if (row := self.fleet.rows.get(member.url)) is not None:
-                row.elsewhere = sums.get(member.instance, 0)
+            self.fleet.sent_elsewhere(member.url, sums.get(member.instance, 0))
         for speaker in self._speakers:
             speaker.on_routers(others.keys())
 

@@ -28,7 +28,7 @@ from sglang_ext.router.policies import (
 )
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
-from sglang_ext.router.policies.base import matched_tokens
+from sglang_ext.router.policies.base import all_trusted, any_awaited, matched_tokens, named
 from sglang_ext.router.policies.prompt_tree import NOTHING
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
@@ -195,8 +195,7 @@ class Chooser:
         self, flight: Flight, decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]
     ) -> Estimate:
         """What the request is expected to take where it goes."""
-        named = {known.name: known for known in fleet}
-        there, fetch = named[decision.instance], flight.record.fetch
+        there, fetch = _there(fleet, decision.instance), flight.record.fetch
         held = matches.get(there.name, NOTHING)
         found = self._costs.estimate(there, flight.units, held)
         if fetch is not None and fetch.end == UNDER_WAY:
@@ -205,7 +204,7 @@ class Chooser:
             found.transfer_s += fetch.transfer_s
         if decision.decode is not None:
             lacking = max(0, flight.units - matched_tokens(matches, decision.decode))
-            found.transfer_s += self._costs.transfer_s(there, named[decision.decode], lacking)
+            found.transfer_s += self._costs.transfer_s(there, _there(fleet, decision.decode), lacking)
         return found
 
     def _has_all(self, flight: Flight, instance: str, matches: dict[str, Match]) -> bool:
@@ -228,6 +227,13 @@ class Chooser:
         return roomy if beginners(roomy) else fleet
 
 
+def _there(fleet: tuple[Instance, ...], name: str) -> Instance:
+    """An instance that was chosen of the fleet."""
+    found = named(fleet, name)
+    assert found is not None
+    return found
+
+
 def _choice(
     decision: Decision,
     matches: dict[str, Match],
@@ -241,8 +247,8 @@ def _choice(
         decision.matched,
         matches,
         decision.scores,
-        [known.name for known in fleet if not (known.trusted or known.awaited)],
-        [known.name for known in fleet if known.awaited],
+        () if all_trusted(fleet) else [known.name for known in fleet if not (known.trusted or known.awaited)],
+        [known.name for known in fleet if known.awaited] if any_awaited(fleet) else (),
         decision.decode,
         fetch,
         estimate,

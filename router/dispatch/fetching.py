@@ -27,7 +27,7 @@ from sglang_ext.router.dispatch.costs import RouterCosts, Sending
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.base import Fetch, Matches, load_of
+from sglang_ext.router.policies.base import Fetch, Matches, load_of, named
 from sglang_ext.router.policies.prompt_tree import NOTHING
 from sglang_ext.router.policies.spans import Plan, Span, best_plan, given_plan
 from sglang_ext.router.policies.splitting import SplitTerms, best_split
@@ -122,7 +122,7 @@ class Fetching:
         ``None`` when nobody else holds more of the prompt than it does."""
         if decision.fetch:
             return self.begin(flight, decision.fetch, decision, fleet, matches)
-        chosen = _named(fleet, decision.instance)
+        chosen = named(fleet, decision.instance)
         if chosen is None:
             return None
         holders = self._holders(chosen, fleet, matches)
@@ -142,7 +142,7 @@ class Fetching:
         self, flight: Flight, fetches: Sequence[Fetch], decision: Decision, fleet: Instances, matches: Matches
     ) -> FetchNote | None:
         """Tell all. ``None`` where the prompt's KV cannot be moved, or the instance holds it."""
-        chosen = _named(fleet, decision.instance)
+        chosen = named(fleet, decision.instance)
         if chosen is None:
             return None
         plan = given_plan(flight.units, chosen, fleet, fetches, matches, self._costs)
@@ -201,7 +201,7 @@ class Fetching:
             return None
         _, _, extra_key, salt = prompt.namespace
         if spans := self._lend_all(note, prompt.key, extra_key, salt, split_s):
-            holders = (_named(fleet, span.source or "") for span in note.asked)
+            holders = (named(fleet, span.source or "") for span in note.asked)
             busy_s = max(
                 (self._costs.queue_s(holder) for holder in holders if holder is not None), default=0.0
             )
@@ -265,7 +265,7 @@ class Fetching:
         id: str = "",
     ) -> tuple[FetchSpan, ...]:
         """Have others export to an instance what they hold of a prompt and it does not. id: of the hint."""
-        chosen = _named(fleet, instance)
+        chosen = named(fleet, instance)
         if chosen is None or not movable(namespace, key):
             return ()
         holders, tokens = self._holders(chosen, fleet, matches), len(key) // TOKEN_BYTES
@@ -351,13 +351,13 @@ class Fetching:
     def _holders(self, chosen: Instance, fleet: Instances, matches: Matches) -> list[Instance]:
         """Who has more of the prompt than the chosen instance has in memory, and can export it to that."""
         held = matches.get(chosen.name, NOTHING).in_memory
+        more = {name for name, match in matches.items() if match.tokens > held}
+        if not more:
+            return []
         return [
             known
             for known in fleet
-            if known.name in matches
-            and matches[known.name].tokens > held
-            and known.trusted
-            and self._channels.can_fetch(known.name, chosen.name)
+            if known.name in more and known.trusted and self._channels.can_fetch(known.name, chosen.name)
         ]
 
     def _lend_all(
@@ -409,7 +409,3 @@ def movable(namespace: tuple[str | None, ...], key: bytes) -> bool:
 def _span_note(span: Span) -> SpanNote:
     tier = None if span.tier is None else span.tier.name
     return SpanNote(span.source, tier, span.start, span.end, span.seconds, span.loading_s)
-
-
-def _named(fleet: Instances, name: str) -> Instance | None:
-    return next((known for known in fleet if known.name == name), None)

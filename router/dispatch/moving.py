@@ -14,7 +14,7 @@ import secrets
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -142,13 +142,13 @@ class Mover:
         movable = flight.sent.dialect.splice is not None and self.calls.known(instance)
         return flight.admitted.rid if movable else ""
 
+    def carrying(self, flight: Flight, at: str, load: Load, *, named: bool) -> AbstractContextManager[Leg]:
+        """An instance answers a request while the block runs; one that was told its name can be moved."""
+        leg = Leg(flight, at, flight.admitted.rid, load)
+        return self._movable(leg, at) if named else nullcontext(leg)
+
     @contextmanager
-    def carrying(self, flight: Flight, instance: str, load: Load) -> Iterator[Leg]:
-        """An instance answers a request while the block runs."""
-        leg = Leg(flight, instance, flight.admitted.rid, load)
-        if not self.names(flight, instance):
-            yield leg
-            return
+    def _movable(self, leg: Leg, instance: str) -> Iterator[Leg]:
         self._legs.setdefault(instance, set()).add(leg)
         try:
             yield leg

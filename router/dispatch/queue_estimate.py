@@ -117,6 +117,9 @@ class QueueEstimate:
             self._drop(entry)
             return
         rest = [other for other in self._group if other is not entry]
+        if not rest:
+            self._left(rest, 0.0, now)
+            return
         rest_s = self._seconds(rest)
         if any(other.streams for other in rest):
             # The rest goes on, and has its own first bytes: only what is expected changes.
@@ -155,6 +158,10 @@ class QueueEstimate:
         """What waits is computed now, as far as one group takes it."""
         self._plan = None
         self._group = []
+        if not self._line:
+            self._began, self._group_s = now, 0.0
+            self._computed_s = self._took_s = 0.0
+            return
         self._empty = passes = self._idle()
         for entry in self._line:
             more = passes.adding(entry.new, entry.context)

@@ -157,12 +157,13 @@ class Relay:
             estimate=flight.record.estimate,
         )
         here = queued if decision.decode is None else 0
-        if name := self._mover.names(flight, instance):
+        name = self._mover.names(flight, instance)
+        if name:
             body = splice(body, {"rid": name})
         with (
             self._fleet.carrying(instance, here) as load,
             sending as first_byte,
-            self._mover.carrying(flight, instance, load) as leg,
+            self._mover.carrying(flight, instance, load, named=bool(name)) as leg,
         ):
             opening = self._opened(flight, instance, body, load)
             while True:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import cast
 from urllib.parse import urlsplit
 
 from sglang_ext.addresses import is_loopback
@@ -22,7 +24,7 @@ from sglang_ext.router.fleet.instance_record import ROLES, InstanceRecord, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
-from sglang_ext.router.policies.base import Role
+from sglang_ext.router.policies.base import Role, all_colocated
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.signals import Signal
 
@@ -30,6 +32,7 @@ __all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", 
 
 logger = logging.getLogger("router.fleet")
 
+_SEEN = cast(Callable[[InstanceRecord], Instance], attrgetter("seen"))
 _USABLE = tuple(USABLE)
 """A set would ask each state for its hash, in Python."""
 
@@ -63,6 +66,7 @@ class Fleet:
         silence_s: of an instance on another machine, for how long nothing was heard then, too.
         told: how many tokens an instance holds by its index, whether that is believed, and whether more is to
             come.
+        retold: instances of which that may have changed since this was asked last; None where nobody knows.
         pairs: whether requests can be sent to a prefill and a decode instance together.
         now: seconds.
     """
@@ -73,11 +77,14 @@ class Fleet:
         *,
         failure_threshold: int = 3,
         told: Callable[[str], tuple[int, bool, bool]] = lambda name: (0, True, False),
+        retold: Callable[[], Iterable[str]] | None = None,
         pairs: bool = False,
         silence_s: float = 0.0,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rows = {url: InstanceRecord(url) for url in urls}
+        self._usable: dict[str, InstanceRecord] = {}
+        """Those that can take requests."""
         self.model: InstanceFacts | None = None
         """The facts of the first instance of the model being served; kept while the fleet is down."""
         self.restarted: Signal[[str]] = Signal()
@@ -89,6 +96,7 @@ class Fleet:
         """What happened to an instance, which is in its new state now, and the state before."""
         self._failure_threshold = failure_threshold
         self._told = told
+        self._retold = retold or (lambda: list(self._usable))
         self._pairs = pairs
         self._silence_s = silence_s
         self._now = now
@@ -144,6 +152,7 @@ class Fleet:
         if row is None or row.state is not State.LEFT or row.in_flight:
             return row is None
         del self.rows[name]
+        self._usable.pop(name, None)
         self.restarted(name)
         return True
 
@@ -238,6 +247,10 @@ class Fleet:
             )
             logger.log(level, "instance %s: %s -> %s (%s)", row.name, before, following, why)
             row.state, row.why = following, why
+            if following in _USABLE:
+                self._usable[row.name] = row
+            else:
+                self._usable.pop(row.name, None)
         elif following is not State.LEFT:
             row.why = why if following is not State.DRAINING else row.why
         if event in FATAL:
@@ -258,24 +271,29 @@ class Fleet:
 
         Prefill and decode instances only in pairs: if one of the two is missing, so is the other.
         """
-        found = []
-        told, colocated, are_apart = self._told, Role.COLOCATED, False
-        for name, row in self.rows.items():
-            if row.state not in _USABLE or name in excluded:
-                continue
-            role = row.role
-            cached, trusted, awaited = told(name)
-            busy = row.in_flight + row.elsewhere
-            found.append(
-                Instance(name, busy, row.queued_tokens, cached, row.last_picked, role, trusted, awaited)
-            )
-            are_apart = are_apart or role is not colocated
-        return self._complete(found) if are_apart else tuple(found)
+        rows = self._usable
+        for name in self._retold():
+            if (changed := rows.get(name)) is not None:
+                changed.seen = None
+        # A request changes one or two of what may be a thousand.
+        for row in [row for row in rows.values() if row.seen is None]:
+            row.seen = self._see(row)
+        found = tuple(map(_SEEN, rows.values()))
+        if excluded:
+            found = tuple([instance for instance in found if instance.name not in excluded])
+        return found if all_colocated(found) else self._complete(found)
 
-    def _complete(self, found: list[Instance]) -> tuple[Instance, ...]:
+    def _see(self, row: InstanceRecord) -> Instance:
+        cached, trusted, awaited = self._told(row.name)
+        busy = row.in_flight + row.elsewhere
+        return Instance(
+            row.name, busy, row.queued_tokens, cached, row.last_picked, row.role, trusted, awaited
+        )
+
+    def _complete(self, found: tuple[Instance, ...]) -> tuple[Instance, ...]:
         """Without halves of pairs whose other half is missing."""
         if self._pairs and {Role.PREFILL, Role.DECODE} <= {instance.role for instance in found}:
-            return tuple(found)
+            return found
         return tuple(instance for instance in found if instance.role is Role.COLOCATED)
 
     def obstacle(self) -> str:
@@ -316,12 +334,14 @@ class Fleet:
         row.sent += 1
         row.sent_tokens += queued_tokens
         row.last_picked = next(self._picks)
+        row.seen = None
         return Load(row, queued_tokens)
 
     def end(self, load: Load) -> None:
         """A request is not in flight any more."""
         load.prefilled()
         load.row.in_flight -= 1
+        load.row.seen = None
         self._look_whether_drained(load.row)
 
     def move(self, load: Load, name: str) -> None:
@@ -337,7 +357,14 @@ class Fleet:
         row.last_picked = next(self._picks)
         load.move(row)
         before.in_flight -= 1
+        before.seen = row.seen = None
         self._look_whether_drained(before)
+
+    def sent_elsewhere(self, name: str, requests: int) -> None:
+        """Other routers have so many requests in flight at an instance."""
+        if (row := self.rows.get(name)) is not None:
+            row.elsewhere = requests
+            row.seen = None
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show how each instance is."""
@@ -367,6 +394,13 @@ class Fleet:
         Raises:
             InternalError: one of them is impossible.
         """
+        usable = {name: row for name, row in self.rows.items() if row.state in USABLE}
+        if usable != self._usable:
+            raise InternalError(f"{set(usable)} are usable, kept as such are {set(self._usable)}")
+        self.usable()
+        for row in usable.values():
+            if row.seen != self._see(row):
+                raise InternalError(f"policies see {row.seen}, which is {self._see(row)}")
         for row in self.rows.values():
             if row.in_flight < 0 or row.queued_tokens < 0 or (row.in_flight == 0 and row.queued_tokens):
                 raise InternalError(

@@ -9,7 +9,7 @@ from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.http.types import ConnectionLost
-from sglang_ext.router.policies.base import Role
+from sglang_ext.router.policies.base import Instance, Role
 
 ROLES: dict[str, Role] = {role.value: role for role in Role}
 
@@ -46,6 +46,8 @@ class InstanceRecord:
     """It was found to serve another model than the fleet."""
     waiting: set[Load] = field(default_factory=set)
     """Requests that give up when the verdict falls."""
+    seen: Instance | None = None
+    """What policies see of it; None when that has changed."""
 
     role: Role = field(init=False)
     """What it tells, or registered with; COLOCATED while nothing is known."""
@@ -58,6 +60,7 @@ class InstanceRecord:
         self.facts, self.registration = facts, registration
         told = facts.role if facts else registration.role if registration else ""
         self.role = ROLES.get(told, Role.COLOCATED)
+        self.seen = None
 
     @property
     def epoch(self) -> str:
@@ -91,8 +94,10 @@ class Load:
 
     def prefilled(self) -> None:
         """Its prompt has been computed: the first byte of the answer is here. Repeating it is harmless."""
-        self._row.queued_tokens -= self._tokens
-        self._tokens = 0
+        if self._tokens:
+            self._row.queued_tokens -= self._tokens
+            self._row.seen = None
+            self._tokens = 0
 
     def until_lost(self) -> UntilLost:
         """Give up what runs while the block does when the instance is found to be down.

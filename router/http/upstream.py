@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import select
 import ssl
 import time
@@ -81,7 +82,7 @@ class HttpUpstream(Upstream):
             try:
                 connection.send(head, body, head_only=method == "HEAD")
                 if timeout_s is not None:
-                    response.expire_at(started + timeout_s, timeout_s)
+                    pool.deadlines.set(response, started + timeout_s, timeout_s)
                 await response.begin()
                 return response
             except ConnectionLost:
@@ -125,6 +126,8 @@ class HttpUpstream(Upstream):
         # Closed transports end in the next turn of the loop.
         while self.open_connections:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        for pool in self._pools.values():
+            pool.deadlines.close()
         self._pools.clear()
 
     @property
@@ -157,6 +160,7 @@ class _Pool:
         self.idle: deque[WorkerConnection] = deque()
         """Oldest first."""
         self.connections: set[WorkerConnection] = set()
+        self.deadlines = Deadlines(loop)
 
     async def connect(self) -> WorkerConnection:
         """A new connection. TCP_NODELAY is set by the event loop."""
@@ -210,14 +214,57 @@ def _readable(transport: asyncio.Transport) -> bool:
     return bool(poll.poll(0))
 
 
+class Deadlines:
+    """Until when answers have to be complete: one timer for all that are open, which rarely fires."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._open: dict[_Response, tuple[float, float]] = {}
+        """Answer -> (moment of the loop's time, seconds that it had)."""
+        self._due = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, response: _Response, moment: float, timeout_s: float) -> None:
+        """Have an answer expire, unless it is dropped before."""
+        self._open[response] = moment, timeout_s
+        if moment < self._due:
+            self._wait_until(moment)
+
+    def drop(self, response: _Response) -> None:
+        """It is not waited for any more."""
+        self._open.pop(response, None)
+
+    def close(self) -> None:
+        """End."""
+        self._open.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait_until(self, moment: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = moment
+        self._timer = self._loop.call_at(moment, self._look)
+
+    def _look(self) -> None:
+        self._timer, due, self._due = None, self._due, math.inf
+        # The loop may call a little early by its own reckoning.
+        now = max(due, self._loop.time())
+        for response, (moment, timeout_s) in list(self._open.items()):
+            if moment <= now:
+                del self._open[response]
+                response.expire(timeout_s)
+        if self._open:
+            self._wait_until(min(moment for moment, _ in self._open.values()))
+
+
 class _Response(UpstreamResponse):
-    __slots__ = ("_connection", "_pool", "_timer", "_url", "headers", "status")
+    __slots__ = ("_connection", "_pool", "_url", "headers", "status")
 
     def __init__(self, connection: WorkerConnection, pool: _Pool, url: str) -> None:
         self._connection: WorkerConnection | None = connection
         self._pool = pool
         self._url = url
-        self._timer: asyncio.TimerHandle | None = None
         self.status = 0
         self.headers: Mapping[str, str] = {}
 
@@ -228,11 +275,12 @@ class _Response(UpstreamResponse):
             await connection.arrival()
         self.status, self.headers = connection.status, connection.headers
 
-    def expire_at(self, moment: float, timeout_s: float) -> None:
-        """Give up at a moment of the loop's time."""
-        if self._timer is None:
-            error = RequestTimeout(f"{self._url} did not finish its answer within {timeout_s} s")
-            self._timer = self._pool.loop.call_at(moment, self._open().fail, error)
+    def expire(self, timeout_s: float) -> None:
+        """Its time is over."""
+        if self._connection is not None:
+            self._connection.fail(
+                RequestTimeout(f"{self._url} did not finish its answer within {timeout_s} s")
+            )
 
     def _open(self) -> WorkerConnection:
         if self._connection is None:
@@ -260,10 +308,9 @@ class _Response(UpstreamResponse):
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
-        if self._timer is not None:
-            self._timer.cancel()
         if connection is None:
             return
+        self._pool.deadlines.drop(self)
         if connection.complete and connection.reusable:
             connection.take()
             self._pool.give(connection)

@@ -26,7 +26,7 @@ import itertools
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import Namespace, block_keys, tenant_salt
@@ -72,6 +72,8 @@ class _Known:
     replica: Replica | StockReplica
     role: Role
     heard: bool = False
+    size_bytes: int = 0
+    """Estimated memory of the copy, when it changed last."""
     complete: bool = False
     """A stock instance's copy is complete."""
     mixed: set[str | None] = field(default_factory=set)
@@ -119,6 +121,10 @@ class Index(PromptTrees):
         self.mode = mode
         self._trees = {role: _RoleTree(block_size, clock) for role in Role}
         self._known: dict[str, _Known] = {}
+        self._replica_bytes = 0
+        """Of all copies together, as ``_Known.size_bytes`` has them."""
+        self._stock: set[str] = set()
+        """Instances whose events are followed: what is known of them changes without a word."""
         self._wait_s = wait_s
         self._awaited: dict[str, float] = {}
         """Instances of which the first snapshot is not in -> until when it is awaited; ``monotonic``."""
@@ -173,6 +179,9 @@ class Index(PromptTrees):
 
         replica = kind(place.tree, name, serial=self._numbers, abandon=abandon, left=left)
         self._known[name] = _Known(replica, role)
+        if isinstance(replica, StockReplica):
+            self._stock.add(name)
+        self._retold.add(name)
         return replica
 
     def expect(self, name: str) -> None:
@@ -180,6 +189,7 @@ class Index(PromptTrees):
         known = self._known.get(name)
         if self.mode != "approximate" and (known is None or not self._is_trusted(known)):
             self._awaited[name] = self._clock.monotonic() + self._wait_s
+            self._retold.add(name)
 
     def awaited(self, name: str) -> bool:
         """Whether the first snapshot of an instance is expected and not in, or one is just coming in."""
@@ -195,13 +205,17 @@ class Index(PromptTrees):
         if self._clock.monotonic() < until:
             return True
         del self._awaited[name]
+        self._retold.add(name)
         return False
 
     def detach(self, name: str) -> None:
         """An instance has no agent any more, or is gone."""
         self._awaited.pop(name, None)
+        self._stock.discard(name)
+        self._retold.add(name)
         known = self._known.pop(name, None)
         if known is not None:
+            self._replica_bytes -= known.size_bytes
             known.replica.forget()
             self._trees[known.role].live.pop(known.replica.holder, None)
 
@@ -223,6 +237,20 @@ class Index(PromptTrees):
         """An instance's agent said in which epoch it is."""
         if (replica := self.replica(name)) is not None:
             replica.began(epoch, naming)
+            self._changed(name)
+
+    def lost_touch(self, name: str) -> None:
+        """Nobody knows what an instance with an agent does now."""
+        if (replica := self.replica(name)) is not None:
+            replica.lost_touch()
+            self._changed(name)
+
+    def _changed(self, name: str) -> None:
+        """A copy is not what it was."""
+        known = self._known[name]
+        before, known.size_bytes = known.size_bytes, known.replica.size_bytes
+        self._replica_bytes += known.size_bytes - before
+        self._retold.add(name)
 
     def apply(self, name: str, message: IndexMessage) -> Outcome:
         """An instance tells of placements."""
@@ -237,6 +265,7 @@ class Index(PromptTrees):
         if known.replica.trusted:
             self._awaited.pop(name, None)
         self._trees[known.role].live[known.replica.holder] = known
+        self._changed(name)
         self._bound()
         return outcome
 
@@ -256,6 +285,7 @@ class Index(PromptTrees):
                 super().forget(name)
         known.complete = replica.trusted and not replica.partial
         self._trees[known.role].live[replica.holder] = known
+        self._changed(name)
         self._bound()
         return True
 
@@ -263,12 +293,16 @@ class Index(PromptTrees):
         """Whether the agent of an instance is heard."""
         if (known := self._known.get(name)) is not None:
             known.heard = alive
+            self._retold.add(name)
 
     def told(self, name: str) -> tuple[int, bool, bool]:
         """``tokens_of``, ``trusted`` and ``awaited`` of an instance, as every request asks of each."""
         if name not in self._known and name not in self._awaited:
             return self._blocks.get(name, 0) * self.block_size, self.mode != "exact", False
         return self.tokens_of(name), self.trusted(name), self.awaited(name)
+
+    def retold(self) -> set[str]:
+        return super().retold().union(self._stock, self._awaited)
 
     def trusted(self, name: str) -> bool:
         """Whether what is known of an instance is believed, and is all: its cache attracts only then, or for
@@ -306,8 +340,8 @@ class Index(PromptTrees):
         """See ``PromptTrees.learns_of``."""
         if self.mode == "exact":
             return False
-        tenant, known = tenant_of(namespace), self._known.get(instance)
-        if self.mode == "approximate" or tenant is None or known is None:
+        known = self._known.get(instance)
+        if known is None or self.mode == "approximate" or (tenant := tenant_of(namespace)) is None:
             return True
         return not known.covers(tenant) or (isinstance(known.replica, StockReplica) and known.replica.partial)
 
@@ -316,8 +350,7 @@ class Index(PromptTrees):
     def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
         """What each instance holds of ``key``; who holds nothing, or is not trusted, is left out."""
         believed = super().match(namespace, key)
-        tenant = tenant_of(namespace)
-        if self.mode == "approximate" or tenant is None or not self._known:
+        if not self._known or self.mode == "approximate" or (tenant := tenant_of(namespace)) is None:
             return believed
         found: dict[str, Match] = {}
         names: dict[Naming, list[bytes]] = {}
@@ -360,8 +393,12 @@ class Index(PromptTrees):
                     sets[bits] = blocks
         whole = len(key) // step
         size = place.tree.block_size
-        for holder, known in place.live.items():
-            if not self._tells_truth(known) or not known.covers(tenant):
+        # Who is not on the way may hold the prompt on a disk only.
+        named = [holder for holder, known in place.live.items() if known.replica.named and holder not in ends]
+        tails: dict[Node, Tail] = {}
+        for holder in (*ends, *named):
+            known = place.live.get(holder)
+            if known is None or not self._tells_truth(known) or not known.covers(tenant):
                 continue
             held = in_hbm.get(holder, 0)
             below: dict[Tier, int] = {}
@@ -376,9 +413,11 @@ class Index(PromptTrees):
                 held -= held % known.replica.page_blocks
                 most -= most % known.replica.page_blocks
             # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
-            own = held == most or (
-                known.replica.trusted and held == depth and end is not None and _ends_at(end, holder, depth)
-            )
+            own = held == most
+            if not own and held == depth and end is not None and known.replica.trusted:
+                if (tail := tails.get(end)) is None:
+                    tail = tails[end] = _tail(end)
+                own = depth == tail[0] and not any(holder in further for further in tail[1])
             if held:
                 counts = {tier: count * size for tier, count in sorted(below.items())} if below else below
                 found[known.replica.instance] = Match(held * size, own, counts)
@@ -448,7 +487,7 @@ class Index(PromptTrees):
     @property
     def _told_bytes(self) -> int:
         trees = sum(place.size.size_bytes for place in self._trees.values())
-        return trees + sum(k.replica.size_bytes for k in self._known.values()) + self._past.size_bytes
+        return trees + self._replica_bytes + self._past.size_bytes
 
     @property
     def blocks(self) -> int:
@@ -479,8 +518,9 @@ class Index(PromptTrees):
             gone = most.replica.give_up(GIVE_UP_BLOCKS)
             count = sum(evicted.blocks for evicted in gone)
             if not count:
-                largest = max(self._known.values(), key=lambda k: k.replica.names).replica
-                count = largest.give_up_names(GIVE_UP_BLOCKS)
+                most = max(self._known.values(), key=lambda k: k.replica.names)
+                count = most.replica.give_up_names(GIVE_UP_BLOCKS)
+            self._changed(most.replica.instance)
             if not count:
                 break
             self.given_up_blocks += count
@@ -503,8 +543,12 @@ class Index(PromptTrees):
         for place in self._trees.values():
             place.tree.check()
             place.size.check()
-        for known in self._known.values():
+        for name, known in self._known.items():
             known.replica.check()
+            if name not in self._stock and known.size_bytes != known.replica.size_bytes:
+                raise AssertionError(f"{name} takes {known.replica.size_bytes} bytes, not {known.size_bytes}")
+        if self._replica_bytes != sum(known.size_bytes for known in self._known.values()):
+            raise AssertionError(f"all copies do not take {self._replica_bytes} bytes")
 
 
 def tenant_of(namespace: Any) -> Tenant | None:
@@ -544,13 +588,17 @@ def _in_memory(blocks: int, beyond: dict[int, int], below: dict[Tier, int]) -> i
     return blocks
 
 
-def _ends_at(node: Node, holder: Holder, blocks: int) -> bool:
-    """Whether ``holder`` holds nothing that goes on from where the match ends, ``blocks`` into the path."""
+Tail: TypeAlias = tuple[int, list[dict[Holder, Any]]]
+"""Where a node ends, in blocks from the top, and who holds what goes on from there. Of one with many
+continuations, which is a common beginning, no end."""
+
+
+def _tail(node: Node) -> Tail:
     if len(node.children) > MANY_CHILDREN:
-        return False
+        return -1, []
     depth = 0
     current = node
     while current.parent is not None:
         depth += current.blocks
         current = current.parent
-    return blocks == depth and not any(holder in child.placements for child in node.children.values())
+    return depth, [child.placements for child in node.children.values()]

@@ -88,6 +88,8 @@ class PromptTrees:
         of a forgotten instance are no longer counted."""
         self._blocks: dict[str, int] = {}
         """Instance -> different blocks that its counted generations hold."""
+        self._retold: set[str] = set()
+        """Instances of which something else may be told than at the last ``retold``."""
         self._next_expiry = math.inf
         self._placed_blocks = 0
         self._unique_blocks = 0
@@ -136,6 +138,7 @@ class PromptTrees:
         for holder in [holder for holder, name in self._counted.items() if name == instance]:
             del self._counted[holder]
         self._blocks.pop(instance, None)
+        self._retold.add(instance)
 
     def clear(self) -> None:
         """No instance holds anything any more: the fleet serves another model."""
@@ -173,6 +176,11 @@ class PromptTrees:
     def tokens_of(self, instance: str) -> int:
         """Tokens ``instance`` is believed to hold, and what has just expired."""
         return self._blocks.get(instance, 0) * self._tree.block_size
+
+    def retold(self) -> set[str]:
+        """Instances of which something else may be told since this was asked last."""
+        found, self._retold = self._retold, set()
+        return found
 
     # -- memory and time --------------------------------------------------------------------------
 
@@ -215,6 +223,7 @@ class PromptTrees:
         self._unique_blocks += sum(node.blocks for node in result.added if len(node.placements) == 1)
         new = sum(node.blocks for node in result.added if not self._held_otherwise(node, instance, holder))
         self._blocks[instance] = self._blocks.get(instance, 0) + new
+        self._retold.add(instance)
         while self.size_bytes > self._max_bytes and self._make_room():
             pass
 
@@ -244,6 +253,8 @@ class PromptTrees:
             if instance is not None and not self._held_otherwise(evicted.node, instance, holder):
                 self._blocks[instance] -= evicted.blocks
         self._placed_blocks -= taken
+        if instance is not None:
+            self._retold.add(instance)
         return taken
 
     def _holder(self, instance: str, is_guess: bool, now: float) -> Holder:

@@ -26,10 +26,13 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
     Role,
+    all_colocated,
+    all_trusted,
     beginners,
     for_want_of,
     load_of,
     matched_tokens,
+    named,
 )
 
 logger = logging.getLogger("router.policies")
@@ -37,6 +40,8 @@ logger = logging.getLogger("router.policies")
 
 def trusted_matches(fleet: Fleet, matches: Matches) -> Matches:
     """The matches of instances whose index is believed, as far as it has come."""
+    if all_trusted(fleet):
+        return matches
     doubted = {instance.name for instance in fleet if not (instance.trusted or instance.awaited)}
     return {name: match for name, match in matches.items() if name not in doubted} if doubted else matches
 
@@ -98,8 +103,10 @@ def with_decode(
     decision: Decision, prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
     """The decision with the instance that decodes, where it needs one and has none."""
-    chosen = next(instance for instance in fleet if instance.name == decision.instance)
-    if chosen.role is not Role.PREFILL or decision.decode is not None:
+    if decision.decode is not None or all_colocated(fleet):
+        return decision
+    chosen = named(fleet, decision.instance)
+    if chosen is None or chosen.role is not Role.PREFILL:
         return decision
     decode, _ = choose_decode(prompt, chosen, fleet, matches, costs, options)
     return msgspec.structs.replace(decision, decode=decode.name)

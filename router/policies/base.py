@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -140,10 +141,9 @@ UNDECIDED = frozenset({Reason.NO_PREFIX, Reason.SHORT_PREFIX})
 def for_want_of(reason: Reason, candidates: Fleet) -> Reason:
     """The reason of a decision that what is cached did not make: nobody holds enough, or it is not known who
     does."""
-    if reason in UNDECIDED and any(instance.awaited for instance in candidates):
+    if reason in UNDECIDED and any_awaited(candidates):
         return Reason.INDEX_AWAITED
-    doubted = any(not instance.trusted for instance in candidates)
-    return Reason.UNTRUSTED if reason is Reason.NO_PREFIX and doubted else reason
+    return Reason.UNTRUSTED if reason is Reason.NO_PREFIX and not all_trusted(candidates) else reason
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -220,13 +220,41 @@ class Costs(Protocol):
 Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, Costs, PolicyOptions], Decision]
 
 
+_ROLE = attrgetter("role")
+_TRUSTED = attrgetter("trusted")
+_AWAITED = attrgetter("awaited")
+
+
+# A fleet may have a thousand instances, so that what is asked of all of them for each request is asked in C.
+
+
+def all_colocated(fleet: Fleet) -> bool:
+    """Whether every instance does all of a request."""
+    return list(map(_ROLE, fleet)).count(Role.COLOCATED) == len(fleet)
+
+
+def all_trusted(fleet: Fleet) -> bool:
+    """Whether the index of every instance is believed."""
+    return all(map(_TRUSTED, fleet))
+
+
+def any_awaited(fleet: Fleet) -> bool:
+    """Whether more is to come of what any of them holds."""
+    return any(map(_AWAITED, fleet))
+
+
+def named(fleet: Fleet, name: str) -> Instance | None:
+    """The instance of that name."""
+    for instance in fleet:
+        if instance.name == name:
+            return instance
+    return None
+
+
 def beginners(fleet: Fleet) -> Fleet:
     """The instances that a request can be sent to first: those that do everything, and, where some decode,
     those that prefill. Empty when the fleet cannot answer any request."""
-    for instance in fleet:
-        if instance.role is not Role.COLOCATED:
-            break
-    else:
+    if all_colocated(fleet):
         return fleet
     decodes = any(instance.role is Role.DECODE for instance in fleet)
     return tuple(
@@ -236,15 +264,10 @@ def beginners(fleet: Fleet) -> Fleet:
     )
 
 
-def load_of(instance: Instance) -> tuple[int, int, int, int, str]:
-    """Sort key: least loaded first; among equals, who caches least, then who was not chosen for longest.
+load_of: Callable[[Instance], tuple[int, int, int, int, str]] = attrgetter(
+    "in_flight", "queued_tokens", "cached_tokens", "last_picked", "name"
+)
+"""Sort key: least loaded first; among equals, who caches least, then who was not chosen for longest.
 
-    The size of what is cached spreads new conversations over the memory of an idle fleet.
-    """
-    return (
-        instance.in_flight,
-        instance.queued_tokens,
-        instance.cached_tokens,
-        instance.last_picked,
-        instance.name,
-    )
+The size of what is cached spreads new conversations over the memory of an idle fleet.
+"""

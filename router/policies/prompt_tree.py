@@ -24,6 +24,8 @@ moved by rule 1 only.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from sglang_ext.router.policies.base import (
     Costs,
     Decision,
@@ -38,19 +40,21 @@ from sglang_ext.router.policies.base import (
 )
 
 NOTHING = Match(0)
+_NAME = attrgetter("name")
+_IN_FLIGHT = attrgetter("in_flight")
+_CACHED = attrgetter("cached_tokens")
 
 
 def prompt_tree(
     prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
     """Choose by the rule in the module's docstring; scores are matched tokens."""
-    scores: dict[str, float] = {}
-    least = most = fleet[0].in_flight
-    for instance in fleet:
-        match = matches.get(instance.name)
-        scores[instance.name] = 0.0 if match is None else float(match.tokens)
-        least = min(least, instance.in_flight)
-        most = max(most, instance.in_flight)
+    scores = dict.fromkeys(map(_NAME, fleet), 0.0)
+    for name, match in matches.items():
+        if name in scores:
+            scores[name] = float(match.tokens)
+    in_flight = list(map(_IN_FLIGHT, fleet))
+    least, most = min(in_flight), max(in_flight)
     if most - least <= options.balance_abs_threshold:  # then nobody is ahead
         best, reason = _holders(prompt, fleet, matches, options)
         return _least_loaded(best or fleet, reason, scores)
@@ -67,10 +71,15 @@ def _holders(
     prompt: Prompt, candidates: Fleet, matches: Matches, options: PolicyOptions
 ) -> tuple[Fleet, Reason]:
     """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does."""
-    held = [(instance, matches.get(instance.name, NOTHING)) for instance in candidates]
-    longest = max([match.tokens for _, match in held])
+    if not matches:
+        return (), Reason.NO_PREFIX
+    names = dict(zip(map(_NAME, candidates), candidates, strict=True))
+    held = [(names[name], match) for name, match in matches.items() if name in names]
+    longest = max([match.tokens for _, match in held], default=0)
     if longest <= 0:
         return (), Reason.NO_PREFIX
+    if longest <= options.tie_tokens:
+        held = [(instance, matches.get(instance.name, NOTHING)) for instance in candidates]
     best = []
     own = False
     for instance, match in held:
@@ -80,7 +89,7 @@ def _holders(
     if not own:
         if longest < options.cache_threshold * prompt.tokens:
             return (), Reason.SHORT_PREFIX
-        emptiest = min([instance.cached_tokens for instance in candidates])
+        emptiest = min(map(_CACHED, candidates))
         slack = options.balance_cache_factor * longest
         best = [instance for instance in best if instance.cached_tokens - emptiest <= slack]
         if not best:

@@ -53,10 +53,10 @@ MAX_SECONDS: Final = 86_400
 
 MAX_EVENTS: Final = 20_000
 """Events of one message."""
-BATCH_EVENTS: Final = 1000
-BATCH_BYTES: Final = 256 << 10
-"""A message is sent when its events, or their tokens and names, pass this: a few milliseconds of a reader's
-time."""
+BATCH_EVENTS: Final = 64
+BATCH_BYTES: Final = 16 << 10
+"""A message is sent when its events, or their tokens and names, pass this: well below a millisecond of
+a reader's time, who has requests to send on between two messages."""
 
 Tag = Annotated[str, msgspec.Meta(max_length=4096)]
 """A tenant's ``extra_key`` or ``cache_salt``; KV of longer ones is not told."""

@@ -22,8 +22,8 @@ ALONE: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "index_events": ((), {"pass_vs_silent"}),
     "policies": ((), {"conversations_p99_cost_vs_session"}),
     "router": (
-        ("--parts", "speed", "profile"),
-        {"added_p50_ms", "fresh_vs_seen_rps", "bytecodes_generate_1_kb", "cpu_us_chat_stream_1_kb"},
+        ("--parts", "speed", "profile", "scale"),
+        {"added_p50_ms", "fresh_vs_seen_rps", "bytecodes_generate_1_kb", "storm_vs_quiet_p99"},
     ),
     "tiers": (("--parts", "copy", "disk"), {"dram_to_hbm_vs_copy", "disk_read_vs_lmdb_cold"}),
     "transfer": ((), {"shm_vs_copy", "cma_vs_raw", "tcp_vs_raw_worst_case"}),

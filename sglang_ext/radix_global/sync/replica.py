@@ -43,6 +43,7 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.radix_global.node import Evicted, Node
 from sglang_ext.radix_global.placement import Holder
+from sglang_ext.radix_global.sync.names import Names
 from sglang_ext.radix_global.sync.runs import (
     NAME_BYTES,
     RUN_BYTES,
@@ -111,7 +112,7 @@ class Replica:
         self.partial = False
         """There is more than this copy has."""
         self.naming: Naming | None = None
-        self.named: dict[Tier, set[bytes]] = {}
+        self.named: dict[Tier, Names] = {}
         """Names of the blocks in each tier below memory, of those that have any."""
         self.events = 0
         """Events applied since the start."""
@@ -124,6 +125,8 @@ class Replica:
         self._past: list[bytes] = []
         self._number = -1
         self._parts = 0
+        self._gone: list[set[bytes]] = []
+        """Names that are of no use any more, in parts: each message frees one."""
 
     @property
     def holder(self) -> Holder:
@@ -159,6 +162,8 @@ class Replica:
 
     def apply(self, message: Events | SnapshotBegin | SnapshotPart | SnapshotEnd) -> Outcome:
         """Take one message in."""
+        if self._gone:
+            self._gone.pop()
         if message.epoch != self.epoch:
             if message.epoch in self._past:
                 return Outcome.IGNORED
@@ -245,6 +250,8 @@ class Replica:
 
     def _empty(self) -> None:
         self._empty_memory()
+        for names in self.named.values():
+            self._gone += names.parts()
         self.named = {}
         self.partial = False
 
@@ -357,11 +364,13 @@ class Replica:
         tier = tier_at(event.level)
         if tier is None:
             return
-        names = self.named.setdefault(tier, set())
+        names = self.named.get(tier)
+        if names is None:
+            names = self.named[tier] = Names()
         if isinstance(event, NamesStored):
-            names.update(names_in(event.names))
+            names.add(names_in(event.names))
         else:
-            names.difference_update(names_in(event.names))
+            names.discard(names_in(event.names))
         if not names:
             del self.named[tier]
 
@@ -393,9 +402,7 @@ class Replica:
             return 0
         tier = max(self.named)
         names = self.named[tier]
-        count = min(blocks, len(names))
-        for _ in range(count):
-            names.pop()
+        count = names.take(blocks)
         if not names:
             del self.named[tier]
         self.partial = True

@@ -11,7 +11,7 @@ from sglang_ext.radix_global.node import Node
 
 RUN_BYTES: Final = 420
 """Memory of a run and of its piece, beside the node; measured, see the test of the estimate."""
-NAME_BYTES: Final = 115
+NAME_BYTES: Final = 150
 """Memory of a name of a block below memory; measured, see the test of the estimate."""
 
 

@@ -360,7 +360,7 @@ def test_a_role_that_was_registered_and_is_another_is_refused() -> None:
 def test_requests_of_other_routers_count_as_load() -> None:
     fleet = Fleet(("a",))
     fleet.learnt("a", FACTS)
-    fleet.rows["a"].elsewhere = 7
+    fleet.sent_elsewhere("a", 7)
     with fleet.carrying("a", 1):
         assert fleet.usable()[0].in_flight == 8
 

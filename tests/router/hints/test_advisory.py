@@ -316,12 +316,12 @@ async def test_an_instance_that_filled_up_meanwhile_is_not_insisted_on(
     one, two = await start_worker(), await start_worker()
     router = await start_router(one, two, balance_abs_threshold=2)
     told = await advise(client, router, messages=NEXT[:2], session="s")
-    row = router.fleet.rows[told["instance"]]
-    row.in_flight += 10
+    loads = [router.fleet.begin(told["instance"], 0) for _ in range(10)]
     try:
         answered = await chat(client, router, NEXT, session="s")
     finally:
-        row.in_flight -= 10
+        for load in loads:
+            router.fleet.end(load)
     assert answered["x-kv-instance"] != told["instance"]
 
 

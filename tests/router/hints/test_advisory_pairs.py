@@ -263,12 +263,13 @@ async def test_a_pair_that_dies_under_its_request_is_replaced(start: Any) -> Non
 async def test_one_that_carries_too_much_meanwhile_does_not_decode(start: Any) -> None:
     cluster = await start(balance_abs_threshold=2)
     told = await hinted(cluster)
-    row = cluster.router.fleet.rows[told["decode"]]
-    row.in_flight += 10
+    fleet = cluster.router.fleet
+    loads = [fleet.begin(told["decode"], 0) for _ in range(10)]
     try:
         answered = await cluster.ask()
     finally:
-        row.in_flight -= 10
+        for load in loads:
+            fleet.end(load)
     assert answered["x-kv-route-reason"] == "advised"
     assert answered["x-kv-prefill-instance"] == told["instance"]
     assert answered["x-kv-instance"] == cluster.other(told["decode"])
@@ -278,12 +279,13 @@ async def test_the_load_of_who_decodes_says_nothing_of_who_prefills(start: Any) 
     """Idle decode instances do not make a prefill instance one that carries too much."""
     cluster = await start(prefill=1, balance_abs_threshold=2)
     told = await hinted(cluster)
-    row = cluster.router.fleet.rows[told["instance"]]
-    row.in_flight += 10
+    fleet = cluster.router.fleet
+    loads = [fleet.begin(told["instance"], 0) for _ in range(10)]
     try:
         assert (await cluster.ask())["x-kv-route-reason"] == "advised"
     finally:
-        row.in_flight -= 10
+        for load in loads:
+            fleet.end(load)
 
 
 async def test_a_high_priority_is_spread_over_both_kinds(start: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import pytest
 
+from sglang_ext.errors import InternalError
 from sglang_ext.keys import block_keys, encode_tokens
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
@@ -26,6 +27,8 @@ from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog
 from sglang_ext.radix_global.sync.replica import Outcome
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
+from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
+from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.index.index import Index, names_of, tenant_of
 from sglang_ext.router.index.memory import TreeSize
 from sglang_ext.router.index.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S
@@ -392,3 +395,62 @@ def test_matches_are_what_each_tree_would_say(clock: FakeClock) -> None:
             match = found.get(each.name, Match(0))
             assert (match.hbm, match.below.get(Tier.DRAM, 0)) == (hbm, max(0, dram - hbm))
     index.check()
+
+
+FACTS = InstanceFacts(ModelFacts("m", "a", 32_000, 4096), "1", "x", "colocated", "")
+
+
+def watched_fleet(clock: FakeClock, retold: Callable[[Index], Callable[[], set[str]]]) -> None:
+    """A fleet over an index to which everything happens that can, checked after each step."""
+    rng = random.Random(5)
+    index = Index(clock, block_size=BLOCK, ttl_s=20.0, max_bytes=40_000, wait_s=1.0)
+    fleet = Fleet(told=index.told, retold=retold(index))
+    told: dict[str, Told] = {}
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        fleet.join(name)
+        fleet.learnt(name, FACTS)
+    prompts = [key(*(rng.randrange(3) for _ in range(6))) for _ in range(30)]
+    loads: list[Load] = []
+    for _ in range(600):
+        name, prompt = rng.choice(names), rng.choice(prompts)
+        match rng.randrange(12):
+            case 0:
+                index.confirm(NS, prompt, name)
+            case 1:
+                index.guess(NS, prompt, name)
+            case 2:
+                index.forget(name)
+            case 3 if index.replica(name) is None:
+                told[name] = Told(index, name)
+            case 4 | 5 if (replica := index.replica(name)) is not None and replica.trusted:
+                told[name].insert(prompt, dram=rng.random() < 0.3)
+            case 6:
+                index.heard(name, alive=rng.random() < 0.7)
+            case 7 if rng.random() < 0.3:
+                index.lost_touch(name)
+            case 8 if rng.random() < 0.3:
+                index.detach(name)
+            case 9:
+                index.expect(name)
+            case 10:
+                clock.advance(rng.choice((0.1, 1.0, 5.0)))
+                index.tidy()
+            case _ if loads and rng.random() < 0.5:
+                fleet.end(loads.pop())
+            case _:
+                loads.append(fleet.begin(name, 3))
+        fleet.check()
+        index.check()
+
+
+def test_policies_see_what_the_index_tells_whatever_happens(clock: FakeClock) -> None:
+    watched_fleet(clock, lambda index: index.retold)
+
+
+def test_a_change_that_is_not_said_is_found(clock: FakeClock) -> None:
+    def forgetful(index: Index) -> Callable[[], set[str]]:
+        return lambda: index.retold() - {"c"}
+
+    with pytest.raises(InternalError, match="policies see"):
+        watched_fleet(clock, forgetful)
