@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-SGLANG_VERSION: Final = "0.5.21"
+SGLANG_VERSION: Final = "0.5.23"
 """What `make setup` installs."""
 
 ALLOW_UNTESTED: Final = "SGLANG_EXT_UNTESTED_SGLANG"
@@ -56,7 +56,7 @@ class Supported:
 SUPPORTED: Final = (
     Supported("0.5.21", Status.TESTED, "v0_5_21"),
     Supported("0.5.22", Status.TRIED, "v0_5_22"),
-    Supported("0.5.23", Status.TRIED, "v0_5_22"),
+    Supported("0.5.23", Status.TESTED, "v0_5_22"),
 )
 
 

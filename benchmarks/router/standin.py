@@ -145,7 +145,7 @@ def facts(tokenizer: str, serial: int) -> dict[str, Any]:
     }  # fmt: skip
     server: dict[str, Any] = {
         "startup_time": float(serial), "random_seed": serial, "allow_auto_truncate": False,
-        "chat_template": None, "completion_template": None, "version": "0.5.21", "internal_states": [{}],
+        "chat_template": None, "completion_template": None, "version": "0.5.23", "internal_states": [{}],
         "model_path": "stand-in", "served_model_name": "stand-in", "tp_size": 1, "dp_size": 1,
         "max_running_requests": 1024,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.patches.versions import installed_sglang_version, seam_of
 
 if TYPE_CHECKING:
-    from sglang_ext.patches.seams import v0_5_21 as current
+    from sglang_ext.patches.seams import v0_5_22 as current
 else:
     current = import_module(f"{__name__}.{seam_of(installed_sglang_version())}")
 

@@ -340,7 +340,7 @@ class StandInWorker:
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
             "total_tokens": len(prompt) + count,
-            "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
         kind = "chat.completion" if is_chat else "text_completion"
         base: Json = {"id": "x", "object": kind, "created": 0, "model": body.get("model", "default")}
