@@ -58,6 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     is_new = config.getoption("--long") or config.getoption("--new-examples")
     settings.load_profile("new" if is_new else "same")
+    from sglang_ext.testing.servers.ports import free_port
+
+    free_port()  # its socket is no test's
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -28,7 +28,7 @@ from benchmarks.lib.common import SEED, Options, Report, Value, percentile
 from benchmarks.lib.plots import Axis, bars
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.protocol.cluster import instance_path
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
 SHARE = 0.8

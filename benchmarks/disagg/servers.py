@@ -34,7 +34,8 @@ from sglang_ext.cluster.process import tail
 from sglang_ext.stages import StageTimes
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.servers.pd_servers import BACKEND
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
 
 MODEL = "small"

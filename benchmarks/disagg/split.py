@@ -22,7 +22,7 @@ from benchmarks.disagg.loads import FIRST_ID, LAST_ID
 from benchmarks.disagg.servers import Asked, Group, GroupSpec, ask, routed, running
 from benchmarks.lib.common import SEED, Options, Report
 from sglang_ext.cluster.plan import LOOPBACK
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
 LENGTHS = (4096, 16_384)

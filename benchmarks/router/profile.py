@@ -27,7 +27,7 @@ from benchmarks.router.processes import (
     watched,
 )
 from benchmarks.router.speed import MANY, SERVICE_S, WORKERS, Case
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.tokenizer import write_tokenizer
 
 CASES = (

@@ -29,7 +29,7 @@ from benchmarks.router.processes import (
     two_cores,
     wait_for,
 )
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.tokenizer import write_tokenizer
 
 WORKERS = 4

@@ -20,7 +20,7 @@ from sglang_ext.cluster.top import Seen, main, read_metrics, view
 from sglang_ext.errors import PeerError
 from sglang_ext.protocol.cluster import PATH, Cluster, Registration, TierFill
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
 

@@ -27,7 +27,8 @@ from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.programmes import INSTANCES, TENANTS
 from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import STRICT, ServerProcess
 from sglang_ext.testing.waiting import until
 
 FLAGS = (

@@ -20,7 +20,8 @@ from pd_fleet import ANSWER_TOKENS, NO_TOKEN, Rig, fault, nothing_is_left, promp
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.disagg.handover import JOIN_SECONDS, VERDICT_SECONDS
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.server import ServerProcess, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.testing.waiting import wait_until
 
 FREED_SECONDS = 5.0

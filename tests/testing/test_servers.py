@@ -14,13 +14,13 @@ import pytest
 
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.leaks import SHARED_MEMORY, LeakGuard
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.server import (
     ServerDiedError,
     ServerPool,
     ServerProcess,
     ServerSpec,
     ServerStartError,
-    free_port,
 )
 from sglang_ext.testing.waiting import wait_until
 

@@ -13,7 +13,8 @@ from threading import Barrier
 from typing import Any
 
 from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 THREADS = 24
 BACKEND = ("--disaggregation-transfer-backend", "global")

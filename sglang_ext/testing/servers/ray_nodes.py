@@ -14,7 +14,7 @@ from types import TracebackType
 
 from sglang_ext.cluster.process import GUARD
 from sglang_ext.testing.lab.hosts import Lab
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
 HOW_TO_GET_IT = "Ray is not installed: pip install 'sglang-ext[ray]'"

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +29,7 @@ from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.models import DType, model_path
 from sglang_ext.testing.servers import preloaded
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
 START_SECONDS = 240.0
@@ -40,8 +39,6 @@ LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
 GRACE_SECONDS = 1.0
 """SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
-PORTS = range(21_000, 32_000)
-"""Below those that Linux gives to connections, which would take a port before its server listens."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """For torch, of a server that shares a machine with others: threads spin while they wait for one another's
 share of a tiny operator, and where others want the cores, that is most of what they do."""
@@ -88,15 +85,6 @@ class ServerSpec:
             # SGLang chooses one that the system gives to connections, and listens there much later.
             *("--nccl-port", str(free_port()), *self.flags),
         ]
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens on now, and that the system gives to nobody who asks for any."""
-    while True:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            return port
 
 
 class ServerProcess:

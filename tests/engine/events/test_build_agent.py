@@ -19,7 +19,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens, tenant_salt
 from sglang_ext.patches.adapter.build_agent import SchedulerGauges, attach_agent, naming_of
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")

@@ -17,7 +17,7 @@ from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
 OFF_S = -90.0

@@ -15,7 +15,7 @@ from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.events.router_names import AGAIN_S, RouterNames, addresses
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
 NAME = "dns+http://routers.example:30000"

@@ -29,7 +29,7 @@ from sglang_ext.engine.pd.joins import (
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.protocol.agent import TO_AGENT, Ping, PrefillServer, PrefillServers
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
 

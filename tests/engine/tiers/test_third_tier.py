@@ -32,7 +32,7 @@ from sglang_ext.router.api.usage import Usage
 from sglang_ext.router.policies import Match, PolicyOptions
 from sglang_ext.router.policies.base import Prompt
 from sglang_ext.router.policies.cost import cost
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiered_store.disk.state import DiskConfig

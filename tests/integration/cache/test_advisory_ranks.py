@@ -19,7 +19,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiers import Tier
 

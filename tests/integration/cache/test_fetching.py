@@ -33,7 +33,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, ports_and_contexts
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, ports_and_contexts
 from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY

@@ -32,8 +32,9 @@ from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.lab.hosts import Lab
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.redis_server import redis_is_installed
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, free_port
+from sglang_ext.testing.servers.server import STRICT, ServerProcess
 from sglang_ext.testing.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]

@@ -28,7 +28,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 

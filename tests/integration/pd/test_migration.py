@@ -37,7 +37,8 @@ from sglang_ext.stages import StageTimes
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

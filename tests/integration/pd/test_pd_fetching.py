@@ -28,7 +28,8 @@ from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -23,7 +23,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Instance, Match
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
 

@@ -25,7 +25,8 @@ from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
 

@@ -17,7 +17,8 @@ from sglang_ext.router.index.index import Index
 from sglang_ext.router.index.stock_replica import StockReplica
 from sglang_ext.router.policies.base import Role
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
 
 pytestmark = pytest.mark.integration

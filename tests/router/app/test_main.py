@@ -12,7 +12,7 @@ import pytest
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.__main__ import main
 from sglang_ext.router.config import RouterConfig
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 
 
 def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.config import RouterConfig
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import until
 
 START_S = 120.0

@@ -19,7 +19,7 @@ from sglang_ext.protocol.cluster import VERDICT_S
 from sglang_ext.router import Router
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 
 PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
 PATIENCE = {"health_check_interval_secs": 0.5, "health_check_timeout_secs": 60.0}

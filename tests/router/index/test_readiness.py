@@ -16,7 +16,7 @@ from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.endpoints.information import NOT_SERVING
 from sglang_ext.router.index.index import names_of
 from sglang_ext.router.policies.base import Role
-from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import StandInWorker
 from sglang_ext.tiers import Tier
 

@@ -1,0 +1,61 @@
+"""Ports of test servers, which no other process takes before they listen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+from sglang_ext.cluster.plan import LOOPBACK
+
+PORTS = range(21_000, 31_752)
+"""Below those that Linux gives to connections, which would take a port before its server listens."""
+BLOCK = 256
+
+
+class _FreePorts:
+    """In turn from a block that is this process's alone, as it listens at the block's first port."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claim: socket.socket | None = None
+        self._turn: Iterator[int] | None = None
+
+    def next(self) -> int:
+        with self._lock:
+            if self._turn is None:
+                self._turn = itertools.cycle(self._claimed())
+            for port in self._turn:
+                with socket.socket() as probe, suppress(OSError):
+                    probe.bind((LOOPBACK, port))
+                    break
+            return port
+
+    def _claimed(self) -> list[int]:
+        firsts = list(PORTS[::BLOCK])
+        random.SystemRandom().shuffle(firsts)
+        for first in firsts:
+            claim = socket.socket()
+            try:
+                claim.bind((LOOPBACK, first))
+                claim.listen()
+            except OSError:
+                claim.close()
+                continue
+            self._claim = claim
+            return list(range(first + 1, first + BLOCK))
+        every = list(PORTS)
+        random.SystemRandom().shuffle(every)
+        return every
+
+
+_free_ports = _FreePorts()
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now, and that is given neither by the system to who asks for
+    any nor by this function to another process. The first call opens a socket that stays open."""
+    return _free_ports.next()
