@@ -16,6 +16,7 @@ from sglang_ext.cluster.doctor import command, disk
 from sglang_ext.cluster.doctor.disk import DiskFacts, findings, gather
 from sglang_ext.cluster.doctor.findings import GIB, MIB, Finding, Level
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, contents, get_all, prefix_keys, put_all
+from sglang_ext.tiered_store.disk.files import Files
 from sglang_ext.tiered_store.disk.speed import DiskSpeed
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
@@ -218,3 +219,21 @@ def test_more_problems_than_can_be_read_are_counted() -> None:
     assert len(found) == 10
     assert found[-2].text == "22 more of that kind"
     assert "60 are lost" in found[-1].text
+
+
+class OverNetwork(Files):
+    """Everything is on a network file system."""
+
+    def mountinfo(self) -> str:
+        return "22 1 0:40 / / rw - nfs4 filer:/export rw"
+
+
+def test_a_network_file_system_is_a_problem_as_a_server_refuses_it(tmp_path: Path) -> None:
+    def of_directory(files: Files) -> list[Finding]:
+        facts = gather(tmp_path, repair=False, deep=False, doing=lambda text: nullcontext(), files=files)
+        return [finding for finding in findings(facts) if finding.subject == "directory"]
+
+    (found,) = of_directory(OverNetwork())
+    assert found.level is Level.PROBLEM
+    assert "network file system (nfs4)" in found.text
+    assert of_directory(Files()) == []

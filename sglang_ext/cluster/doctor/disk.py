@@ -18,7 +18,8 @@ from typing import Any
 from sglang_ext.cluster.doctor.findings import MIB, Finding, Level, size
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.tiered_store.disk.check import CheckReport, RepairReport, check_directory, repair_directory
-from sglang_ext.tiered_store.disk.owner import LOCK_FILE
+from sglang_ext.tiered_store.disk.files import Files
+from sglang_ext.tiered_store.disk.owner import LOCK_FILE, NETWORK, mounted_kind
 from sglang_ext.tiered_store.disk.segments import SUFFIX
 from sglang_ext.tiered_store.disk.speed import DiskSpeed, measure_disk
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
@@ -50,12 +51,17 @@ class StoreFacts:
     error: str = ""
 
 
+LOCAL = Files()
+"""This machine's."""
+
+
 @dataclass(frozen=True)
 class DiskFacts:
     """What was seen below a --kv-disk-path. Sizes in bytes.
 
     total, free: of the file system. ours: what disk tiers below take of it. beside: what lies in their
-    directories and is not theirs (any more).
+    directories and is not theirs (any more). network: the kind of file system, if other machines may have
+    it, too.
     """
 
     path: Path
@@ -68,9 +74,10 @@ class DiskFacts:
     speed: DiskSpeed | None = None
     speed_error: str = ""
     stores: tuple[StoreFacts, ...] = ()
+    network: str = ""
 
 
-def gather(path: Path, *, repair: bool, deep: bool, doing: Doing) -> DiskFacts:
+def gather(path: Path, *, repair: bool, deep: bool, doing: Doing, files: Files = LOCAL) -> DiskFacts:
     """Look at everything. Writes a file of up to 256 MiB to measure, and removes it; with ``deep`` or
     ``repair`` it reads everything there is.
     """
@@ -78,6 +85,7 @@ def gather(path: Path, *, repair: bool, deep: bool, doing: Doing) -> DiskFacts:
         return DiskFacts(path, repair)
     stores = list(_stores(path))
     usage = shutil.disk_usage(path)
+    kind = mounted_kind(path.resolve(), files.mountinfo())
     speed, error = _speed(path, usage.free, doing)
     return DiskFacts(
         path,
@@ -94,6 +102,7 @@ def gather(path: Path, *, repair: bool, deep: bool, doing: Doing) -> DiskFacts:
         ),
         speed=speed,
         speed_error=error,
+        network=kind if kind in NETWORK else "",
         stores=tuple(_look(store, repair=repair, deep=deep or repair, doing=doing) for store in stores),
     )
 
@@ -154,12 +163,18 @@ def findings(facts: DiskFacts) -> list[Finding]:
     if not facts.exists:
         advice = "Make it, on a local disk, and writable for the server's user; or name another."
         return [Finding(Level.PROBLEM, "directory", f"there is none at {facts.path}", advice)]
-    found = [_room(facts), *_beside(facts), _speed_finding(facts)]
+    found = [*_network(facts), _room(facts), *_beside(facts), _speed_finding(facts)]
     if not facts.stores:
         found.append(Finding(Level.OK, "disk tier", f"nothing is kept at {facts.path} yet"))
     for store in facts.stores:
         found += _store(store, repair=facts.repair)
     return found
+
+
+def _network(facts: DiskFacts) -> Iterator[Finding]:
+    if facts.network:
+        text = f"{facts.path} is on a network file system ({facts.network}); a server refuses that"
+        yield Finding(Level.PROBLEM, "directory", text, "Give a directory on a disk of this machine.")
 
 
 def _room(facts: DiskFacts) -> Finding:

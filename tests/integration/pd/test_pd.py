@@ -34,6 +34,7 @@ from pd_fleet import (
     prompt_of,
     why_it_failed,
 )
+from places import Outside, place_of
 from token_requests import GREEDY, generate
 from tuned_model import tuned
 
@@ -45,9 +46,10 @@ from sglang_ext.engine.pd.messages import MESSAGES, Abort, Done, Lookup, Push
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.stages import STAGES, StageTimes
 from sglang_ext.testing.compare import assert_same
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.transfer.rig import Pool, Shape
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.wire import pack_ids
@@ -55,42 +57,68 @@ from sglang_ext.wire import pack_ids
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("3", 16, "pull", "blocks"),
-        pytest.param(("basic", 1, "pull", "blocks"), marks=pytest.mark.long),
-        pytest.param(("1", 16, "push", "blocks"), marks=pytest.mark.long),
-        pytest.param(("2", 1, "push-by-layer", "blocks"), marks=pytest.mark.long),
-        pytest.param(("3", 1, "push-by-layer", "blocks"), marks=pytest.mark.long),
-        # Pulled and aggregated, with pages of one token: `test_pd_fleet`.
-        pytest.param(("3", 16, "pull", "aggregated"), marks=pytest.mark.long),
-        pytest.param(("3", 1, "push", "aggregated"), marks=pytest.mark.long),
-    ],
-    ids=lambda p: f"caching-{p[0]}-page{p[1]}-{p[2]}-{p[3]}",
-)
+KINDS = [
+    pytest.param(("3", 16, "pull", "blocks", "here")),
+    pytest.param(("basic", 1, "pull", "blocks", "here"), marks=pytest.mark.long),
+    pytest.param(("1", 16, "push", "blocks", "here"), marks=pytest.mark.long),
+    pytest.param(("2", 1, "push-by-layer", "blocks", "here"), marks=pytest.mark.long),
+    pytest.param(("3", 1, "push-by-layer", "blocks", "here"), marks=pytest.mark.long),
+    # Pulled and aggregated, with pages of one token: `test_pd_fleet`.
+    pytest.param(("3", 16, "pull", "aggregated", "here"), marks=pytest.mark.long),
+    pytest.param(("3", 1, "push", "aggregated", "here"), marks=pytest.mark.long),
+]
+
+
+def name_of(kind: tuple[str, int, str, str, str]) -> str:
+    caching, page, mode, layout, where = kind
+    return f"caching-{caching}-page{page}-{mode}-{layout}" + ("" if where == "here" else f"-{where}")
+
+
+IN_A_LAB = [
+    pytest.param(("3", 16, mode, "blocks", "lab"), marks=pytest.mark.long) for mode in ("pull", "push")
+]
+between_hosts_too = pytest.mark.parametrize("rig", [*KINDS, *IN_A_LAB], ids=name_of, indirect=True)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=name_of)
 def rig(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     truth: ServerProcess,
+    leak_guard: LeakGuard,
 ) -> Iterator[Rig]:
-    caching, page, mode, layout = request.param
-    folder = tmp_path_factory.mktemp("faults")
-    spec = FaultySpec(
-        flags=(
-            *(*COMMON, "--kv-pd-caching", caching, "--page-size", str(page)),
-            *("--kv-transfer-mode", mode, "--kv-transfer-layout", layout),
+    caching, page, mode, layout, where = request.param
+    with place_of(where, ("prefill", "decode"), tmp_path_factory.mktemp("place"), leak_guard) as place:
+        spec = FaultySpec(
+            flags=(
+                *(*COMMON, "--kv-pd-caching", caching, "--page-size", str(page)),
+                *("--kv-transfer-mode", mode, "--kv-transfer-layout", layout, *place.flags),
+            )
         )
-    )
-    prefill, decode = spec.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
-    with pd_servers([prefill], [decode]) as (servers, _):
-        yield Rig(servers, truth, [folder / "prefill"], [folder / "decode"])
+
+        def looking(name: str) -> ServerSpec:
+            found = spec.looking_at(place.folder / name)
+            if place.lab is None:
+                return found
+            return replace(found, flags=(*found.flags, "--kv-announce-host", place.lab[name].address()))
+
+        hosts = iter(("prefill", "decode"))
+        with (
+            leak_guard.adopting(),
+            pd_servers(
+                [looking("prefill")], [looking("decode")], (), lambda each: place.server(each, next(hosts))
+            ) as (servers, _),
+        ):
+            alone = truth if place.lab is None else Outside(truth, place)
+            yield Rig(servers, alone, [place.folder / "prefill"], [place.folder / "decode"])
 
 
+@between_hosts_too
 def test_conversations_get_the_answers_of_one_server(rig: Rig, long_run: bool) -> None:
     conversations_are_answered_alike(rig.pd, rig.truth, count=50 if long_run else 5)
 
 
+@between_hosts_too
 def test_one_damaged_bit_is_seen(rig: Rig) -> None:
     """The twin: if this did not fail, the test above would prove nothing."""
     prompt = prompt_of(5, 203)
@@ -271,6 +299,7 @@ def test_a_prompt_that_decode_has_already(rig: Rig, tokens: int) -> None:
     assert nothing_is_left(rig.pd.servers)
 
 
+@between_hosts_too
 def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     """MemServe, table 4: 1 keeps prompts on prefill; 2 sends decode only what it lacks; 3 returns answers."""
     caching = design_of(rig)
@@ -309,6 +338,7 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     assert least * token_bytes <= sent <= most * token_bytes
 
 
+@between_hosts_too
 @pytest.mark.parametrize(("tokens", "outcome"), [(1600, "budget"), (100, "known")], ids=["no room", "known"])
 def test_what_cannot_be_inserted_is_not_returned(rig: Rig, tokens: int, outcome: str) -> None:
     """MemServe, table 1: there is no memory for it, or the destination has it already, all whole blocks being
@@ -339,6 +369,7 @@ def skipped(server: ServerProcess, outcome: str) -> float:
     )
 
 
+@between_hosts_too
 def test_what_two_requests_bring_at_once_is_kept_once(rig: Rig) -> None:
     """MemServe, table 1: an insert of what is there already. The other's memory is free again."""
     decode, prompt = rig.pd.decode[0], prompt_of(81, 320)

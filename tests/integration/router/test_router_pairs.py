@@ -14,7 +14,8 @@ import aiohttp
 import numpy as np
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
-from pd_fleet import kill
+from pd_fleet import TRUTH, kill
+from places import KINDS, Place, place_of
 from router_rig import sglang_program
 from token_requests import advise, cold, generate, random_prompt, settled
 
@@ -69,19 +70,15 @@ def port() -> int:
     return free_port()
 
 
+def tells(router: str) -> tuple[str, ...]:
+    return ("--kv-router", router, "--kv-dram-size", "56MB", "--kv-check", "--enable-metrics")
+
+
 @pytest.fixture(scope="module")
 def cluster(leak_guard: LeakGuard, port: int) -> Iterator[tuple[PdServers, ServerProcess]]:
     """One prefill and one decode server, and one that does both by itself."""
     spec = ServerSpec(flags=FLAGS)
-    tells = (
-        "--kv-router",
-        f"http://127.0.0.1:{port}",
-        "--kv-dram-size",
-        "56MB",
-        "--kv-check",
-        "--enable-metrics",
-    )
-    told = replace(spec, flags=(*FLAGS, *tells))
+    told = replace(spec, flags=(*FLAGS, *tells(f"http://127.0.0.1:{port}")))
     with leak_guard.adopting(), pd_servers([told], [told], [spec]) as (pd, others):
         yield pd, others[0]
         pd.prefill[0].server.stop()  # which may not be the one that was started here
@@ -124,24 +121,45 @@ def connections(decode: ServerProcess) -> Json:
     }
 
 
+@pytest.fixture(params=KINDS)
+def placed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard, port: int
+) -> Iterator[tuple[Place, PdServers, ServerProcess]]:
+    """The cluster, and where it is; in a lab it is one of its own."""
+    names = ("prefill", "decode", "alone")
+    with place_of(request.param, names, tmp_path_factory.mktemp("place"), leak_guard) as place:
+        if place.lab is None:
+            yield place, *request.getfixturevalue("cluster")
+            return
+        spec = ServerSpec(flags=(*FLAGS, *tells(place.router_url(port)), *place.flags))
+        hosts = iter(names)
+        with (
+            leak_guard.adopting(),
+            pd_servers([spec], [spec], [TRUTH], lambda each: place.server(each, next(hosts))) as (pd, others),
+        ):
+            yield place, pd, others[0]
+            pd.prefill[0].server.stop()
+
+
 async def test_decode_is_connected_before_the_first_request(
     port: int,
-    cluster: tuple[PdServers, ServerProcess],
-    client: aiohttp.ClientSession,
+    placed: tuple[Place, PdServers, ServerProcess],
     rng: random.Random,
     leak_guard: LeakGuard,
 ) -> None:
     """Because the router told it of the prefill server; and anew when that was killed and came back."""
-    pd, alone = cluster
+    place, pd, alone = placed
     decode = pd.decode[0]
+    config = RouterConfig(port=port, **place.router_options)
 
     async def answers(router: Router) -> None:
         prompt = random_prompt(rng, 10 * BLOCK)
-        answer, headers = await generate(client, router.url, prompt)
-        assert headers["x-kv-prefill-instance"] == pd.prefill[0].server.url
-        assert_same(await cold(client, alone, prompt), answer)
+        async with aiohttp.ClientSession(headers=place.headers) as client:
+            answer, headers = await generate(client, router.url, prompt)
+            assert headers["x-kv-prefill-instance"] == pd.prefill[0].server.url
+            assert_same(await cold(client, alone, prompt), answer)
 
-    async with Router(RouterConfig(port=port)) as router:
+    async with Router(config) as router:
         router.agents.verdict_s = 20.0
         for made in (1, 2):
             await until(lambda: len(router.fleet.usable()) == 2, 60, "both servers")
@@ -153,7 +171,8 @@ async def test_decode_is_connected_before_the_first_request(
                 kill(pd.prefill[0].server)
                 await until(lambda: connections(decode)["there"] == 0, 30, "the verdict")
                 with leak_guard.adopting():
-                    pd.prefill[0].server = fresh = ServerProcess(pd.prefill[0].server.spec)
+                    fresh = place.server(pd.prefill[0].server.spec, "prefill")
+                    pd.prefill[0].server = fresh
                     await asyncio.to_thread(fresh.start)
         router.check()
 
