@@ -50,6 +50,8 @@ class CacheSeam(BasePrefixCache):  # type: ignore[misc]
         )
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        # What SGLang releases is finished, also an aborted request: it says why before. So what is not
+        # finished is a chunk, or a prefill that is done, and has no end to tell of.
         if req.finished():
             self.keep_ended_req(req, up_to=up_to)
         else:
