@@ -5,6 +5,7 @@ Its folder (`hooked_server`) says what is wrong now:
 - ``damage``: the upper half of every read does not verify in the last layer;
 - ``blind``: the cache does not look whether what streamed held;
 - ``slow-writes``: has the seconds that each group of writes takes longer;
+- ``hold-writes``: they wait until it is gone;
 - ``full``: nothing is written;
 - ``hold-copies``: copies from DRAM to HBM wait until it is gone; the file ``copying`` says that one does;
 - ``blocking``: a decode server's scheduler waits for such copies.
@@ -54,6 +55,8 @@ def make_faulty(folder: Path) -> None:
         slow = folder / "slow-writes"
         if slow.exists():
             time.sleep(float(slow.read_text()))
+        while (folder / "hold-writes").exists():
+            time.sleep(0.01)
         return complete(self, puts)
 
     scatter, ahead = PoolCopier.scatter, LocalAhead.each_pass

@@ -13,7 +13,7 @@ from sglang_ext.cluster.plan import LOOPBACK
 
 PORTS = range(21_000, 31_752)
 """Below those that Linux gives to connections, which would take a port before its server listens."""
-BLOCK = 256
+BLOCK, STRIDE = 256, 16
 
 
 class _FreePorts:
@@ -46,7 +46,9 @@ class _FreePorts:
                 claim.close()
                 continue
             self._claim = claim
-            return list(range(first + 1, first + BLOCK))
+            ours = range(first + 1, first + BLOCK)
+            # Some take those that follow the one they are given, too.
+            return [ours[place * STRIDE % len(ours)] for place in range(len(ours))]
         every = list(PORTS)
         random.SystemRandom().shuffle(every)
         return every

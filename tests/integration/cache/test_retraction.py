@@ -25,14 +25,15 @@ pytestmark = pytest.mark.integration
 
 BLOCK = 16
 SLOTS = 800
-WAIT = 2.0
+WAIT = 4.0
 SLOW = 0.02
 LONG = 300
 """Tokens of an answer that takes longer than WAIT where each takes SLOW."""
 SHORT = 40
 """Tokens of one that does not."""
-FEW = 20
-"""Tokens of one that does not by far, where a machine is busy and each takes longer, too."""
+FEW, STEADY = 30, 0.04
+"""Tokens of one that does not by far where each takes so long, also on a busy machine, and long enough
+for the next request to come while it runs."""
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_nobody_gives_way_where_the_wait_is_short(
 ) -> None:
     texts = [prompts(70), prompts(100), prompts(50)]
     before = found(server)
-    with disturbed(folder, "slow", str(SLOW)):
+    with disturbed(folder, "slow", str(STEADY)):
         lows = [Talk(server, text, FEW, 0) for text in texts[:2]]
         for low in lows:
             low.has(4)
