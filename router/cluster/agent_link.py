@@ -158,7 +158,6 @@ class Link:
             self._socket = self._agents.socket(self.registration)
             self._ask_due, self._asked_at, self._waiting, self._is_new = True, -math.inf, False, True
             receiving = asyncio.create_task(self._receive(), name=f"receive from {self.name}")
-            verdict = True  # also of one that is ended
             try:
                 verdict = await self._beats(receiving)
             except Exception:
@@ -166,15 +165,15 @@ class Link:
                 logger.exception("what %s tells cannot be taken in", self.name)
                 self._lost_touch()
                 await self._clock.sleep(HEARTBEAT_S)
+                verdict = True
             finally:
                 receiving.cancel()
                 await asyncio.gather(receiving, return_exceptions=True)
                 self._socket.close(linger=0)
                 self._socket = None
-                if verdict:
-                    self._index.heard(self.name, alive=False)
             if not verdict:
                 continue
+            self._index.heard(self.name, alive=False)
             if self.heard and self._agents.listener is not None:
                 self._agents.listener.on_silent(self.name)
             self.heard = False

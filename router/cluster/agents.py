@@ -221,6 +221,8 @@ class Agents(AgentChannels):
         metrics.refreshing.subscribe(refresh)
 
     def _end(self, link: Link) -> None:
+        # At once: when the task has ended, another channel to the same instance may have heard it already.
+        self.index.heard(link.name, alive=False)
         link.task.cancel()
         self._ending.keep(link.task)
 

@@ -21,6 +21,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
 from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Hello, PeerDead, Welcome
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
+from sglang_ext.router.cluster.agent_link import Link
 from sglang_ext.router.cluster.agents import Agents
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import Match
@@ -218,6 +219,36 @@ async def test_a_silent_instance_is_not_trusted_and_a_restarted_one_known_anew()
             assert side.match([1] * 8) is None
             assert side.match([2] * 8) == Match(8, own=True)
         finally:
+            again.close()
+
+
+async def test_a_channel_that_ends_late_says_nothing_of_the_one_that_replaced_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receive, may_end = Link._receive, asyncio.Event()
+
+    async def ends_late(self: Link) -> None:
+        try:
+            await receive(self)
+        finally:
+            await may_end.wait()
+
+    monkeypatch.setattr(Link, "_receive", ends_late)
+    instance = Instance()
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        former = side.agents._links[NAME].task
+        instance.close()
+        again = Instance(port=instance.agent.socket.port)
+        try:
+            side.agents.connect(NAME, again.registration)
+            assert not side.index.trusted(NAME)
+            await until(lambda: side.index.trusted(NAME), again)
+            may_end.set()
+            await until(former.done, again)
+            assert side.index.trusted(NAME)
+        finally:
+            may_end.set()
             again.close()
 
 
