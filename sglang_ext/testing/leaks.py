@@ -27,6 +27,9 @@ from sglang_ext.cluster.guard import below
 
 SETTLE_SECONDS = 3.0
 """How long what is already on its way out (a joined thread's exit, a reaped process) may take."""
+ORPHANED_SECONDS = 20.0
+"""The same of shared memory: that of servers that tests beside these have killed is held by nobody until
+their guards remove it."""
 POLL_SECONDS = 0.01
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -322,8 +325,10 @@ class LeakGuard:
             return
         # Files and threads of objects in reference cycles go with them.
         gc.collect()
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while left := left_behind():
-            if time.monotonic() > deadline:
+            is_memory = left == Resources(shared_memory=left.shared_memory)
+            patience = max(seconds, ORPHANED_SECONDS) if seconds and is_memory else seconds
+            if time.monotonic() - began > patience:
                 raise LeakError(f"left behind:\n{left.describe()}")
             time.sleep(POLL_SECONDS)

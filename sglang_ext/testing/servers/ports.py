@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import random
 import socket
@@ -21,7 +22,6 @@ class _FreePorts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._claim: socket.socket | None = None
         self._turn: Iterator[int] | None = None
 
     def next(self) -> int:
@@ -45,7 +45,7 @@ class _FreePorts:
             except OSError:
                 claim.close()
                 continue
-            self._claim = claim
+            atexit.register(claim.close)
             ours = range(first + 1, first + BLOCK)
             # Some take those that follow the one they are given, too.
             return [ours[place * STRIDE % len(ours)] for place in range(len(ours))]
