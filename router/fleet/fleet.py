@@ -273,7 +273,7 @@ class Fleet:
         """
         rows = self._usable
         for name in self._retold():
-            if (changed := rows.get(name)) is not None:
+            if (changed := self.rows.get(name)) is not None:  # also of one that is to be usable later
                 changed.seen = None
         # A request changes one or two of what may be a thousand.
         for row in [row for row in rows.values() if row.seen is None]:

@@ -277,6 +277,28 @@ def test_a_drain_can_be_taken_back() -> None:
     assert fleet.learnt("a", FACTS) is State.READY
 
 
+def test_what_changed_while_an_instance_drained_is_seen_when_it_is_taken_back() -> None:
+    told, changed = {"a": (16, True, False)}, set[str]()
+
+    def retold() -> set[str]:
+        found = set(changed)
+        changed.clear()
+        return found
+
+    fleet = Fleet(("a",), told=told.__getitem__, retold=retold)
+    fleet.learnt("a", FACTS)
+    with fleet.carrying("a", 10):
+        assert fleet.usable()[0].cached_tokens == 16
+        fleet.drain("a", "maintenance")
+        told["a"] = (0, False, False)
+        changed.add("a")
+        assert fleet.usable() == ()
+        fleet.resume("a")
+        (seen,) = fleet.usable()
+        assert (seen.cached_tokens, seen.trusted) == (0, False)
+        fleet.check()
+
+
 def test_a_drain_ends_at_its_deadline_and_does_not_cut_what_runs() -> None:
     fleet = Fleet(("a",))
     fleet.learnt("a", FACTS)
