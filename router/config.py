@@ -403,7 +403,9 @@ class RouterConfig(Flagged):
         metavar="DIR",
         group="Tokenizer",
     )
-    tokenizer_threads: int = flag(2, "Threads that render and tokenize prompts.", COUNT.positive())
+    tokenizer_threads: int = flag(
+        0, "Threads that render and tokenize prompts. 0: one per core, from 2 to 8.", COUNT
+    )
     tokenizer_cache_bytes: int = flag(
         64 * MIB, "Memory for tokens of prompt parts seen before.", SIZE.positive()
     )

@@ -43,6 +43,7 @@ class Job:
         warmup_s: before that, uncounted; not with fresh prompts.
         fresh: how many prompts to make that no job before has sent; 0 for those that all jobs share.
         first: the number of the first of them.
+        shared_bytes: length of what all of them begin with alike.
     """
 
     port: int
@@ -54,6 +55,7 @@ class Job:
     warmup_s: float = WARMUP_S
     fresh: int = 0
     first: int = 0
+    shared_bytes: int = 0
 
 
 def prompt(number: int, size: int) -> str:
@@ -78,16 +80,18 @@ def _long_text() -> str:
     return prompt(0, 1 << 21)
 
 
-def fresh_prompt(number: int, size: int) -> str:
-    """As `prompt`, made faster: a beginning of its own, then a part of one long text from anywhere in it."""
+def fresh_prompt(number: int, size: int, shared: int = 0) -> str:
+    """As `prompt`, made faster: `shared` characters that all have, a number, then a part of a long text from
+    anywhere in it."""
     text = _long_text()
     start = random.Random(number).randrange(len(text) - size)
-    return f"{number:x} {text[start : start + size]}"[:size]
+    return f"{text[:shared]}{number:x} {text[start : start + size]}"[:size]
 
 
 def message(job: Job, number: int) -> bytes:
     """A whole request."""
-    text = (fresh_prompt if job.fresh else prompt)(number, job.prompt_bytes)
+    size = job.prompt_bytes
+    text = fresh_prompt(number, size, job.shared_bytes) if job.fresh else prompt(number, size)
     body: dict[str, Any] = {"stream": job.stream}
     if job.path == "/generate":
         body |= {"text": text, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}

@@ -51,11 +51,15 @@ class Case:
     connections: int
     fresh: bool = False
     """Whether no prompt was seen before, so that each is tokenized anew."""
+    shared_bytes: int = 0
+    """What fresh prompts begin with alike."""
 
     @property
     def name(self) -> str:
         what = "generate" if self.path == "/generate" else "chat"
         what += " stream" if self.stream else " fresh" if self.fresh else ""
+        if self.shared_bytes:
+            what += f" after {self.shared_bytes // 1024} KB shared,"
         return f"{what} {self.prompt_bytes // 1024} KB, {self.connections} conn."
 
     def job(self, port: int, seconds: float, first: int = 0, warmup_s: float = WARMUP_S) -> Job:
@@ -64,7 +68,8 @@ class Case:
             return job
         # More than a router gets through.
         prompts = int(seconds * FRESH_BYTES_PER_S / self.prompt_bytes)
-        return dataclasses.replace(job, fresh=max(4 * self.connections, prompts), first=first)
+        fresh = max(4 * self.connections, prompts)
+        return dataclasses.replace(job, fresh=fresh, first=first, shared_bytes=self.shared_bytes)
 
 
 FRESH_BYTES_PER_S = 48 << 20
@@ -74,7 +79,10 @@ SEEN_CASES = tuple(
     for path, stream in (("/generate", False), ("/v1/chat/completions", True))
     for size in (1024, 32 * 1024)
 )
-FRESH_CASES = tuple(Case("/generate", size, False, MANY, fresh=True) for size in (1024, 8 * 1024, 32 * 1024))
+FRESH_CASES = (
+    *(Case("/generate", size, False, MANY, fresh=True) for size in (1024, 8 * 1024, 32 * 1024)),
+    Case("/generate", 32 * 1024, False, MANY, fresh=True, shared_bytes=31 * 1024),
+)
 CASES = SEEN_CASES + FRESH_CASES
 
 
@@ -103,7 +111,7 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
         for case in CASES:
             for leg in legs.values():
                 # Long enough that every prompt has been seen, and so tokenized.
-                warm_up = dataclasses.replace(case, connections=MANY, fresh=False)
+                warm_up = dataclasses.replace(case, connections=MANY, fresh=False, shared_bytes=0)
                 load.measure(warm_up.job(leg.port, warm_s))
                 leg.results[case] = []
             for _ in range(rounds):

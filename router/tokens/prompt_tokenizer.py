@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sglang_ext.errors import UserError
@@ -47,8 +47,8 @@ class PromptTokenizer:
         self._format = content_format(template) if template is not None else "string"
         in_place = template is not None and facts.chat.system_in_place
         self._system_in_place = in_place and shows_system_in_place(template or "")
-        encode, special = _backend(tokenizer)
-        self.segmenter = Segmenter(encode, special, cache)
+        encode, special, vocabulary = _backend(tokenizer)
+        self.segmenter = Segmenter(encode, special, vocabulary, cache)
         bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
         self._before, self._after = _wrapping(list(bare), list(whole))
 
@@ -190,10 +190,12 @@ def _plain_rendering(
     return render
 
 
-def _backend(tokenizer: Any) -> tuple[Callable[[Sequence[str]], Sequence[Sequence[int]]], list[str]]:
-    """(tokenize without adding special tokens, the tokens at which the input is cut)."""
+def _backend(
+    tokenizer: Any,
+) -> tuple[Callable[[Sequence[str]], Sequence[Sequence[int]]], list[str], Collection[str]]:
+    """(tokenize without adding special tokens, the tokens at which the input is cut, all entries)."""
     if not getattr(tokenizer, "is_fast", False):
-        return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts], []
+        return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts], [], ()
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -206,7 +208,7 @@ def _backend(tokenizer: Any) -> tuple[Callable[[Sequence[str]], Sequence[Sequenc
         for token in tokenizer.added_tokens_decoder.values()
         if not (token.normalized or token.lstrip or token.rstrip or token.single_word) and token.content
     ]
-    return encode, special
+    return encode, special, backend.get_vocab(with_added_tokens=True)
 
 
 def _wrapping(bare: list[int], whole: list[int]) -> tuple[bytes, bytes]:

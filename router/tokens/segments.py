@@ -3,8 +3,11 @@
 A tokenizer cuts its input at special tokens before it does anything else, so the tokens between two of
 them do not depend on what is around. A chat prompt is therefore tokenized message by message, and each
 message once: when a conversation goes on, or starts with a system prompt seen before, only what is new
-costs time. Not every tokenizer keeps to that (some treat white space around special tokens, or the start
-of the input, in their own way), so ``Segmenter`` tries it on awkward inputs first.
+costs time. Most tokenizers also cut between two words, and at the end of a line, before they look for tokens.
+So a long text is tokenized in pieces that end there: what texts begin with alike is tokenized once, and the
+pieces of one are tokenized by all cores. Not every tokenizer keeps to either (some treat white space around
+special tokens, or the start of the input, in their own way; some have tokens of several words), so
+``Segmenter`` tries both on awkward inputs first.
 """
 
 from __future__ import annotations
@@ -12,13 +15,51 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 
 import numpy as np
 import xxhash
 
 ENTRY_BYTES = 200
 """Memory of an entry of the cache besides its tokens."""
+PIECE = 2048
+"""Shorter pieces are found again a little more often, and take longer to find."""
+
+
+@dataclass(frozen=True)
+class _Border:
+    """A place between words or lines at which tokenizers cut.
+
+    Attributes:
+        place: matches there, the empty string.
+        spanned: what an entry contains that lies on both sides of such a place.
+        before, after: texts that a tokenizer might treat otherwise there.
+    """
+
+    place: str
+    spanned: re.Pattern[str]
+    before: Sequence[str]
+    after: Sequence[str]
+
+
+# One blank, and no white space before a line's end, as what tokenizers make of longer white space depends on
+# what follows it. Digits and marks they cut in many ways.
+_BORDERS = (
+    _Border(
+        r"(?<=[^\W\d_])(?= [^\W\d_])",
+        re.compile("[^\\W\\d_][ \u2581\u0120][A-Za-z]"),
+        ("a", "Word", "it's", "12th", "\u00e9", "\u4f60\u597d", "\u0416", "_a", "  a"),
+        (" a", " Word", " I'm", " \u00e9t", " \u4f60", " \u0436", " the 12", " x_1", " a  b"),
+    ),
+    _Border(
+        r"(?<=\S\n)(?=[^\W\d_])",
+        re.compile("[\n\u010a][A-Za-z]"),
+        ("a\n", "x.\n", "1\n", "\u3002\n", "\u4f60\n", "it's\n", "a b\n", "\\\n", ' "\n'),
+        ("a", "Word", "I'm", "\u00e9t", "\u4f60", "\u0436", "the 12", "x_1", "a\nb"),
+    ),
+)
 
 _AWKWARD = (
     "",
@@ -87,29 +128,48 @@ class Segmenter:
     Args:
         encode: texts -> token ids of each, without special tokens added around. Called in any thread.
         special: the texts of the tokens that the tokenizer cuts its input at.
+        vocabulary: all entries as the tokenizer writes them; without it, texts are not cut between words.
         cache: shared by whoever likes.
+        piece: characters from which a text is cut at the next border of words.
     """
 
     def __init__(
         self,
         encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
         special: Sequence[str],
+        vocabulary: Collection[str],
         cache: TokenCache,
+        *,
+        piece: int = PIECE,
     ) -> None:
         self._encode = encode
+        self._piece = piece
         self._cache = cache
         self._borders: re.Pattern[str] | None = None
         if special:
             # Longest first: where two special tokens start alike, a tokenizer takes the longer one.
             ordered = sorted(special, key=len, reverse=True)
             self._borders = re.compile("|".join(re.escape(token) for token in ordered))
-            if not self._independent(ordered):
+            if not self._independent(_around_special(ordered)):
                 self._borders = None
+        places = [border.place for border in _BORDERS if self._cuts_at(border, vocabulary)]
+        self._places = re.compile("|".join(places)) if places else None
 
     @property
     def by_segment(self) -> bool:
         """Whether parts of a text are cached, rather than whole texts only."""
         return self._borders is not None
+
+    @property
+    def by_piece(self) -> bool:
+        """Whether long texts are cut between words."""
+        return self._places is not None
+
+    @property
+    def cached_by(self) -> str:
+        """What the cache finds again, for people."""
+        units = ["message"] * self.by_segment + ["piece"] * self.by_piece
+        return " and ".join(units) or "whole prompt"
 
     def encode(self, text: str, most_new: int | None = None) -> bytes:
         """The tokens of ``text`` as ``keys.encode_tokens`` writes them.
@@ -135,33 +195,43 @@ class Segmenter:
         return b"".join(tokens or b"" for tokens in known)
 
     def _cut(self, text: str) -> list[str]:
-        """``text`` in pieces that start with a special token, but for the first."""
-        if self._borders is None:
-            return [text]
-        starts = [match.start() for match in self._borders.finditer(text)]
+        """``text`` in pieces. All but the first start with a special token, or where a long one is cut."""
+        starts = [] if self._borders is None else [match.start() for match in self._borders.finditer(text)]
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
-        return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+        if self._places is not None and len(text) > self._piece:
+            spans = pairwise([*starts, len(text)])
+            starts = [place for span in spans for place in _pieces(text, *span, self._piece, self._places)]
+        return [text[start:end] for start, end in pairwise([*starts, len(text)])]
 
-    def _independent(self, special: Sequence[str]) -> bool:
+    def _cuts_at(self, border: _Border, vocabulary: Collection[str]) -> bool:
+        if not vocabulary or any(map(border.spanned.search, vocabulary)):
+            return False
+        return self._independent(map(list, product(border.before, border.after)))
+
+    def _independent(self, samples: Iterable[list[str]]) -> bool:
         """Whether tokens of pieces, put together, are the tokens of the whole, on awkward inputs."""
-        sample = [special[0], special[-1], *special[1:-1]][:4]
-        whole: list[str] = []
-        parts: list[list[str]] = []
-        for token in sample:
-            for before in _AWKWARD:
-                for after in _AWKWARD:
-                    pieces = [piece for piece in (before, token + after, sample[0] + before) if piece]
-                    whole.append("".join(pieces))
-                    parts.append(pieces)
-        encoded = self._encode(whole)
-        flat = self._encode([piece for pieces in parts for piece in pieces])
-        position = 0
-        for ids, pieces in zip(encoded, parts, strict=True):
-            joined: list[int] = []
-            for piece_ids in flat[position : position + len(pieces)]:
-                joined.extend(piece_ids)
-            position += len(pieces)
-            if joined != list(ids):
-                return False
-        return True
+        parts = list(samples)
+        flat = iter(self._encode([piece for pieces in parts for piece in pieces]))
+        wholes = self._encode(["".join(pieces) for pieces in parts])
+        return all(
+            [token for _ in pieces for token in next(flat)] == list(ids)
+            for ids, pieces in zip(wholes, parts, strict=True)
+        )
+
+
+def _pieces(text: str, start: int, end: int, size: int, places: re.Pattern[str]) -> Iterator[int]:
+    """Where the pieces of ``text[start:end]`` start, which have ``size`` characters and some."""
+    yield start
+    while end - start > size:
+        place = places.search(text, start + size, end)
+        if place is None:
+            return
+        start = place.start()
+        yield start
+
+
+def _around_special(special: Sequence[str]) -> Iterator[list[str]]:
+    for token in [special[0], special[-1], *special[1:-1]][:4]:
+        for before, after in product(_AWKWARD, _AWKWARD):
+            yield [piece for piece in (before, token + after, special[0] + before) if piece]

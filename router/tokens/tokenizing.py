@@ -16,6 +16,7 @@ import contextlib
 import enum
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,6 +41,7 @@ INLINE_BYTES = 1 << 16
 """Prompts up to this length are rendered and looked up on the event loop, if no more than ``INLINE_NEW``
 characters of them have to be tokenized: a thread and back takes longer than that."""
 INLINE_NEW = 512
+MOST_THREADS = 8
 LARGE_ANSWER = 16_384
 """Bytes of an answer from which it is not parsed on the event loop."""
 LARGE = 8192
@@ -76,7 +78,7 @@ class TokenizerService:
     """Encodes jobs off the event loop, as well as the state of affairs allows.
 
     Args:
-        threads: size of the pool.
+        threads: size of the pool; 0 for the number of cores, from 2 to ``MOST_THREADS``.
         cache_bytes: memory for tokens of segments.
         path: where the tokenizer is, instead of the path that the workers report.
     """
@@ -89,6 +91,7 @@ class TokenizerService:
         path: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        threads = threads or min(max(2, len(os.sched_getaffinity(0))), MOST_THREADS)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
         self._path = path
         self._trust_remote_code = trust_remote_code
@@ -134,7 +137,7 @@ class TokenizerService:
         logger.info(
             "tokenizer loaded from %s; cached by %s",
             path,
-            "segment" if self.tokenizer.segmenter.by_segment else "whole prompt",
+            self.tokenizer.segmenter.cached_by,
         )
 
     def _load(self, path: str, facts: InstanceFacts) -> PromptTokenizer:

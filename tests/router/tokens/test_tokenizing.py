@@ -63,7 +63,7 @@ def test_a_growing_conversation_tokenizes_only_what_is_new(tokenizer) -> None:
         asked.extend(texts)
         return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
-    segmenter = Segmenter(encode, MARKS, TokenCache(1 << 20))
+    segmenter = Segmenter(encode, MARKS, (), TokenCache(1 << 20))
     assert segmenter.by_segment
     asked.clear()
     first = "<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -79,7 +79,7 @@ def test_a_tokenizer_that_looks_beyond_special_tokens_is_not_cut() -> None:
     def encode(texts):
         return [[ord(char) for char in "_" + text.replace("</s>", "\0")] for text in texts]
 
-    segmenter = Segmenter(encode, ["</s>"], TokenCache(1 << 20))
+    segmenter = Segmenter(encode, ["</s>"], (), TokenCache(1 << 20))
     assert not segmenter.by_segment
     assert ids(segmenter.encode("a</s>b")) == [ord("_"), ord("a"), 0, ord("b")]
 
@@ -320,6 +320,14 @@ async def test_only_what_agrees_with_the_worker_is_trusted(service, tokenizer_di
     opaque = PromptInput(text="Hello", opaque=True)
     assert (await service.encode(job(opaque)))[0].tokens is None
     assert service.fallbacks[-1] is Fallback.OPAQUE
+
+
+def test_there_are_as_many_threads_as_cores_but_not_too_many(monkeypatch) -> None:
+    for cores, threads in ((1, 2), (4, 4), (64, 8)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        service = TokenizerService(threads=0, cache_bytes=1)
+        assert service._pool._max_workers == threads  # type: ignore[attr-defined]
+        service.close()
 
 
 async def test_a_worker_without_the_endpoint_is_taken_at_its_word() -> None:
