@@ -37,8 +37,9 @@ LOOK_AFTER_S = 0.05
 OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Why a connection cannot be made that are the fault of this side."""
 REPEATABLE = frozenset({"GET", "HEAD"})
-STOOD_STILL_S = 0.25
-"""A limit that is noticed so late was slept through by this process, and says nothing of a worker."""
+SLICES = 10
+"""Parts of the time to connect, of which each turn of the event loop takes one at most. A process that stands
+still finds the time over before it sees that the connection stands, which says nothing of the worker."""
 
 
 class HttpUpstream(Upstream):
@@ -95,23 +96,28 @@ class HttpUpstream(Upstream):
             connection, kept = None, False
 
     async def _connect(self, pool: _Pool, origin: str, timeout_s: float | None) -> WorkerConnection:
-        limit = self._connect_timeout_s
-        hurried = timeout_s is not None and timeout_s < limit
-        began = pool.loop.time()
+        limit, hurried = self._connect_timeout_s, False
+        if timeout_s is not None and timeout_s < limit:
+            limit, hurried = timeout_s, True
+        connecting = asyncio.ensure_future(pool.connect())
         try:
-            async with asyncio.timeout(timeout_s if hurried else limit):
-                return await pool.connect()
-        except TimeoutError as error:
-            if hurried:
-                raise RequestTimeout(f"{origin} did not answer within {timeout_s} s") from error
-            if pool.loop.time() - began > limit + STOOD_STILL_S:
-                return await self._connect(pool, origin, timeout_s)
-            raise ConnectFailed(f"cannot connect to {origin} within {limit} s") from error
+            for _ in range(SLICES):
+                if not connecting.done():
+                    await asyncio.wait((connecting,), timeout=limit / SLICES)
+            if connecting.done():
+                return connecting.result()
         except OSError as error:  # ssl.SSLError is one
             if error.errno in OURS:
                 # Not ConnectFailed: it says nothing of the worker, which must not be taken for dead.
                 raise RequestTimeout(f"no connection to {origin} can be made now: {error}") from error
             raise ConnectFailed(f"cannot connect to {origin}: {error}") from error
+        except asyncio.CancelledError:
+            _give_up(connecting)
+            raise
+        _give_up(connecting)
+        if hurried:
+            raise RequestTimeout(f"{origin} did not answer within {limit} s")
+        raise ConnectFailed(f"cannot connect to {origin} within {limit} s")
 
     async def _new_pool(self, origin: str) -> _Pool:
         parts = urlsplit(origin)
@@ -205,6 +211,17 @@ class _Pool:
         self.connections.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
+
+
+def _give_up(connecting: asyncio.Task[WorkerConnection]) -> None:
+    """End a connection that is being made, or has just been made."""
+
+    def close(ended: asyncio.Task[WorkerConnection]) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            ended.result().transport.abort()
+
+    connecting.cancel()
+    connecting.add_done_callback(close)
 
 
 def _readable(transport: asyncio.Transport) -> bool:

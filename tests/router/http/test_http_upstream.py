@@ -14,8 +14,9 @@ import pytest
 from sglang_ext.errors import InternalError
 from sglang_ext.router.http import upstream as http_upstream
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, RequestTimeout, UpstreamResponse
-from sglang_ext.router.http.upstream import STOOD_STILL_S, HttpUpstream
+from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.router.http.worker_connection import BUFFERED_BYTES
+from sglang_ext.testing.waiting import until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 WAIT_S = 10.0
@@ -211,16 +212,17 @@ async def test_nobody_listens(upstream: HttpUpstream, unused_tcp_port: int) -> N
         await upstream.open("POST", f"http://127.0.0.1:{unused_tcp_port}/")
 
 
+@pytest.mark.parametrize("stalls", [[3 * LIMIT_S], [LIMIT_S * 0.3] * 6], ids=["once", "again and again"])
 async def test_a_limit_that_this_process_slept_through_says_nothing_of_the_worker(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    stalls: list[float], worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that stood still finds its own limit over before it sees that the connection stands."""
+    """A process that stands still finds its own limit over before it sees that the connection stands."""
     loop = asyncio.get_running_loop()
-    create, stalls = loop.create_connection, [2 * STOOD_STILL_S]
+    create = loop.create_connection
 
     async def connect(*args: Any, **kwargs: Any) -> Any:
-        if stalls:
-            time.sleep(LIMIT_S + stalls.pop())  # noqa: ASYNC251
+        while stalls:
+            time.sleep(stalls.pop())  # noqa: ASYNC251
             await asyncio.sleep(0)
         return await create(*args, **kwargs)
 
@@ -235,6 +237,28 @@ async def test_a_limit_that_this_process_slept_through_says_nothing_of_the_worke
     monkeypatch.setattr(loop, "create_connection", never)
     with pytest.raises(ConnectFailed, match="within"):
         await upstream.open("POST", worker.url + "/")
+
+
+async def test_a_connection_that_stands_when_its_request_is_given_up_is_closed(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    create, made = loop.create_connection, asyncio.Event()
+    upstream = HttpUpstream()
+
+    async def connect(*args: Any, **kwargs: Any) -> Any:
+        found = await create(*args, **kwargs)
+        made.set()
+        return found
+
+    monkeypatch.setattr(loop, "create_connection", connect)
+    request = asyncio.ensure_future(ask(upstream, worker.url + "/"))
+    await made.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    await until(lambda: upstream.open_connections == 0)
+    await upstream.close()
 
 
 async def test_too_few_files_for_a_connection_say_nothing_of_the_worker(
