@@ -1,7 +1,8 @@
 """What the router costs a request, and how much of the caches it brings to use, beside sglang-router.
 
-With fast stand-in workers: requests per second and added latency, one core for the router; what it executes
-for a request, by stage. Memory, events and decisions with a thousand instances, and while a snapshot comes
+With fast stand-in workers: requests per second and added latency, one core for the router; the same beside
+thousands of idle streams and clients that read slowly, and over new connections; what it executes for a
+request, by stage. Memory, events and decisions with a thousand instances, and while a snapshot comes
 in. With real servers:
 tokens reused and time to first token by policy, in ordinary operation, with pools too small for the load,
 and right after an instance has restarted; and the tail of the time to first token when some sessions share
@@ -21,18 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib.common import Options, Report, at_least, at_most
+from benchmarks.router.connections import measure_connections
 from benchmarks.router.profile import measure_profile
 from benchmarks.router.scale import measure_scale
 from benchmarks.router.serving import SERVING_CASES, measure_serving
 from benchmarks.router.speed import measure_speed
 from sglang_ext.flags import flag, one_of
 
-PARTS = ("speed", "profile", "scale", "serving")
+PARTS = ("speed", "connections", "profile", "scale", "serving")
 AIMS = {
     "added_p50_vs_sglang_router": at_most(1.0),
     "added_p99_vs_sglang_router": at_most(1.0),
     "rps_vs_sglang_router": at_least(1.0),
     "rps_fresh_vs_sglang_router": at_least(1.0),
+    "idle_streams_p50_ratio": at_most(1.2),
+    "idle_streams_kib_vs_sglang_router": at_most(1.0),
+    "slow_readers_p50_ratio": at_most(1.2),
+    "slow_readers_kib_vs_sglang_router": at_most(1.0),
+    "reconnecting_rps_vs_sglang_router": at_least(1.0),
     "storm_vs_quiet_p99": at_most(2.0),
     "decision_many_vs_few_1_holders": at_most(10.0),
     "events_many_vs_few": at_least(0.8),
@@ -67,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "speed" in options.parts:
             measure_speed(options, report, options.sglang_router_python)
+        if "connections" in options.parts:
+            measure_connections(options, report, options.sglang_router_python)
         if "profile" in options.parts:
             measure_profile(options, report)
         if "scale" in options.parts:

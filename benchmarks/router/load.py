@@ -44,6 +44,7 @@ class Job:
         fresh: how many prompts to make that no job before has sent; 0 for those that all jobs share.
         first: the number of the first of them.
         shared_bytes: length of what all of them begin with alike.
+        reconnect: each request has a connection of its own.
     """
 
     port: int
@@ -56,6 +57,7 @@ class Job:
     fresh: int = 0
     first: int = 0
     shared_bytes: int = 0
+    reconnect: bool = False
 
 
 def prompt(number: int, size: int) -> str:
@@ -173,12 +175,24 @@ class Connection(asyncio.Protocol):
             load.latencies.append(now - self._sent)
             load.first_bytes.append((self._first or now) - self._sent)
             load.answered.set()
-        if self._parser.should_keep_alive():
+        if load.job.reconnect:
+            self._transport.close()
+        elif self._parser.should_keep_alive():
             self._ask()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+async def _connected(load: Load) -> None:
+    """One connection while the load runs, or one after the other."""
+    loop = asyncio.get_running_loop()
+    while True:
+        _, one = await loop.create_connection(lambda: Connection(load), "127.0.0.1", load.job.port)
+        await one.ended
+        if not (load.job.reconnect and load.running):
+            return
 
 
 async def run(job: Job) -> dict[str, Any]:
@@ -188,14 +202,10 @@ async def run(job: Job) -> dict[str, Any]:
     """
     numbers = range(job.first, job.first + job.fresh) if job.fresh else range(DISTINCT)
     load = Load(job, [message(job, number) for number in numbers])
-    loop = asyncio.get_running_loop()
     # Each fresh prompt is sent once, so the first ones count, too.
     load.counting = job.fresh > 0
     begin = time.perf_counter()
-    connections = [
-        (await loop.create_connection(lambda: Connection(load), "127.0.0.1", job.port))[1]
-        for _ in range(job.connections)
-    ]
+    connections = [asyncio.ensure_future(_connected(load)) for _ in range(job.connections)]
     if not job.fresh:
         await asyncio.sleep(job.warmup_s)
         load.counting = True
@@ -209,7 +219,7 @@ async def run(job: Job) -> dict[str, Any]:
     elapsed = (load.last if load.exhausted else time.perf_counter()) - begin
     load.running = False
     async with asyncio.timeout(30):
-        await asyncio.gather(*(connection.ended for connection in connections))
+        await asyncio.gather(*connections)
     ordered, firsts = sorted(load.latencies), sorted(load.first_bytes)
 
     def at(values: list[float], share: float) -> float:

@@ -101,7 +101,7 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
     numbers = itertools.count(FIRST_FRESH, 1 << 20)
     with (
         tempfile.TemporaryDirectory(prefix="router-speed-") as name,
-        _legs(Path(name), peer_python, report) as (
+        ways(Path(name), peer_python, report) as (
             load,
             legs,
         ),
@@ -130,11 +130,15 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
 
 
 @contextlib.contextmanager
-def _legs(
-    folder: Path, peer_python: Path | None, report: Report
+def ways(
+    folder: Path, peer_python: Path | None, report: Report, *flags: str
 ) -> Iterator[tuple[Generator, dict[str, Leg]]]:
     """The load generator and every way to the workers. The routers share a core, and run one at a time; all
-    else runs on another, where there is one."""
+    else runs on another, where there is one.
+
+    Args:
+        flags: of our router.
+    """
     router_core, other_core = two_cores()
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
@@ -147,7 +151,7 @@ def _legs(
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         legs = {DIRECT: Leg(ports[0], None)}
         ports_of = {OURS: free_port()}
-        commands = {OURS: our_router(ports_of[OURS], urls, "--log-level", "warning")}
+        commands = {OURS: our_router(ports_of[OURS], urls, "--log-level", "warning", *flags)}
         missing = peer_missing(peer_python)
         if missing is None and peer_python is not None:
             ports_of[PEER] = free_port()

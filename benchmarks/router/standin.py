@@ -20,6 +20,11 @@ import uvloop
 
 EVENTS = 10
 """Of a stream, before the end mark."""
+HOLD = "hold this stream"
+"""A stream whose prompt has it ends after its first event with its connection only."""
+FLOOD = "flood this stream"
+"""A stream whose prompt has it goes on with `FLOOD_EVENTS` more, as fast as they are read."""
+FLOOD_EVENTS = 512
 
 
 class StandIn(asyncio.Protocol):
@@ -33,6 +38,7 @@ class StandIn(asyncio.Protocol):
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._url = b""
         self._body = b""
+        self._more = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -76,7 +82,25 @@ class StandIn(asyncio.Protocol):
 
     def _begin_stream(self, native: bool) -> None:
         self._transport.write(STREAM_HEAD)
-        self._event(0, NATIVE_EVENT if native else CHAT_EVENT)
+        if HOLD.encode() in self._body:
+            self._transport.write(CHAT_EVENT)
+        elif FLOOD.encode() in self._body:
+            self._more = FLOOD_EVENTS
+            self._flood()
+        else:
+            self._event(0, NATIVE_EVENT if native else CHAT_EVENT)
+
+    def pause_writing(self) -> None:
+        self._more = -self._more
+
+    def resume_writing(self) -> None:
+        self._more = -self._more
+        self._flood()
+
+    def _flood(self) -> None:
+        while self._more > 0 and not self._transport.is_closing():
+            self._more -= 1
+            self._transport.write(LARGE_EVENT)
 
     def _event(self, number: int, event: bytes) -> None:
         if self._transport.is_closing():
@@ -134,6 +158,9 @@ CHAT_EVENT = _chunk(
     })
     + b"\n\n"
 )  # fmt: skip
+
+
+LARGE_EVENT = _chunk(b'data: {"text": "' + b"x" * (1 << 16) + b'"}\n\n')
 
 
 def facts(tokenizer: str, serial: int) -> dict[str, Any]:

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.lib.common import Report
 from benchmarks.router.__main__ import main
+from benchmarks.router.connections import crowd
 from benchmarks.router.load import Job, message
 from benchmarks.router.processes import PEER, generator, peer_missing, stand_ins
 from benchmarks.router.sessions import Words, conversations, play_arriving, play_rounds
 from benchmarks.router.speed import CASES, DIRECT, FRESH_CASES, MANY, ONE, OURS, Leg, summarise
+from benchmarks.router.standin import FLOOD, HOLD
 from sglang_ext.testing.tokenizer import write_tokenizer
 from sglang_ext.testing.waiting import wait_until
 
@@ -46,6 +49,22 @@ def test_no_fresh_prompt_is_sent_twice(tmp_path: Path, workers) -> None:
         few = dataclasses.replace(jobs[0], fresh=40)
         result = load.measure(few)
     assert result["requests"] == 40
+
+
+def test_each_request_may_have_a_connection_of_its_own(tmp_path: Path, workers) -> None:
+    with generator(tmp_path, core=None) as load:
+        result = load.measure(Job(workers[0], "/generate", 1024, False, 4, seconds=0.3, reconnect=True))
+    assert result["requests"] == result["statuses"]["200"] > 4
+
+
+@pytest.mark.parametrize("text", [HOLD, FLOOD])
+def test_a_crowd_holds_its_streams(text: str, tmp_path: Path, workers) -> None:
+    with crowd(tmp_path, workers[0], 3, text) as statuses:
+        assert statuses == {"200": 3}
+        to_worker = [
+            one for one in psutil.net_connections("tcp") if one.raddr and one.raddr.port == workers[0]
+        ]
+        assert [one.status for one in to_worker].count(psutil.CONN_ESTABLISHED) == 3
 
 
 def test_conversations_share_their_beginnings_and_nothing_else(tmp_path: Path) -> None:
