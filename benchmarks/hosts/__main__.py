@@ -290,6 +290,7 @@ def throughput(
         return time.perf_counter() - began
 
     with ThreadPoolExecutor(in_flight) as pool:
+        list(pool.map(one, prompts[:in_flight]))  # opens connections, which a router has
         began = time.perf_counter()
         took = list(pool.map(one, prompts))
         return len(prompts) / (time.perf_counter() - began), took
@@ -322,8 +323,8 @@ def measure_apart(
 
 
 def on_host(lab: Lab, hosts: Iterator[str], spec: ServerSpec) -> ServerProcess:
-    """A server on the next of these hosts."""
-    return HostServer(spec, lab[next(hosts)])
+    """A server on the next of these hosts; connections to it stay open, as a router's do."""
+    return HostServer(spec, lab[next(hosts)], keep_open=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -183,29 +183,33 @@ class Instance:
         await self._wait(request, reading, seconds)
 
     async def complete(self, request: str, seconds: float) -> Outcome:
-        """COMPLETE: as `landed`, then release the leases and wait for the acknowledgements.
+        """COMPLETE: as `finish`, and wait for the acknowledgements."""
+        # Shielded: whoever stops waiting for the acknowledgement has the bytes, and the owner gets its
+        # COMPLETE.
+        outcomes = await asyncio.gather(*(asyncio.shield(a) for a in await self.finish(request, seconds)))
+        for worse in (Outcome.UNACKNOWLEDGED, Outcome.LEASE_OVER):
+            if worse in outcomes:
+                return worse
+        return Outcome.RELEASED if outcomes else Outcome.LEASE_OVER
 
-        The leases are released also when the bytes have to be discarded; that is not waited for.
+    async def finish(self, request: str, seconds: float) -> list[asyncio.Task[Outcome]]:
+        """As `landed`, then release the leases: COMPLETE is on its way when this returns. Whoever wants the
+        bytes need not wait for its acknowledgements, which take a round trip.
+
+        The leases are released also when the bytes have to be discarded.
         """
         reading = self._readings.pop(request, None)
         if reading is None:
-            return Outcome.LEASE_OVER
+            return []
         try:
             await self._wait(request, reading, seconds)
         except BaseException:
             self._release(request, reading)
             raise
-        acknowledgements = [
+        return [
             self.links[r].start(self.links[r].complete(request, lease, False, seconds))
             for r, lease in sorted(reading.leases)
         ]
-        # Shielded: whoever stops waiting for the acknowledgement has the bytes, and the owner gets its
-        # COMPLETE.
-        outcomes = await asyncio.gather(*(asyncio.shield(a) for a in acknowledgements))
-        for worse in (Outcome.UNACKNOWLEDGED, Outcome.LEASE_OVER):
-            if worse in outcomes:
-                return worse
-        return Outcome.RELEASED
 
     async def drop(self, request: str) -> None:
         """Give up a request that will have no COMPLETE; returns when nothing writes to its blocks any

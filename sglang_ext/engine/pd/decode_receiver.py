@@ -414,7 +414,7 @@ class DecodeReceiver:
                 try:
                     async with peer.instance.keeping(offers, LEASE_SECONDS):
                         nbytes = wanted.pages.size * self._page_bytes
-                        await peer.instance.complete(name, moving_seconds(READ_SECONDS, nbytes))
+                        await peer.instance.finish(name, moving_seconds(READ_SECONDS, nbytes))
                 except BaseException:
                     await peer.instance.drop(name)
                     raise
@@ -422,9 +422,7 @@ class DecodeReceiver:
                     await self._staging.unpack(staged, wanted.pages)
             reading = [at for at, each in enumerate(ready) if each.offer is not None]
         self._rows.write(wanted.row, ready[0].metadata)
-        rest = [at for at in range(len(ready)) if at not in reading]
-        if rest:
-            await peer.done(handover.number, self._epoch, rest)
+        peer.done(handover.number, self._epoch, [at for at in range(len(ready)) if at not in reading])
 
     def _moved(self, handover: ReceivingHandover, event: Event) -> None:
         """Move on; a hand-over that was given up meanwhile ends as a cancelled one."""

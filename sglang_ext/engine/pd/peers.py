@@ -149,11 +149,11 @@ class PrefillPeer:
                 await _abort(joined, Abort(handover, epoch, str(error)[:500]))
             raise
 
-    async def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:
-        """Say to some ranks that nothing more is needed of a hand-over."""
+    def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:
+        """Say to some ranks that nothing more is needed of a hand-over; nobody waits for their answers."""
         for at in ranks:
-            with contextlib.suppress(TransferError):
-                await self.instance.links[at].ask(Done(handover, epoch), LOOKUP_SECONDS)
+            link = self.instance.links[at]
+            link.spawn(link.ask(Done(handover, epoch), LOOKUP_SECONDS))
 
     async def give_back(self, message: Return, seconds: float) -> Returned:
         """Offer this rank's part of a request's KV; returns when it has been read, or is not wanted.

@@ -29,10 +29,19 @@ class HostServer(ServerProcess):
             the host.
         host: where it runs.
         family: 4 or 6, of the address that it listens on; its host's first unless given.
+        keep_open: as of `ServerProcess`.
     """
 
-    def __init__(self, spec: ServerSpec, host: Host, *, port: int = PORT, family: int | None = None) -> None:
-        super().__init__(spec, port=port, address=host.address(family=family))
+    def __init__(
+        self,
+        spec: ServerSpec,
+        host: Host,
+        *,
+        port: int = PORT,
+        family: int | None = None,
+        keep_open: bool = False,
+    ) -> None:
+        super().__init__(spec, port=port, address=host.address(family=family), keep_open=keep_open)
         self.host = host
 
     @contextmanager

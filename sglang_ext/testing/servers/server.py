@@ -95,6 +95,7 @@ class ServerProcess:
         grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
         port: where it listens; without one, where nobody does.
         address: at which it is reached.
+        keep_open: whether connections to it stay open for 3 s after a request, as a router's do.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ServerProcess:
         grace_s: float = GRACE_SECONDS,
         port: int | None = None,
         address: str = LOOPBACK,
+        keep_open: bool = False,
     ) -> None:
         self.spec = spec
         self._grace_s = grace_s
@@ -117,9 +119,11 @@ class ServerProcess:
             base_url=self.url,
             timeout=REQUEST_SECONDS,
             trust_env=False,
-            # No connection stays open between requests: tests look for leaked sockets. So there is nothing to
-            # close either, and a request to a server that was stopped meanwhile is refused like any other.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            # Unless asked for, none stays open: tests look for leaked sockets. So there is nothing to close
+            # either, and a request to a server that was stopped meanwhile is refused like any other.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None if keep_open else 0, keepalive_expiry=3.0
+            ),
         )
 
     # -- life -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ from pd_rig import LAYERS, METADATA, PAGES, Rig, rig
 
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.handover import ReceiverState, SenderState
-from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.messages import Complete, Offer
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd import prefill_sender as pd_giving
 from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.messages import RankInfo
+from sglang_ext.engine.pd.messages import Done, RankInfo
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.stages import StageTimes
@@ -63,6 +63,48 @@ def test_what_prefill_computed_is_what_decode_gets(one: Rig) -> None:
     assert one.decode[0].rows.written[receiving[0].number % 7] == ROWS
     one.prefill[0].agent.sender.forget(sending[0])
     one.check()
+
+
+Answer = Callable[[bytes, object], Awaitable[object]]
+
+
+def held(answer: Answer, kind: type, gate: asyncio.Event) -> Answer:
+    """Answers a kind of message once the gate is open."""
+
+    async def answered(identity: bytes, message: object) -> object:
+        if isinstance(message, kind):
+            await gate.wait()
+        return await answer(identity, message)
+
+    return answered
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["complete", "done"])
+def test_decode_goes_on_without_an_acknowledgement_of_what_it_has_read(
+    latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a round trip. Prefill has the request until it is told, at ranks that were read from and at
+    those that were not."""
+    with rig(prefill=2 if latent else 1, transports=(TransportName.TCP,), latent=latent) as servers:
+        agents = [side.agent for side in servers.prefill]
+        gates = {agent: asyncio.Event() for agent in agents}
+        for agent in agents:
+            owner = agent.endpoint.owner
+            monkeypatch.setattr(owner, "handle", held(owner.handle, Complete, gates[agent]))
+            monkeypatch.setattr(agent, "_answer", held(agent._answer, Done, gates[agent]))
+        number = next(NUMBERS)
+        taken = servers.decode[0].agent.receiver.open(servers.address, number)
+        given = [agent.sender.open(number) for agent in agents]
+        for agent, handover in zip(agents, given, strict=True):
+            agent.sender.complete(handover, np.array([5, 3, 9]), ROWS)
+        servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
+        servers.decode[0].agent.receiver.read(taken, Wanted(np.array([40, 2, 7]), 0, 0))
+        servers.wait(lambda: taken.state is ReceiverState.HELD, "the KV")
+        assert all(handover.state is SenderState.OFFERED for handover in given)
+        for agent in agents:
+            agent.transfers.loop.call_soon_threadsafe(gates[agent].set)
+        servers.wait(lambda: all(handover.state is SenderState.RELEASED for handover in given), "the release")
+        servers.check()
 
 
 def test_decode_is_told_what_it_took_and_knows_what_it_waited(one: Rig) -> None:
