@@ -45,6 +45,7 @@ from sglang_ext.tiers import Tier
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
@@ -147,6 +148,11 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         if below < self._load_min_tokens:
             best, below = device_node, 0
         return self.found(in_hbm, device_node, best, below)
+
+    def touch_prefix(self, key: RadixKey) -> None:
+        """What is cached of a request that waits is evicted last (SGLang from 0.5.22 on, with lru)."""
+        namespace = self.namespace(key.extra_key, key.cache_salt)
+        self.tree.touch(namespace, encode_tokens(key.token_ids, key.limit))
 
     def namespace_of(self, req: Req) -> Hashable | None:
         """Where the request's KV belongs; ``None`` when it is nobody else's.

@@ -78,8 +78,8 @@ class RadixTree:
         """The longest known prefix of ``key``, whoever holds it.
 
         Splits the last node when the prompt parts from it, so that the path ends where the match does.
-        Refreshes ``last_access`` on the path; ``hits`` count insertions and ``touch`` only, because an
-        engine matches a waiting request many times.
+        Refreshes ``last_access`` on the path; ``hits`` count insertions only, because an engine matches a
+        waiting request many times.
         """
         path: list[Node] = []
         node = self._roots.get(namespace)
@@ -116,11 +116,10 @@ class RadixTree:
         return found
 
     def touch(self, namespace: Hashable, key: bytes) -> None:
-        """Count a use of the known prefix of ``key`` without splitting anything."""
+        """Refresh ``last_access`` of the known prefix of ``key`` without splitting anything."""
         now = self._clock()
         for _, node in walk(self._roots.get(namespace), key, self._step):
             node.last_access = now
-            node.hits += 1
 
     # -- changing -------------------------------------------------------------------------------
 

@@ -62,11 +62,10 @@ def test_exactly_what_is_asked_for_goes_from_the_end() -> None:
 
 def test_used_again_means_protected_in_slru() -> None:
     tree = make_tree("slru")
-    insert(tree, "a", "b", "c")
-    tree.touch("n", key("a"))
-    insert(tree, "d")
+    insert(tree, "a", "b", "c", "a", "d")
     tree.match("n", key("b"))
-    assert evicted(tree, 9) == ["c", "d", "b", "a"], "a match alone is not a use"
+    tree.touch("n", key("c"))
+    assert evicted(tree, 9) == ["d", "b", "c", "a"], "to be matched or touched is not a use"
 
 
 def test_what_one_request_inserts_in_parts_is_used_once_in_slru() -> None:

@@ -165,14 +165,11 @@ class Oracle:
         for prefix in known:
             use = self.uses[namespace, prefix]
             use.first = use.last = self.now
-            use.least_hits += 1
-            use.most_hits += 1
         if not known:
             return
         for (space, prefix), use in self.uses.items():
             if space == namespace and len(prefix) > len(known[-1]) and prefix[: len(known[-1])] == known[-1]:
                 use.last = self.now
-                use.most_hits += 1
 
     def insert(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from engine_simulation import Rank, Scenario
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
     EvictParams,
     InsertParams,
     MatchPrefixParams,
@@ -268,6 +270,27 @@ def test_eviction_frees_whole_blocks_and_says_how_many_tokens(make_rank: MakeRan
     assert rank.pools.allocator.available_size() == available + expected
     assert rank.cache.evictable_size() == 24 - expected
     assert found_tokens(match(rank, TOKENS)) == 24 - expected
+    rank.check()
+
+
+@pytest.mark.skipif(not hasattr(BasePrefixCache, "touch_prefix"), reason="SGLang does so from 0.5.22 on")
+@pytest.mark.parametrize(("touched", "left"), [(True, [16, 0]), (False, [0, 16])])
+def test_what_waiting_requests_have_in_the_cache_is_evicted_last(
+    make_rank: MakeRank, touched: bool, left: list[int]
+) -> None:
+    from sglang.srt.mem_cache.common import touch_waiting_prefix
+
+    rank = make_rank(dram_blocks=None)
+    prompts = [[number * 100 + at for at in range(16)] for number in (1, 2)]
+    for prompt in prompts:
+        fill(rank, prompt, extra_key="a")
+    if touched:
+        waiting = SimpleNamespace(
+            origin_input_ids=array("q", prompts[0]), output_ids=array("q"), extra_key="a", cache_salt=None
+        )
+        touch_waiting_prefix(waiting, rank.cache)
+    assert evict(rank, 16) == 16
+    assert [found_tokens(match(rank, prompt, extra_key="a")) for prompt in prompts] == left
     rank.check()
 
 
