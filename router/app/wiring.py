@@ -286,6 +286,7 @@ class Parts:
         self.agents.reached.subscribe(lambda _: joins.tell())
         self.members.ticked.subscribe(joins.tell)
         self.agents.reached.subscribe(self.documents.again)
+        self.agents.reached.subscribe(self.advisor.tell_unanswered)
         self.agents.reached.subscribe(self.fetching.forget)  # what it said on a former channel may be lost
 
         self.role_changes = RoleChanges(self.members, self.api)

@@ -78,6 +78,8 @@ class _End:
     """Until when it holds back what it has of it; None when it was told nothing."""
     busy: bool = False
     """It was told to bring something, and has not said that it has."""
+    spans: tuple[FetchSpan, ...] = ()
+    """What it was told to fetch of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -383,7 +385,7 @@ class Advisor:
         to_do = bool(spans) or computes or below
         if to_do or where.here.get(Tier.HBM):
             # What is in HBM already is to be held back.
-            end.busy = self._tell(entry, name, spans) and to_do
+            end.busy, end.spans = self._tell(entry, name, spans) and to_do, spans
 
     def _tell(self, entry: Entry, name: str, spans: tuple[FetchSpan, ...] = ()) -> bool:
         now = self._clock.monotonic()
@@ -403,6 +405,14 @@ class Advisor:
                 continue
             if entry.expires - end.told_until >= AGAIN_S or end.told_earliest - entry.earliest >= SOONER_S:
                 self._tell(entry, name)
+
+    def tell_unanswered(self, name: str) -> None:
+        """An instance is reached on a new channel: what it was told on the former one, or has answered there,
+        may be lost. It does what it has done already at once."""
+        for entry in self.book.live():
+            end = self._kept[entry.id].ends.get(name)
+            if end is not None and end.busy:
+                self._tell(entry, name, end.spans)
 
     # -- what becomes of them -----------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ SNAPSHOT_NAMES: Final = 400_000
 NAMES_CHUNK: Final = 1000
 """Names read from a tier's index at once: about a millisecond."""
 RESTART_S: Final = 1.0
+FORMER_CHANNELS: Final = 64
+"""Of routers that have another one now; what still arrives on them is not listened to."""
 
 
 @runtime_checkable
@@ -124,6 +126,7 @@ class Agent:
         self._others = others
         self._now = now
         self._names: dict[Reader, str] = {}
+        self._former: deque[Reader] = deque(maxlen=FORMER_CHANNELS)
         self._heard: dict[str, float] = {}
         """Router -> when it said something last. Read by other threads."""
         self._listings: list[_Listing] = []
@@ -171,6 +174,9 @@ class Agent:
                 self._beat(now)
             ready = self.socket.wait(min(beat, self._next_work(now)) - now, self._feed.wakeup)
             for reader, message in self.socket.receive():
+                if reader in self._former:
+                    self.socket.drop(reader)
+                    continue
                 if isinstance(message, Hello | Ping):
                     self._names[reader] = message.router
                     self._heard[message.router] = self._now()
@@ -196,6 +202,12 @@ class Agent:
     # -- routers --------------------------------------------------------------------------------
 
     def _hello(self, reader: Reader, message: Hello) -> None:
+        # A router that made its channel anew has given up the former one: TCP may bring late what was said on
+        # it, after what took that back, and keeps it until it finds out.
+        for former in [each for each, name in self._names.items() if name == message.router]:
+            if former != reader:
+                self._drop(former)
+                self._former.append(former)
         self._unwanted(self.stream.goodbye(reader))
         self.socket.forget_unsent(reader)
         # What is in the queue comes before what this router will be sent.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import zmq
@@ -19,7 +19,7 @@ from sglang_ext.engine.events import agent
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
-from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Hello, PeerDead, Welcome
+from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Hello, Park, PeerDead, ToAgent, Welcome
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
 from sglang_ext.router.cluster.agent_link import Link
 from sglang_ext.router.cluster.agents import Agents
@@ -250,6 +250,43 @@ async def test_a_channel_that_ends_late_says_nothing_of_the_one_that_replaced_it
         finally:
             may_end.set()
             again.close()
+
+
+@pytest.mark.parametrize("router", ["the same", "another"])
+async def test_what_comes_late_on_a_channel_that_was_made_anew_is_not_heard(
+    router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `Park` of which the router knows nothing any more stops no request. The twin is another router's."""
+    instance, came = Instance(), []
+    receive = instance.agent.socket.receive
+
+    def received() -> Iterator[tuple[bytes, ToAgent]]:
+        for reader, message in receive():
+            came.append(message)
+            yield reader, message
+
+    monkeypatch.setattr(instance.agent.socket, "receive", received)
+    context = zmq.asyncio.Context()
+    former, newer = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    try:
+        for each, name in ((former, "the same"), (newer, router)):
+            each.connect(instance.registration.agent)
+            await each.send(TO_AGENT.encode(Hello(name)))
+            assert isinstance(FROM_AGENT.decode(await each.recv()), Welcome)
+        late, new = Park("late", "rid"), Park("new", "rid")
+        await former.send(TO_AGENT.encode(Hello("the same")))
+        await former.send(TO_AGENT.encode(late))
+        await until(lambda: late in came)
+        await newer.send(TO_AGENT.encode(new))
+        await until(lambda: new in instance.said)
+        two = router == "another"
+        assert (late in instance.said) is two
+        assert len(instance.agent.stream.readers) == 1 + two
+    finally:
+        former.close(linger=0)
+        newer.close(linger=0)
+        context.term()
+        instance.close()
 
 
 async def test_time_in_which_the_router_stands_still_is_no_silence() -> None:

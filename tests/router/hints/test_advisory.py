@@ -154,6 +154,40 @@ async def test_what_is_below_hbm_is_brought_and_the_client_can_see_it(
     assert json.loads(events[-2])["state"] == "ready"
 
 
+async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    """The hint, or the answer, may be lost with the channel: it is never taken for done."""
+    worker = await start_worker()
+    router = await start_router(worker)
+    links = link(router)
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s", ttl_s=60)
+    at = worker.url
+
+    async def state() -> str:
+        async with client.get(f"{router.url}/v1/advisory/{told['id']}") as answer:
+            return (await answer.json())["state"]
+
+    router.agents.reached("http://another:1")
+    assert len(links.hints()) == 1, "it was not asked"
+    router.agents.reached(at)
+    once, again = links.hints()
+    assert (again.id, again.tokens, again.spans) == (once.id, once.tokens, once.spans)
+    assert again.ttl_s <= once.ttl_s
+    links.reachable = False
+    router.agents.reached(at)
+    assert await state() == "moving", "and is still waited for where that is lost too"
+    links.reachable = True
+    router.agents.reached(at)
+    assert len(links.hints()) == 3
+    router.advisor.on_advised(at, Advised(EPOCH, told["id"], "done", 0, 0))
+    assert await state() == "ready"
+    router.agents.reached(at)
+    assert len(links.hints()) == 3, "there is nothing to answer any more"
+
+
 async def test_the_agent_is_told_when_the_request_has_come(
     start_worker, start_router, client, monkeypatch
 ) -> None:
