@@ -126,10 +126,15 @@ Handler = Callable[[bytes, Any], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Messages:
-    """What is said on a connection. `Refused` must be one of the replies."""
+    """What is said on a connection. `Refused` must be one of the replies.
+
+    other_release: what to say of bytes that are no reply here and are one of another release; empty for bytes
+        that are none.
+    """
 
     requests: Codec[Any]
     replies: Codec[Any]
+    other_release: Callable[[bytes], str] = lambda data: ""
 
 
 TRANSFERS: Final = Messages(REQUESTS, REPLIES)
@@ -436,7 +441,9 @@ class ControlClient:
                     raise WireError("a reply with the wrong number of frames")
                 message = self._messages.replies.decode(frames[1])
             except WireError as error:
-                self.fail(PeerProtocolError(f"{self.address}: {error}"))
+                text = self._messages.other_release(frames[-1])
+                refused = RefusedError("version", f"{self.address}: {text}")
+                self.fail(refused if text else PeerProtocolError(f"{self.address}: {error}"))
                 return
             number = int.from_bytes(frames[0], "little")
             if number == UNASKED:

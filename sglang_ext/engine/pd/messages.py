@@ -206,7 +206,34 @@ class Ok(Message, frozen=True, tag="ok"):
 Ask = Register | Lookup | Join | Meet | Push | Done | Abort | Return
 Answer = Ok | Topology | Ready | Returned | Refused
 
-MESSAGES: Final = Messages(Codec(transfers.Request | Ask), Codec(transfers.Reply | Answer))
+
+class _AnyRank(msgspec.Struct, frozen=True):
+    protocol: int
+
+
+class _AnyTopology(msgspec.Struct, frozen=True, tag_field="t", tag="topology"):
+    """Of a topology, what it has in every release."""
+
+    ranks: tuple[_AnyRank, ...]
+
+
+_ANY_TOPOLOGY: Final = msgspec.msgpack.Decoder(_AnyTopology)
+
+
+def other_protocol(protocol: int) -> str:
+    """What is told of a prefill server that speaks another protocol."""
+    return f"protocol {protocol} there, {PROTOCOL} here; run one release"
+
+
+def _other_release(data: bytes) -> str:
+    try:
+        spoken = {rank.protocol for rank in _ANY_TOPOLOGY.decode(data).ranks} - {PROTOCOL}
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError):
+        return ""
+    return other_protocol(max(spoken)) if spoken else ""
+
+
+MESSAGES: Final = Messages(Codec(transfers.Request | Ask), Codec(transfers.Reply | Answer), _other_release)
 """What a rank is asked: of transfers and of hand-overs, on one connection."""
 ORDERS: Codec[TakeBack] = Codec(TakeBack)
 

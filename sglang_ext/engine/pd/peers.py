@@ -31,6 +31,7 @@ from sglang_ext.engine.pd.messages import (
     Returned,
     Topology,
     Weights,
+    other_protocol,
 )
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import pack_ids
@@ -289,7 +290,7 @@ class PrefillPeers:
     def _fits(self, ranks: Sequence[RankInfo]) -> None:
         first = ranks[0]
         if first.protocol != PROTOCOL:
-            raise RefusedError("version", f"protocol {first.protocol} there, {PROTOCOL} here")
+            raise RefusedError("version", other_protocol(first.protocol))
         if first.page_tokens != self._local.page_tokens:
             raise RefusedError(
                 "page_size",

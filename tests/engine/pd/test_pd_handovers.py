@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -21,7 +22,7 @@ from sglang_ext.engine.pd import prefill_sender as pd_giving
 from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.messages import Done, RankInfo
+from sglang_ext.engine.pd.messages import PROTOCOL, Done, RankInfo
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.stages import StageTimes
@@ -287,6 +288,26 @@ def test_prefill_that_leaves_fails_what_decode_waits_for() -> None:
         servers.wait(lambda: bool(handover.readers), "decode to join")
         servers.prefill[0].agent.close()
         servers.wait(lambda: receiving.state is ReceiverState.FAILED, "decode to notice", seconds=60)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL + 1, PROTOCOL], ids=["another", "twin"])
+def test_a_prefill_server_of_another_release_is_refused_by_its_protocol(one: Rig, protocol: int) -> None:
+    """Also where its fields are others; the twin, with our protocol, sends no message."""
+    rank = msgspec.to_builtins(rank_info(0, 1), builtin_types=(bytes,)) | {"protocol": protocol, "hops": 3}
+    topology = msgspec.msgpack.encode({"t": "topology", "ranks": [rank]})
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        receiving = one.decode[0].agent.receiver.open(f"127.0.0.1:{port}", next(NUMBERS))
+        assert router.poll(20_000), "the look-up"
+        identity, number, _ = router.recv_multipart()
+        router.send_multipart([identity, number, topology])
+        one.wait(lambda: receiving.state is ReceiverState.FAILED, "the refusal")
+    finally:
+        context.destroy(linger=0)
+    name = f"protocol {protocol} there, {PROTOCOL} here; run one release"
+    assert (name if protocol != PROTOCOL else "not a message") in receiving.reason
 
 
 def test_an_unknown_handover_is_refused(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
