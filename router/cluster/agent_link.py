@@ -168,9 +168,11 @@ class Link:
                 verdict = True
             finally:
                 receiving.cancel()
-                await asyncio.gather(receiving, return_exceptions=True)
-                self._socket.close(linger=0)
-                self._socket = None
+                try:
+                    await asyncio.gather(receiving, return_exceptions=True)
+                finally:  # also when the channel is ended while this waits
+                    self._socket.close(linger=0)
+                    self._socket = None
             if not verdict:
                 continue
             self._index.heard(self.name, alive=False)

@@ -1,0 +1,59 @@
+"""The channel to an agent that says nothing: however it ends, its socket is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sglang_ext.clock import SystemClock
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.cluster.agent_link import Link
+from sglang_ext.router.cluster.agents import Agents
+from sglang_ext.router.index.index import Index
+
+SILENT = Registration(url="http://127.0.0.1:1", instance="a", epoch="0" * 32, agent="tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that channels open."""
+    found: list[Any] = []
+    connected = Agents.socket
+
+    def socket(agents: Agents, registration: Registration) -> Any:
+        found.append(connected(agents, registration))
+        return found[-1]
+
+    monkeypatch.setattr(Agents, "socket", socket)
+    return found
+
+
+async def test_a_channel_that_is_ended_while_it_is_made_anew_leaves_no_socket(
+    sockets: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was left would keep the router from ever ending."""
+    ending = asyncio.Event()
+
+    async def receive(_link: Link) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.sleep(0)  # what waits for this end is ended meanwhile
+
+    monkeypatch.setattr(Link, "_receive", receive)
+    clock = SystemClock()
+    agents = Agents(Index(clock, block_size=16, max_bytes=1 << 20), clock, router="r")
+    agents.verdict_s = 0.6
+    agents.connect(SILENT.url, SILENT)
+    await ending.wait()
+    assert [socket.closed for socket in sockets] == [False]
+    agents.disconnect(SILENT.url)
+    await asyncio.gather(*agents._ending, return_exceptions=True)
+    left = [socket for socket in sockets if not socket.closed]
+    for socket in left:
+        socket.close(linger=0)
+    await agents.close()
+    assert not left
