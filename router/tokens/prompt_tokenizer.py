@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from sglang_ext.router.tokens.chat_template import (
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache
 
 logger = logging.getLogger("router.tokenizing")
+
+_IMPORTING = threading.Lock()
 
 
 class PromptTokenizer:
@@ -132,8 +135,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
     hint = "Give a folder with tokenizer.json that this machine can read"
     if os.path.isabs(path) and not os.path.isdir(path):
         raise UserError(f"there is no folder {path!r}", field="--tokenizer-path", hint=hint)
-    # Imported here because it takes seconds, and brings torch along where that is installed.
-    from transformers import PreTrainedTokenizerFast
+    # Imported here because it takes seconds, and brings torch along where that is installed; by one thread at
+    # a time, since what another has begun to import lacks names.
+    with _IMPORTING:
+        from transformers import PreTrainedTokenizerFast
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(path, clean_up_tokenization_spaces=False)

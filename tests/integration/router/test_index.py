@@ -6,9 +6,12 @@ What is right is asked of the server itself: a second reader says hello, and is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from sglang_ext.router.policies import Instance, Match
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.redis_server import RedisServer, redis_is_installed
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
@@ -270,3 +274,82 @@ async def test_a_flush_empties_the_index(
     took = await until(lambda: not replica.blocks and not replica.names, WITHIN_S, "a flush")
     print(f"a flush was known after {took * 1000:.1f} ms")
     await assert_right(router, server)
+
+
+async def asked(client: aiohttp.ClientSession, url: str, tokens: list[int], session: str = "") -> int:
+    """A request by a connection of its own; how many of its tokens that router expected to be cached."""
+    body = {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+    headers = {"connection": "close", **({"x-session-id": session} if session else {})}
+    async with client.post(f"{url}/generate", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+        return int(response.headers["x-kv-matched-tokens"])
+
+
+@pytest.mark.skipif(not redis_is_installed(), reason="redis-server is not installed")
+async def test_two_routers_over_redis_know_one_server_and_each_others_sessions(
+    server: ServerProcess, port: int, key_file: Path, client: aiohttp.ClientSession
+) -> None:
+    """It registers with one; when that one goes, the other serves on. The twin has no Redis."""
+    tokens, whole = prompt(), 20 * BLOCK
+
+    def config(port: int, redis: str) -> RouterConfig:
+        return RouterConfig(port=port, cluster_key_file=str(key_file), policy="prompt-tree", cluster=redis)
+
+    with RedisServer() as redis:
+        async with Router(config(0, redis.url)) as second:
+            async with Router(config(port, redis.url)) as first, Router(config(0, "embedded")) as twin:
+                for router in (first, second):
+                    await known(router, server)
+                assert not twin.fleet.rows
+                await asked(client, first.url, tokens, session="s")
+                await assert_right(second, server, WITHIN_S)
+                assert await asked(client, second.url, tokens) == whole
+                body = {"session": "s", "ttl_s": 5}
+                async with client.post(f"{second.url}/v1/advisory", json=body) as answer:
+                    assert (await answer.json())["verdict"] == "accepted", "the first was asked"
+                other = prompt()
+                await asked(client, second.url, other)
+                await assert_right(first, server, WITHIN_S)
+                assert await asked(client, first.url, other) == whole
+                first.check()
+            assert await asked(client, second.url, tokens) == whole
+            await assert_right(second, server, WITHIN_S)
+            second.check()
+
+
+async def test_both_workers_of_a_router_know_what_the_server_holds(
+    server: ServerProcess, port: int, key_file: Path, client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """Also one that is started anew after it was killed."""
+    log, alone = tmp_path / "log", re.compile(r"worker (\d+) is process (\d+), alone at (http://\S+)")
+    flags = ("--port", str(port), "--policy", "prompt-tree", "--cluster-key-file", str(key_file))
+    command = [sys.executable, "-m", "sglang_ext.router", "--workers", "2", *flags]
+    with log.open("w") as file:
+        process = await asyncio.create_subprocess_exec(*command, stderr=file)
+
+    async def all_know(tokens: list[int], workers: int) -> list[tuple[str, str, str]]:
+        """Until the last of each number expects the prompt to be cached; those that were ever started."""
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                started = alone.findall(log.read_text())
+                latest = {number: own for number, _, own in started}
+                with contextlib.suppress(aiohttp.ClientError, AssertionError):
+                    found = [await asked(client, own, tokens) for own in latest.values()]
+                    if len(started) >= workers and set(found) == {20 * BLOCK}:
+                        return started
+                await asyncio.sleep(0.1)
+
+    try:
+        tokens = prompt()
+        await generate(client, server.url, tokens)
+        started = await all_know(tokens, 2)
+        os.kill(int(started[0][1]), signal.SIGKILL)
+        other = prompt()
+        await generate(client, server.url, other)
+        assert len(await all_know(other, 3)) == 3
+        assert await asked(client, f"http://127.0.0.1:{port}", other) == 20 * BLOCK
+    finally:
+        process.terminate()
+        await process.wait()
+    assert process.returncode == 0

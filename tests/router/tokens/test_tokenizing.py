@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -422,3 +425,25 @@ def test_a_tokenizer_with_a_rendering_of_its_own_keeps_it(tokenizer) -> None:
 
     own = Own.from_pretrained(tokenizer.name_or_path)
     assert PromptTokenizer(own, FACTS, TokenCache(1 << 20))._render([], None, {}, True) == "own"
+
+
+FOUR_AT_ONCE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
+together = Barrier(4)
+def load(_):
+    together.wait()
+    return load_tokenizer(sys.argv[1], trust_remote_code=False)
+with ThreadPoolExecutor(4) as pool:
+    print(len(list(pool.map(load, range(4)))))
+"""
+
+
+@pytest.mark.long
+def test_several_routers_of_one_process_may_load_their_tokenizers_at_once(tokenizer_dir: Path) -> None:
+    """None of them finds transformers half imported. In a process that has not imported it yet."""
+    command = [sys.executable, "-c", FOUR_AT_ONCE, str(tokenizer_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "4\n", done.stderr
