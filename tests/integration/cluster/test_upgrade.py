@@ -14,22 +14,27 @@ import runpy
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import pytest
+from pd_fleet import ANSWER_TOKENS, COMMON, RETURNED, TRUTH, count, nothing_is_left, prompt_of
 from router_rig import FLAGS, until
 from test_fetching import TOKENS, busy, cold, fetched, said_at
 from test_members import PATIENCE, Load
 
+from sglang_ext.engine.pd.messages import PROTOCOL as PD_PROTOCOL
 from sglang_ext.protocol.cluster import PROTOCOL, instance_path
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.servers.pd_servers import pd_servers
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -136,14 +141,74 @@ async def reads_what_the_other_has(
         assert_same(await cold(client, server, prompt), answer)
 
 
-async def test_one_server_after_the_other_is_replaced_by_another_release(
-    fleet: Fleet, client: aiohttp.ClientSession, tmp_path: Path, rng: random.Random
-) -> None:
-    next_one = released(tmp_path / "next", "9.1.0")
-    stranger = released(
-        tmp_path / "stranger", "9.2.0",
-        ("sglang_ext/protocol/cluster.py", r"(?m)^PROTOCOL: Final = .*", f"PROTOCOL: Final = {PROTOCOL + 1}"),
+@dataclass(frozen=True)
+class Releases:
+    """Their Pythons. next: speaks the checkout's protocols. stranger: others, and other fields."""
+
+    next: str
+    stranger: str
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Releases:
+    folder = tmp_path_factory.mktemp("releases")
+
+    def another(file: str, spoken: int) -> tuple[str, str, str]:
+        return file, r"(?m)^PROTOCOL: Final = .*", f"PROTOCOL: Final = {spoken + 1}"
+
+    return Releases(
+        released(folder / "next", "9.1.0"),
+        released(
+            folder / "stranger", "9.2.0",
+            another("sglang_ext/protocol/cluster.py", PROTOCOL),
+            another("sglang_ext/engine/pd/messages.py", PD_PROTOCOL),
+            (
+                "sglang_ext/engine/pd/messages.py",
+                r"(?m)^    protocol: int = PROTOCOL\n", r"\g<0>    hops: int = 3\n",
+            ),
+        ),
     )  # fmt: skip
+
+
+def test_prefill_and_decode_may_be_of_two_releases_that_speak_the_same(
+    releases: Releases, leak_guard: LeakGuard
+) -> None:
+    """Either way, with returns; a pair that speaks other protocols is refused by name, whichever is newer."""
+    flags = (*COMMON, "--kv-pd-caching", "3", "--kv-dram-size", "64MB")
+    ours, next_one, stranger = (
+        ReleasedSpec(flags=flags, environment={"PYTHONSAFEPATH": "1"}, python=python)
+        for python in (sys.executable, releases.next, releases.stranger)
+    )
+    with ExitStack() as stack:
+        with leak_guard.adopting():
+            pd, (truth,) = stack.enter_context(
+                pd_servers([ours, next_one, stranger], [ours, next_one, stranger], [TRUTH])
+            )
+        for decode, prefill in ((0, 1), (1, 0)):
+            before = count(pd.prefill[prefill].server, RETURNED)
+            prompt = prompt_of(prefill, 200)
+            for _ in range(2):
+                answer = pd.generate(prompt, max_new_tokens=ANSWER_TOKENS, prefill=prefill, decode=decode)
+                assert_same(truth.generate(prompt, max_new_tokens=ANSWER_TOKENS), answer)
+                prompt = [*prompt, *answer.tokens, *prompt_of(7 + prefill, 40)]
+            wait_until(
+                lambda before=before, at=pd.prefill[prefill].server: count(at, RETURNED) > before,
+                seconds=30,
+                what="a return",
+            )
+        for decode, prefill in ((0, 2), (2, 0)):
+            there, here = (PD_PROTOCOL + (side == 2) for side in (prefill, decode))
+            answers = pd.start(prompt_of(20, 60), max_new_tokens=2, prefill=prefill, decode=decode)
+            said = [str(answer.exception(120)) for answer in answers]
+            assert f"protocol {there} there, {here} here; run one release" in said[1], said
+        prompt = prompt_of(30, 60)
+        assert_same(truth.generate(prompt, max_new_tokens=2), pd.generate(prompt, max_new_tokens=2))
+        nothing_is_left(pd.servers, 60)
+
+
+async def test_one_server_after_the_other_is_replaced_by_another_release(
+    fleet: Fleet, client: aiohttp.ClientSession, releases: Releases, rng: random.Random
+) -> None:
     fleet.start(sys.executable, "a", "b")
     config = RouterConfig(port=fleet.port, policy="least-load", **PATIENCE)
     async with Router(config) as router:
@@ -156,7 +221,7 @@ async def test_one_server_after_the_other_is_replaced_by_another_release(
         await both_serve()
         for name in ("b", "a"):
             async with Load(router, client).going_on() as load:
-                await fleet.replace(router, client, next_one, name)
+                await fleet.replace(router, client, releases.next, name)
                 await both_serve()
                 await load.more()
             assert load.ends["broken off"] == 0
@@ -165,7 +230,7 @@ async def test_one_server_after_the_other_is_replaced_by_another_release(
             await reads_what_the_other_has(router, client, fleet, rng)
 
         async with Load(router, client).going_on() as load:
-            await fleet.replace(router, client, stranger, "b")
+            await fleet.replace(router, client, releases.stranger, "b")
             assert fleet.says("b", "this is 9.2.0")
             why = f"protocol: {PROTOCOL + 1} is spoken there, {PROTOCOL} here; run one release"
             await until(lambda: fleet.says("b", why), seconds=60)
