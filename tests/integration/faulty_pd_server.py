@@ -48,7 +48,7 @@ def make_faulty(folder: Path) -> None:
     PrefillPeers.get = held("joining", PrefillPeers.get)  # type: ignore[method-assign]
     PrefillPeer.join = held("waiting", PrefillPeer.join)  # type: ignore[method-assign]
     PrefillPeer.push = held("granted", PrefillPeer.push)  # type: ignore[method-assign]
-    Instance.complete = held("reading", Instance.complete)  # type: ignore[method-assign]
+    Instance.finish = held("reading", Instance.finish)  # type: ignore[method-assign]
     Writing.finish = held("writing", Writing.finish)  # type: ignore[method-assign]
 
     layer_begins = LayerFeed.layer_begins
