@@ -31,9 +31,11 @@ from benchmarks.disagg.roles import figure, roles
 from benchmarks.disagg.servers import (
     COLOCATED,
     DESIGNS,
+    LATE_DESIGN,
     ROUTED,
     STOCK,
     STOCK_DESIGN,
+    STOCK_LATE,
     STOCK_ROUTED,
     TRUTH,
     AskError,
@@ -65,7 +67,7 @@ AIMS = {
     elsewhere.SPILLED: at_most(0.7),
 }
 FIGURES = ("pull_vs_push", "layers", "xpyd", "joins", "coalescing")
-ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
+ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN, LATE_DESIGN)}
 TIE = 1e-4
 """How close two log probabilities are between which rounding may decide."""
 SECONDS_FOR_PUSH = 110.0
@@ -229,6 +231,7 @@ class Designs:
         reason = f"stock SGLang with mooncake_tcp {missing}" if missing else ""
         if missing is None:
             self._specs[STOCK] = stock(options.mooncake)
+            self._specs[STOCK_LATE] = stock(options.mooncake, late=True)
             if router_missing is not None:
                 report.note(f"no router in front of stock SGLang or of ours: sglang-router {router_missing}")
         for key in ("ttft_c3_vs_stock_mooncake_tcp", "jct_c3_vs_stock_mooncake_tcp"):
@@ -237,8 +240,10 @@ class Designs:
         designs = []
         for name in names:
             design = ALL[name]
-            if design.servers == STOCK and missing is not None:
+            if design.servers in (STOCK, STOCK_LATE) and missing is not None:
                 continue
+            if design is LATE_DESIGN and options.designs is None:
+                continue  # two servers more, for what is not how SGLang is used by itself
             if design.routed and (router_missing is not None or missing is not None):
                 continue
             if design is STOCK_DESIGN and options.designs is None and router_missing is None:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.disagg.servers import ROUTED, STOCK, STOCK_ROUTED, TRUTH, Design
+from benchmarks.disagg.servers import ROUTED, STOCK, STOCK_LATE, STOCK_ROUTED, TRUTH, Design
 from benchmarks.lib.common import SEED, Report, percentile
 from sglang_ext.stages import STAGES, StageTimes
 
@@ -270,6 +270,8 @@ def _pairs(report: Report, by: Mapping[str, Leg], through: tuple[str, str]) -> N
         ("3", "colocated-caching", "ttft", "all", None),
         (*through, "ttft", "all", None),
         (*through, "jct", "all", None),
+        *(("3", STOCK_LATE, what, "all", None) for what in ("ttft", "jct")),
+        *((STOCK, STOCK_LATE, what, "all", None) for what in ("ttft", "jct")),
     ]
     for over, under, what, name, chosen in asked:
         if over not in by or under not in by:

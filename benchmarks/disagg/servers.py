@@ -46,6 +46,8 @@ BUSY = ("sglang_ext_pd_live_handovers", "sglang_ext_pd_leased_pages")
 SHOWN_SECONDS = 0.3
 """How old what `/metrics` shows may be."""
 STOCK = "stock-mooncake_tcp"
+STOCK_LATE = "stock-prefill_complete"
+"""The same with SGLang's own late allocation (from 0.5.22): decode sets slots aside after the prefill."""
 
 
 class Keeps(enum.Enum):
@@ -94,6 +96,7 @@ DESIGNS = (
 )
 ROUTED = Design("3-routed", "pull", Keeps.ALL, Keeps.ALL, routed=True)
 STOCK_DESIGN = Design(STOCK, STOCK, Keeps.ALL, Keeps.ALL)
+LATE_DESIGN = Design(STOCK_LATE, STOCK_LATE, Keeps.ALL, Keeps.NOTHING)
 STOCK_ROUTED = Design(f"{STOCK}-routed", STOCK, Keeps.ALL, Keeps.ALL, routed=True)
 
 
@@ -204,18 +207,16 @@ def pair(*flags: str, prefill: int = 1, decode: int = 1, own_ports: bool = False
     return GroupSpec(prefill, decode, ("--kv-pd-caching", "3", *flags), own_ports=own_ports)
 
 
-def stock(mooncake: Path | None) -> GroupSpec:
-    """SGLang's own hand-over by Mooncake over TCP, with its own caches."""
+def stock(mooncake: Path | None, *, late: bool = False) -> GroupSpec:
+    """SGLang's own hand-over by Mooncake over TCP, with its own caches. late: see `STOCK_LATE`."""
+    policy = ("--disaggregation-decode-allocation-policy", "prefill_complete") if late else ()
+    # What it has for caching on decode is off unless it is asked for, and late allocation goes without.
+    cache = () if late else ("--disaggregation-decode-enable-radix-cache",)
     return GroupSpec(
         1,
         1,
-        ("--disaggregation-transfer-backend", "mooncake_tcp"),
-        # With what it has for caching on decode, which is off unless it is asked for.
-        (
-            "--disaggregation-decode-retraction-backup",
-            "cpu_tensor",
-            "--disaggregation-decode-enable-radix-cache",
-        ),
+        ("--disaggregation-transfer-backend", "mooncake_tcp", *policy),
+        ("--disaggregation-decode-retraction-backup", "cpu_tensor", *cache),
         ours=False,
         environment=tuple(mooncake_environment(mooncake).items()),
     )

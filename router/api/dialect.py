@@ -81,11 +81,12 @@ class Dialect(ABC):
             RequestRefused: it must not reach a worker, or the worker would refuse it.
         """
 
-    def translate(self, job: Job, fields: Json) -> tuple[bytes, Translation]:
+    def translate(self, job: Job, fields: Json, in_place: bool) -> tuple[bytes, Translation]:
         """(the body in the dialect ``via``, what turns the answer back). Only asked where there is one.
 
         Args:
             fields: put into the body.
+            in_place: see ``Chat.seen``.
         """
         raise NotImplementedError
 

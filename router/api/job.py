@@ -15,8 +15,15 @@ class Chat(msgspec.Struct, frozen=True):
     """A conversation to be rendered by the model's chat template."""
 
     payload: Json
-    system_in_front: bool = False
-    """System messages are put as one in front, unless server and template leave them where they are."""
+    in_front: Json | None = None
+    """The same with its system messages as one in front, as a server has it whose template does not show them
+    in their places. ``None`` where servers leave them there whatever the template does."""
+    long_in_place: bool = False
+    """Servers of every version leave them where the template shows them, not only from 0.5.22 on."""
+
+    def seen(self, in_place: bool) -> Json:
+        """As a server has it that leaves system messages in their places, or does not."""
+        return self.payload if in_place or self.in_front is None else self.in_front
 
 
 class PromptInput(msgspec.Struct, frozen=True):

@@ -73,17 +73,17 @@ class Messages(Dialect):
         if type(payload.get("stop_sequences")) is str:
             raise wrong("stop_sequences", "an array of strings", payload["stop_sequences"])
         prompt = PromptInput(
-            chat=Chat(to_chat(payload)),
+            chat=_chat_of(payload),
             opaque=depends_on_parser(payload),
             namespace=(adapter_of(payload["model"]), None, None),
             max_new_tokens=payload["max_tokens"],
         )
         return Job(bool(payload.get("stream")), (prompt,))
 
-    def translate(self, job: Job, fields: Json) -> tuple[bytes, Translation]:
+    def translate(self, job: Job, fields: Json, in_place: bool) -> tuple[bytes, Translation]:
         chat = job.prompts[0].chat
         assert chat is not None
-        body = {**chat.payload, **fields}
+        body = {**chat.seen(in_place), **fields}
         if job.stream:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return orjson.dumps(body), MessageAnswer(chat.payload["model"])
@@ -253,13 +253,18 @@ def _check_tools(payload: Json) -> None:
         raise wrong("tool_choice", "an object whose type is auto, any, tool or none", choice)
 
 
+def _chat_of(payload: Json) -> Chat:
+    """The conversation, in both forms if there are system messages in the midst of it."""
+    inline = any(message["role"] == "system" for message in payload["messages"])
+    return Chat(to_chat(payload), to_chat(payload, in_front=True) if inline else None, long_in_place=True)
+
+
 def depends_on_parser(payload: Json) -> bool:
     """Whether the tokens depend on the server's reasoning parser, or on what else only it knows."""
     if payload.get("thinking") is not None or payload.get("output_config") is not None:
         return True
     return any(
-        message["role"] == "system" or any(_is_opaque(block) for block in blocks_of(message["content"]))
-        for message in payload["messages"]
+        _is_opaque(block) for message in payload["messages"] for block in blocks_of(message["content"])
     )
 
 

@@ -44,19 +44,25 @@ def blocks_of(content: Any) -> list[Json]:
 # -- requests ----------------------------------------------------------------------------------------
 
 
-def to_chat(payload: Json) -> Json:
+def to_chat(payload: Json, *, in_front: bool = False) -> Json:
     """The body of ``/v1/chat/completions`` that stands for one of ``/v1/messages``.
 
     Args:
         payload: has passed ``check_conversation``; it is not changed.
+        in_front: system messages are put as one in front, with ``system``.
     """
     messages: list[Json] = []
     system = payload.get("system")
     parts = [system] if isinstance(system, str) and system.strip() else []
     parts += [block["text"] for block in blocks_of(system) if block["type"] == "text" and block["text"]]
+    said = payload["messages"]
+    if in_front:
+        found = (_system_text(message["content"]) for message in said if message["role"] == "system")
+        parts += [text for text in found if text]
+        said = [message for message in said if message["role"] != "system"]
     if parts:
         messages.append({"role": "system", "content": "\n".join(parts)})
-    for message in payload["messages"]:
+    for message in said:
         _add_message(message, messages)
     chat: Json = {"model": payload["model"], "messages": messages}
     for name, theirs in _PASSED.items():
@@ -81,6 +87,11 @@ _PASSED = {
     "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
     "stop_sequences": "stop", "stream": "stream",
 }  # fmt: skip
+
+
+def _system_text(content: Any) -> str:
+    blocks = [content] if isinstance(content, str) else [b["text"] for b in content if b["type"] == "text"]
+    return "\n".join(filter(None, map(str.strip, blocks)))
 
 
 def _add_reasoning(payload: Json, chat: Json) -> None:
@@ -138,7 +149,7 @@ def _add_message(message: Json, messages: list[Json]) -> None:
                 messages.append({"role": role, "content": _plain(parts)})
                 parts = []
             name = block.get("tool_use_id") or block.get("id") or ""
-            messages.append({"role": "tool", "tool_call_id": name, "content": _result(block)})
+            messages += ({"role": "tool", "tool_call_id": name, "content": each} for each in _results(block))
         elif block["type"] == "tool_result":
             parts.append({"type": "text", "text": f"Tool result: {_result_text(block)}"})
     if not parts and not calls and role == "user":
@@ -200,22 +211,32 @@ _ADDERS: dict[str, Callable[[Json, list[Json]], None]] = {
 }
 
 
+def _add_reference(block: Json, parts: list[Json]) -> None:
+    if name := block.get("tool_name") or block.get("name"):
+        parts.append({"type": "tool_reference", "name": name})
+
+
 def _result_parts(block: Json) -> list[Json]:
     parts: list[Json] = []
     for inner in blocks_of(block.get("content")):
-        adder = _ADDERS.get(inner["type"])
+        adder = _add_reference if inner["type"] == "tool_reference" else _ADDERS.get(inner["type"])
         if adder is not None and not (inner["type"] == "text" and not inner["text"]):
             adder(inner, parts)
     return parts
 
 
-def _result(block: Json) -> Any:
-    """What a tool answered, as the content of a ``tool`` message."""
+def _results(block: Json) -> list[Any]:
+    """What a tool answered, as the contents of ``tool`` messages. References to tools have messages of their
+    own, as templates look for them at the beginning of one."""
     content = block.get("content")
-    if isinstance(content, list):
-        parts = _result_parts(block)
-        return _plain(parts) if parts else ""
-    return content or ""
+    if not isinstance(content, list):
+        return [content or ""]
+    groups: list[list[Json]] = []
+    for part in _result_parts(block):
+        if not groups or (groups[-1][0]["type"] == "tool_reference") != (part["type"] == "tool_reference"):
+            groups.append([])
+        groups[-1].append(part)
+    return [_plain(group) for group in groups] or [""]
 
 
 def _result_text(block: Json) -> str:

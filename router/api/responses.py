@@ -69,7 +69,7 @@ class Responses(Dialect):
         stream = bool(payload.get("stream"))
         (space,) = namespaces(payload, 1, adapter_of(payload.get("model")))
         prompt = PromptInput(
-            chat=Chat(to_chat(payload), system_in_front=True),
+            chat=_chat_of(payload),
             opaque=previous is not None or not _renders_here(payload),
             namespace=space,
         )
@@ -193,6 +193,28 @@ def _renders_here(payload: Json) -> bool:
 
 
 # -- the conversation that SGLang makes of it -----------------------------------------------------
+
+
+def _chat_of(payload: Json) -> Chat:
+    """The conversation, and as it is with its system messages in front."""
+    chat = to_chat(payload)
+    return Chat(chat, {**chat, "messages": system_first(chat["messages"])})
+
+
+def system_first(messages: list[Json]) -> list[Json]:
+    """All system messages as one, in front."""
+    chunks: list[str] = []
+    others: list[Json] = []
+    for message in messages:
+        if message["role"] != "system":
+            others.append(message)
+            continue
+        content = message.get("content")
+        if isinstance(content, str):
+            chunks.append(content)
+        elif isinstance(content, list):
+            chunks += [part["text"] for part in content if isinstance(part.get("text"), str)]
+    return [{"role": "system", "content": "\n\n".join(chunks)}, *others] if chunks else others
 
 
 def to_chat(payload: Json) -> Json:

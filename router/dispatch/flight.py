@@ -44,7 +44,7 @@ class Flight(msgspec.Struct, eq=False):
     def take_fields(self) -> None:
         """Have it sent in a dialect in which servers take the router's fields; see ``admit.through``."""
         if self.sent.dialect.via is not None:
-            self.sent = through(self.sent.dialect, self.admitted.job, {})
+            self.sent = through(self.sent.dialect, self.admitted.job, {}, self.admitted.in_place)
 
 
 class Flights:

@@ -166,7 +166,10 @@ class Generation:
             await self._hinting.serve_prewarm(dialect, payload, responder, record)
             return
         limits = model.limits
-        admitted = admit(dialect, payload, request, record.caller, limits, self._rules, new_request_id())
+        in_place = self._tokenizers.shows_in_place
+        admitted = admit(
+            dialect, payload, request, record.caller, limits, self._rules, new_request_id(), in_place
+        )
         del payload  # several times as large as the body, and the answer may take long
         record.priority, record.stream = admitted.priority, admitted.job.stream
         parsed = self._stage(record, "parse", start)

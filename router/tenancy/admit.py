@@ -76,6 +76,8 @@ class Admitted(msgspec.Struct, frozen=True):
     """It was the router that asked; the client's stream must not show it."""
     hints: tuple[Json, ...] = ()
     """Bodies of advisory requests that it carries beside itself, not checked yet."""
+    in_place: bool = False
+    """The model sees system messages in the midst of a conversation."""
 
 
 class AdmittedHint(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ def admit(
     limits: Limits,
     rules: Rules,
     new_rid: str,
+    in_place: bool = False,
 ) -> Admitted:
     """Check a generation request, and decide what of it reaches a worker.
 
@@ -102,6 +105,7 @@ def admit(
         request: as it came.
         limits: of the model.
         new_rid: what a worker is to call it, unless the client says.
+        in_place: whether the model sees system messages in the midst of a conversation.
 
     Raises:
         RequestRefused: 400, naming the field.
@@ -115,7 +119,8 @@ def admit(
     tells_cached = hides_usage = False
     if dialect.via is not None and caller.salt is not None:
         tells_cached = rules.cache_details and bool(dialect.via.asks_tiers)
-        sent = through(dialect, job, {**fields, dialect.via.asks_tiers: True} if tells_cached else fields)
+        asked_too: Json = {dialect.via.asks_tiers: True} if tells_cached else {}
+        sent = through(dialect, job, fields | asked_too, in_place)
     else:
         if dialect.asks_tiers:
             asked = payload.get(dialect.asks_tiers)
@@ -139,6 +144,7 @@ def admit(
         tells_cached=tells_cached,
         hides_usage=hides_usage,
         hints=tuple(prefetch_actions(payload)) if HINTS in payload else (),
+        in_place=in_place,
     )
 
 
@@ -315,14 +321,15 @@ def _served(payload: Json, limits: Limits) -> str | None:
     return limits.served_name + colon + adapter if base == DEFAULT_MODEL else None
 
 
-def through(dialect: Dialect, job: Job, fields: Json) -> Sent:
+def through(dialect: Dialect, job: Job, fields: Json, in_place: bool) -> Sent:
     """A request in the dialect in which servers take the router's fields (``Dialect.via``).
 
     Args:
         fields: put into the body.
+        in_place: see ``Chat.seen``.
     """
     assert dialect.via is not None
-    body, translation = dialect.translate(job, fields)
+    body, translation = dialect.translate(job, fields, in_place)
     return Sent(body, dialect.via.path, dialect.via, translation)
 
 

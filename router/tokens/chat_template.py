@@ -22,7 +22,9 @@ import orjson
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import ChatFacts
 
-UNSUPPORTED_PARSERS = frozenset({"hunyuan", "kimi_k3", "inkling", "muse"})
+UNSUPPORTED_PARSERS = frozenset({
+    "hunyuan", "kimi_k3", "inkling", "muse", "deepseekv32", "deepseekv4", "deepseekv41",
+})  # fmt: skip
 """Reasoning or tool parsers with which SGLang renders, or prepares, messages in its own way."""
 
 UNSUPPORTED_ARCHITECTURES = re.compile(r"DeepseekV(32|4)|GptOss|Inkling|KimiK3", re.IGNORECASE)
@@ -45,18 +47,33 @@ class Rendering:
     assistant_prefix: str | None
 
 
-def unsupported(chat: ChatFacts, architecture: str) -> str | None:
-    """Why conversations cannot be rendered here for such a server, or ``None`` if they can."""
+_GLM53 = ("[gMASK]<sop>", "Reasoning Effort:", "<tool_call>", "<arg_key>", "<arg_value>")
+"""What the template of GLM-5.3 has; the architecture is that of earlier ones, which have others."""
+
+
+def unsupported(chat: ChatFacts, architecture: str, template: str | None = None) -> str | None:
+    """Why conversations cannot be rendered here for such a server, or ``None`` if they can.
+
+    Args:
+        template: of the model, if that is known.
+    """
     if chat.multimodal:
         return "the model takes images or audio, whose tokens only the server knows"
     for parser in (chat.reasoning_parser, chat.tool_call_parser):
         if parser in UNSUPPORTED_PARSERS:
-            return f"the server renders messages in its own way for --reasoning-parser {parser}"
+            return f"the server renders messages in its own way for the parser {parser}"
     if UNSUPPORTED_ARCHITECTURES.search(architecture):
         return f"the server encodes messages of {architecture} without a template"
     if chat.chat_template is not None and not chat.chat_template.endswith(".jinja"):
         return f"the server uses its built-in chat template {chat.chat_template!r}"
+    if chat.chat_template is None and "GlmMoeDsa" in architecture and is_glm53(template or ""):
+        return "the server renders GLM-5.3's chat template in Python"
     return None
+
+
+def is_glm53(template: str) -> bool:
+    """Whether SGLang, from 0.5.23 on, has a program in the place of this template."""
+    return all(part in template for part in _GLM53) and "enable_thinking" not in template
 
 
 def content_format(template: str) -> str:
@@ -112,22 +129,6 @@ def shows_system_in_place(template: str) -> bool:
         )
     except Exception:  # noqa: BLE001 - templates are programs, and fail in any way
         return False
-
-
-def system_first(messages: list[Json]) -> list[Json]:
-    """All system messages as one, in front."""
-    chunks: list[str] = []
-    others: list[Json] = []
-    for message in messages:
-        if message["role"] != "system":
-            others.append(message)
-            continue
-        content = message.get("content")
-        if isinstance(content, str):
-            chunks.append(content)
-        elif isinstance(content, list):
-            chunks += [part["text"] for part in content if isinstance(part.get("text"), str)]
-    return [{"role": "system", "content": "\n\n".join(chunks)}, *others] if chunks else others
 
 
 def prepare(payload: Json, chat: ChatFacts, fmt: str, *, answer_follows: bool = True) -> Rendering:

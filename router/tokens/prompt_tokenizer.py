@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.router.api.job import Chat
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.tokens.chat_template import (
@@ -17,7 +18,6 @@ from sglang_ext.router.tokens.chat_template import (
     content_format,
     prepare,
     shows_system_in_place,
-    system_first,
     unsupported,
 )
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache
@@ -39,17 +39,17 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any, facts: InstanceFacts, cache: TokenCache) -> None:
         self._tokenizer = tokenizer
         self._chat = facts.chat
-        self.by_server_only = unsupported(facts.chat, facts.model.architecture)
-        """Why conversations cannot be rendered here; ``None`` if they can."""
         template = _template(tokenizer, facts)
+        self.by_server_only = unsupported(facts.chat, facts.model.architecture, template)
+        """Why conversations cannot be rendered here; ``None`` if they can."""
         if template is None and self.by_server_only is None:
             self.by_server_only = "the model has no chat template"
         if template is not None:
             tokenizer.chat_template = template
         self._plainly = None if template is None else _plain_rendering(tokenizer, template)
         self._format = content_format(template) if template is not None else "string"
-        in_place = template is not None and facts.chat.system_in_place
-        self._system_in_place = in_place and shows_system_in_place(template or "")
+        self.shows_in_place = template is not None and shows_system_in_place(template)
+        """Whether the model sees system messages in the midst of a conversation."""
         encode, special, vocabulary = _backend(tokenizer)
         self.segmenter = Segmenter(encode, special, vocabulary, cache)
         bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
@@ -65,16 +65,14 @@ class PromptTokenizer:
 
     def encode_chat(
         self,
-        payload: Json,
+        chat: Chat,
         *,
-        system_in_front: bool = False,
         answer_follows: bool = True,
         most_new: int | None = None,
     ) -> bytes:
         """The tokens of a conversation.
 
         Args:
-            system_in_front: see ``Chat``.
             answer_follows: they end with what makes the model answer. Without it they are how a longer
                 conversation begins.
             most_new: see ``Segmenter.encode``.
@@ -84,8 +82,7 @@ class PromptTokenizer:
         """
         if self.by_server_only is not None:
             raise CannotRender(self.by_server_only)
-        if system_in_front and not self._system_in_place:
-            payload = {**payload, "messages": system_first(payload["messages"])}
+        payload = chat.seen(self.shows_in_place and (chat.long_in_place or self._chat.system_in_place))
         rendering = prepare(payload, self._chat, self._format, answer_follows=answer_follows)
         tools = rendering.tools
         try:

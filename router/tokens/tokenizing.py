@@ -24,7 +24,7 @@ import msgspec
 
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
-from sglang_ext.router.api.job import Job, PromptInput
+from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -104,6 +104,11 @@ class TokenizerService:
         self.status = "no model yet"
         """Whether prompts are tokenized, and if not, why, for people."""
 
+    @property
+    def shows_in_place(self) -> bool:
+        """Whether the model is known to see system messages in the midst of a conversation."""
+        return self.tokenizer is not None and self.tokenizer.shows_in_place
+
     def measure(self, metrics: RouterMetrics) -> None:
         """Show how much of the prompts was seen before, and count what is matched by text."""
         untokenized = metrics.counter("untokenized_prompts", "Prompts matched by text", "why")
@@ -179,7 +184,7 @@ class TokenizerService:
         if "prompt" in body:
             encode = functools.partial(tokenizer.encode_text, body["prompt"])
         else:
-            encode = functools.partial(tokenizer.encode_chat, body)
+            encode = functools.partial(tokenizer.encode_chat, Chat(body))
         try:
             key = await asyncio.get_running_loop().run_in_executor(self._pool, encode)
         except CannotRender as error:
@@ -215,8 +220,7 @@ class TokenizerService:
             try:
                 if prompt.chat is not None:
                     key = tokenizer.encode_chat(
-                        prompt.chat.payload,
-                        system_in_front=prompt.chat.system_in_front,
+                        prompt.chat,
                         answer_follows=answer_follows,
                         most_new=most_new,
                     )

@@ -32,14 +32,15 @@ from sglang_ext.router.tenancy.request_fields import (
     forbidden,
     unjudged,
 )
-from sglang_ext.router.tokens.chat_template import prepare, shows_system_in_place
+from sglang_ext.router.tokens.chat_template import is_glm53, prepare, shows_system_in_place, unsupported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt.entrypoints.anthropic import protocol as anthropic
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
     from sglang.srt.entrypoints.openai import protocol as openai
     from sglang.srt.managers import io_struct
-    from sglang.srt.parser.template_detection import detect_inline_system_support
+    from sglang.srt.parser import template_detection
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.utils import common
 
@@ -140,7 +141,66 @@ REFUSES = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('
 
 @pytest.mark.parametrize("template", [SAYS_ALL, REFUSES + SAYS_ALL, "{{ messages[0].content }}", "{%"])
 def test_whether_a_template_shows_system_messages_in_place_is_found_as_sglang_does(template: str) -> None:
-    assert shows_system_in_place(template) == detect_inline_system_support(template)
+    assert shows_system_in_place(template) == template_detection.detect_inline_system_support(template)
+
+
+GLM53 = "[gMASK]<sop>Reasoning Effort: max <tool_call><arg_key><arg_value>"
+
+
+@pytest.mark.parametrize("template", [GLM53, GLM53 + "{{ enable_thinking }}", GLM53[3:], SAYS_ALL])
+def test_a_template_that_sglang_renders_in_python_is_named(template: str) -> None:
+    if theirs := getattr(template_detection, "is_glm53_template", None):  # from 0.5.23 on
+        assert theirs(template) == is_glm53(template)
+    reason = unsupported(ChatFacts(), "GlmMoeDsaForCausalLM", template)
+    assert (reason == "the server renders GLM-5.3's chat template in Python") == (template is GLM53)
+    assert unsupported(ChatFacts(), "LlamaForCausalLM", template) is None
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
+TOOLS = [{"type": "tool_reference", "tool_name": "tides"}, {"type": "tool_reference", "tool_name": "moon"}]
+RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "t1",
+    "content": [text("rain"), text("wind"), *TOOLS, text(""), text("sun")],
+}
+INLINE = {
+    "model": "m",
+    "max_tokens": 5,
+    "system": [text(" one "), text("two")],
+    "messages": [
+        {"role": "user", "content": [text("a"), text("b")]},
+        {"role": "system", "content": "  be brief "},
+        {"role": "assistant", "content": [text("let me see"), CALL]},
+        {"role": "user", "content": [text("before"), RESULT, text("after")]},
+        {"role": "system", "content": [text(" c"), text("  "), text("d ")]},
+        {"role": "system", "content": []},
+        {"role": "assistant", "content": []},
+        {"role": "user", "content": "x"},
+    ],
+}
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+@pytest.mark.parametrize("system", [INLINE["system"], "  one", " ", None])
+def test_a_message_s_conversation_is_the_one_that_sglang_makes_of_it(system: Any, in_front: bool) -> None:
+    serving = object.__new__(AnthropicServing)
+    serving._merge_inline_system = in_front
+    body = {**INLINE, "system": system}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = serving._convert_to_chat_completion_request(anthropic.AnthropicMessagesRequest(**body))
+    ours = openai.ChatCompletionRequest(**to_chat(body, in_front=in_front))
+    for chat in (theirs, ours):
+        for message in chat.messages:
+            for call in getattr(message, "tool_calls", None) or ():
+                call.function.arguments = json.loads(call.function.arguments)
+    assert [each.model_dump() for each in ours.messages] == [each.model_dump() for each in theirs.messages]
+    twin = openai.ChatCompletionRequest(**to_chat(body, in_front=not in_front))
+    assert len(twin.messages) != len(theirs.messages)
 
 
 @pytest.mark.parametrize("strict", [{}, {"strict": True}, {"strict": False}, {"strict": None}])

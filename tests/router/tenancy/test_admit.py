@@ -14,6 +14,7 @@ from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.validation import Limits
+from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.tenancy.admit import Admitted, Rules, admit, admit_hint
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
@@ -90,6 +91,22 @@ def test_a_stream_through_chat_asks_for_its_usage() -> None:
     _, body = admitted(MESSAGES, TENANT, stream=True)
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert "stream_options" not in admitted(MESSAGES, stream=True)[1]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_system_messages_go_through_chat_where_the_model_sees_them(in_place: bool) -> None:
+    """SGLang's chat leaves them where they are, whatever the template does with them there."""
+    system = {"role": "system", "content": "be brief"}
+    payload = {**BODIES[MESSAGES], "messages": [*TURNS, system]}
+    request = Request("POST", MESSAGES.path, MESSAGES.path, {}, orjson.dumps(payload))
+    seen = [*TURNS, system] if in_place else [system, *TURNS]
+    result = admit(MESSAGES, payload, request, TENANT, LIMITS, RULES, "new", in_place)
+    assert orjson.loads(result.sent.body)["messages"] == seen
+    plain = admit(MESSAGES, payload, request, ANYBODY, LIMITS, RULES, "new", in_place)
+    assert orjson.loads(plain.sent.body)["messages"] == payload["messages"]
+    flight = Flight(plain, [], request, None, None, plain.sent, 0)
+    flight.take_fields()
+    assert orjson.loads(flight.sent.body)["messages"] == seen
 
 
 def test_names_that_servers_look_up_are_the_tenant_s_own() -> None:

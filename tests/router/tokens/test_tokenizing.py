@@ -17,7 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.keys import decode_tokens, encode_tokens
+from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.job import Chat, Job, PromptInput
+from sglang_ext.router.api.messages import MESSAGES
+from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
 from sglang_ext.router.tokens.chat_template import CannotRender
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer
@@ -110,7 +114,7 @@ def rendered(template: str, body: dict[str, Any], tokenizer, **chat: Any) -> str
     tokenizer.chat_template = template
     facts = replace(FACTS, chat=ChatFacts(**chat))
     fresh = PromptTokenizer(tokenizer, facts, TokenCache(1 << 20))
-    text: str = tokenizer.decode(ids(fresh.encode_chat({"messages": [USER], **body})))
+    text: str = tokenizer.decode(ids(fresh.encode_chat(Chat({"messages": [USER], **body}))))
     return text
 
 
@@ -122,26 +126,38 @@ ONLY_THE_FIRST = (
 REFUSES = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
 
 
+IN_PLACE = "[system:a][user:Hi][system:b]"
+IN_FRONT = "[system:a\n\nb][user:Hi]"
+
+
+@pytest.mark.parametrize("dialect", [RESPONSES, MESSAGES], ids=["responses", "messages"])
 @pytest.mark.parametrize(
     ("template", "in_place", "seen"),
     [
-        (SAYS_ALL, True, "[system:a][user:Hi][system:b]"),
-        (SAYS_ALL, False, "[system:a\n\nb][user:Hi]"),
-        (ONLY_THE_FIRST, True, "[system:a\n\nb][user:Hi]"),
-        (REFUSES + SAYS_ALL, True, "[system:a\n\nb][user:Hi]"),
+        (SAYS_ALL, True, IN_PLACE),
+        (SAYS_ALL, False, IN_FRONT),
+        (ONLY_THE_FIRST, True, IN_FRONT),
+        (REFUSES + SAYS_ALL, True, IN_FRONT),
     ],
     ids=["shown", "of an earlier SGLang", "left out", "refused"],
 )
-def test_system_messages_of_responses_are_where_sglang_puts_them(
-    own_tokenizer: Any, template: str, in_place: bool, seen: str
+def test_system_messages_are_where_sglang_puts_them(
+    own_tokenizer: Any, dialect: Dialect, template: str, in_place: bool, seen: str
 ) -> None:
     own_tokenizer.chat_template = template
     facts = replace(FACTS, chat=ChatFacts(system_in_place=in_place))
     fresh = PromptTokenizer(own_tokenizer, facts, TokenCache(1 << 20))
-    parts = [{"type": "text", "text": "b"}]
-    said = [{"role": "system", "content": "a"}, USER, {"role": "system", "content": parts}]
-    tokens = fresh.encode_chat({"messages": said}, system_in_front=True)
-    assert own_tokenizer.decode(ids(tokens)) == seen
+    of_responses = dialect is RESPONSES
+    parts = [{"type": "input_text" if of_responses else "text", "text": "b"}]
+    said = [USER, {"role": "system", "content": parts}]
+    first = {"instructions": "a", "input": said} if of_responses else {"system": "a", "messages": said}
+    (prompt,) = dialect.parse({"model": "m", "max_tokens": 1, **first}, Limits(1000, 4096)).prompts
+    assert not prompt.opaque
+    assert prompt.chat is not None
+    if not of_responses:
+        # Anthropic's were always left where the template shows them, and are joined in another way.
+        seen = (IN_PLACE if template is SAYS_ALL else seen).replace("\n\n", "\n")
+    assert own_tokenizer.decode(ids(fresh.encode_chat(prompt.chat))) == seen
 
 
 @pytest.fixture
