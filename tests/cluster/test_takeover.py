@@ -11,7 +11,7 @@ import ssl
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from cluster_processes import alive, async_wait_for
 from sglang_ext.addresses import Ports
 from sglang_ext.cluster.command import open_door
 from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.guard import children_by_parent
 from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, Part, make_plan
 from sglang_ext.cluster.process import PartProcess
@@ -112,11 +113,13 @@ async def test_without_a_held_socket_clients_are_refused(
         await async_wait_for(lambda: seen["refused"] > 0, "a refused connection")
 
 
-def process_of(part: PartProcess | None, pids: Iterable[int] = ()) -> psutil.Process:
-    """What a guard runs; one of those that wrote these ids."""
+async def process_of(part: PartProcess | None) -> int:
+    """What a guard runs."""
     assert part is not None
-    children = psutil.Process(part.pid).children()
-    (found,) = [child for child in children if not pids or child.pid in pids]
+    guard = part.pid
+    assert guard is not None
+    await async_wait_for(lambda: len(children_by_parent().get(guard, ())) == 1, "one process of the guard")
+    (found,) = children_by_parent()[guard]
     return found
 
 
@@ -137,10 +140,10 @@ async def test_one_stands_by_before_the_part_serves(
             serves.set()
             await cluster.ready()
             assert status.standby is not None
-            next_one = process_of(status.standby.process, pids_of("router"))
-            process_of(status.process, pids_of("router")).kill()
+            next_one = await process_of(status.standby.process)
+            os.kill(await process_of(status.process), signal.SIGKILL)
             await async_wait_for(lambda: status.restarts == 1, "the restart")
-            assert process_of(status.process, pids_of("router")) == next_one
+            assert await process_of(status.process) == next_one
             assert len(pids_of("router")) == 2, "nobody else was started to serve"
 
 
@@ -158,12 +161,12 @@ async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path:
                     )
                     cluster.check()
                     assert status.standby is not None
-                    serving = process_of(status.process, pids_of("router"))
-                    next_one = process_of(status.standby.process, pids_of("router"))
-                    serving.kill()
+                    serving = await process_of(status.process)
+                    next_one = await process_of(status.standby.process)
+                    os.kill(serving, signal.SIGKILL)
                     await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
                     await cluster.ready()
-                    assert process_of(status.process, pids_of("router")) == next_one
+                    assert await process_of(status.process) == next_one
                     assert len(standby.read_text().split()) <= kill + 2, "nobody else was started to serve"
             assert not seen["refused"], seen
             assert seen["200"] > 0
@@ -181,7 +184,7 @@ async def test_one_that_stands_by_is_replaced_and_ends_with_the_part(
             status = cluster.parts["router"]
             await async_wait_for(lambda: len(pids_of("router")) == 2, "one that stands by")
             assert status.standby is not None
-            process_of(status.standby.process, pids_of("router")).kill()
+            os.kill(await process_of(status.standby.process), signal.SIGKILL)
             await async_wait_for(lambda: len(pids_of("router")) == 3, "another one")
             assert status.state is State.READY
             assert status.restarts == 0, "the part itself lives"
@@ -249,7 +252,7 @@ async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path)
                         "a router that stands by and knows the instance",
                     )
                     answered = seen["200"]
-                    process_of(status.process).kill()
+                    os.kill(await process_of(status.process), signal.SIGKILL)
                     await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
                     await cluster.ready()
                     await async_wait_for(lambda answered=answered: seen["200"] > answered, "an answer")
