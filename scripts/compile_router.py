@@ -22,14 +22,17 @@ PACKAGE = ROOT / "router"
 NATIVE = PACKAGE / "_native"
 MODULES = (
     "http/messages", "http/body", "http/reader", "http/connection", "http/responder", "http/state",
-    "http/upstream", "http/worker_connection", "index/prompt_trees", "index/index", "policies/prompt_tree",
-    "policies/assembly", "dispatch/choosing", "dispatch/costs", "dispatch/queue_estimate",
-    "dispatch/relaying", "dispatch/forwarding", "dispatch/queueing", "fleet/fleet", "fleet/instance_record",
-    "telemetry/local_metrics", "telemetry/observability", "tenancy/request_fields", "api/generate",
-    "api/usage", "api/sse", "tokens/segments", "endpoints/generation", "app/service",
+    "http/upstream", "http/web_sites", "http/worker_connection", "index/prompt_trees", "index/index",
+    "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/questions",
+    "policies/spans", "dispatch/choosing", "dispatch/costs", "dispatch/fetching", "dispatch/forwarding",
+    "dispatch/queue_estimate", "dispatch/queueing", "dispatch/relaying", "dispatch/retry_budget",
+    "fleet/fleet", "fleet/instance_record", "telemetry/local_metrics", "telemetry/observability",
+    "tenancy/admit", "tenancy/request_fields", "api/generate", "api/prompts", "api/sse",
+    "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments", "tokens/tokenizing",
+    "endpoints/generation", "endpoints/routes", "app/service",
 )  # fmt: skip
 """What a request spends its time in. mypyc ignores what msgspec is told of a class (``frozen``, ``eq``), so
-that modules with such classes are left as they are."""
+that such classes have modules of their own, which are left as they are."""
 BUILD = """
 import sys
 from mypyc.build import mypycify

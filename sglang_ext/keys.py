@@ -96,11 +96,13 @@ def _packed(tokens: list[int], count: int | None) -> bytes | None:
 
     An array of C integers is made of a list in a fraction of the time that numpy takes.
     """
+    if count is not None:
+        tokens = tokens[:count]
     try:
-        packed = array("i", tokens if count is None else tokens[:count])
+        packed = array("i", tokens)
     except (TypeError, OverflowError):
         return None
-    least = min(packed) if len(packed) <= FEW_TOKENS else np.frombuffer(packed, np.int32).min()
+    least = min(tokens) if len(packed) <= FEW_TOKENS else np.frombuffer(packed, np.int32).min()
     return None if least < 0 else packed.tobytes()
 
 

@@ -21,6 +21,9 @@ FOLDERS = ("router", "sglang_ext/engine", "patches/adapter")
 """Those in which it holds."""
 
 RECORDS = {
+    "Flight": "one request, of which whoever handles it notes what became of it; a class for its speed",
+    "Leg": "one answer, alike",
+    "Entry": "one prompt in the line that ``QueueEstimate`` keeps, alike",
     "LocalCounter": "a number that whoever counts adds to",
     "RequestReader": "one half of a connection's state machine; the connection, which owns it, is the other",
     "WorkerConnection": "the pool that exports it out notes since when it is idle",

@@ -9,7 +9,8 @@ be.
 from __future__ import annotations
 
 from sglang_ext.router.policies import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, beginners
-from sglang_ext.router.policies.base import Costs, load_of, matched_tokens
+from sglang_ext.router.policies.base import Costs
+from sglang_ext.router.policies.questions import load_of, matched_tokens
 
 _home: dict[str, str] = {}
 

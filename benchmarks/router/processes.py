@@ -117,6 +117,11 @@ def watched(folder: Path, port: int, workers: Sequence[str], *flags: str) -> lis
     return [sys.executable, "-m", "benchmarks.router.watched", str(folder), *rest]
 
 
+def floor(port: int, workers: Sequence[int]) -> list[str]:
+    """The command that starts a proxy which only passes bytes on."""
+    return [sys.executable, "-m", "benchmarks.router.floor", str(port), *map(str, workers)]
+
+
 def two_cores() -> tuple[int, int] | tuple[None, None]:
     """A core for the router and one for all else, where there are two."""
     cores = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,5 @@
-"""Where a request's time goes in the router: bytecodes, calls and microseconds by stage."""
+"""Where a request's time goes in the router: bytecodes, calls and microseconds by stage; and what the floor
+takes, a proxy in Python that only passes bytes on."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from benchmarks.lib.common import Options, Report
 from benchmarks.router.load import DISTINCT, Job, message
 from benchmarks.router.processes import (
     cpu_seconds,
+    floor,
     generator,
     process,
     stand_ins,
@@ -97,6 +99,15 @@ def measure_profile(options: Options, report: Report) -> None:
                     cpu_us = (cpu_seconds(running.pid) - before) / result["requests"] * 1e6
                     ticks = _seen(_switch(running.pid, seen / "ticks.json"))
                 _report(report, case, _by_stage(codes, ticks, asked, cpu_us))
+                port = free_port()
+                with process(floor(port, ports), core=router_core, log=folder / "floor.log") as running:
+                    wait_for(port, running)
+                    load.measure(case.job(port, min(seconds, 1.5)))
+                    before = cpu_seconds(running.pid)
+                    result = load.measure(case.job(port, seconds, warmup_s=0.0))
+                    cpu_us = (cpu_seconds(running.pid) - before) / result["requests"] * 1e6
+                _report_floor(report, case, cpu_us)
+    report.note("floor: a proxy over uvloop and httptools that passes bytes on and does nothing else")
     report.note(
         f"profile: bytecodes and calls of {asked} requests one by one, less those of as long a time without "
         "requests; microseconds of CPU, sampled, with "
@@ -163,7 +174,7 @@ def stage_of(file: str) -> str:
 
 
 def _report(report: Report, case: Case, stages: dict[str, Spent]) -> None:
-    name = case.name.partition(",")[0]
+    name = _name(case)
     total = Spent()
     for stage, spent in stages.items():
         report.add(name, stage=stage, bytecodes=spent.bytecodes, calls=spent.calls, us=spent.us)
@@ -171,6 +182,18 @@ def _report(report: Report, case: Case, stages: dict[str, Spent]) -> None:
         total.calls += spent.calls
         total.us += spent.us
     report.add(name, stage="all", bytecodes=total.bytecodes, calls=total.calls, us=total.us)
-    key = name.replace(" ", "_").lower()
-    report.summary[f"bytecodes_{key}"] = total.bytecodes
-    report.summary[f"cpu_us_{key}"] = total.us
+    report.summary[f"bytecodes_{_key(case)}"] = total.bytecodes
+    report.summary[f"cpu_us_{_key(case)}"] = total.us
+
+
+def _report_floor(report: Report, case: Case, us: float) -> None:
+    report.add(_name(case), stage="floor", bytecodes=0.0, calls=0.0, us=us)
+    report.summary[f"floor_cpu_us_{_key(case)}"] = us
+
+
+def _name(case: Case) -> str:
+    return case.name.partition(",")[0]
+
+
+def _key(case: Case) -> str:
+    return _name(case).replace(" ", "_").lower()

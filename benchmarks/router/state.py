@@ -39,8 +39,8 @@ from sglang_ext.router.policies import PolicyOptions, policy_named
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.admit import Admitted, Sent
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tenancy.admitted import Admitted, Sent
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.tiers import Tier
 
 BLOCK = 16

@@ -9,19 +9,12 @@ import msgspec
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import fields
-from sglang_ext.router.api.job import Chat, Job, PromptInput, namespaces
+from sglang_ext.router.api.job import Chat, Job, PromptInput
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.openai import OpenAiDialect
+from sglang_ext.router.api.prompts import namespaces
 from sglang_ext.router.api.sse import event
-from sglang_ext.router.api.validation import (
-    SAMPLING,
-    Json,
-    Limits,
-    check_ids,
-    kinds,
-    take_objects,
-    take_parts,
-    wrong,
-)
+from sglang_ext.router.api.validation import SAMPLING, Json, check_ids, kinds, take_objects, take_parts, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 ROLES = ("system", "user", "assistant", "tool", "function", "developer", "latest_reminder")

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import fields
-from sglang_ext.router.api.job import Job, PromptInput, namespaces, take_prompts
+from sglang_ext.router.api.job import Job, PromptInput
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.openai import OpenAiDialect
-from sglang_ext.router.api.validation import SAMPLING, Json, Limits, kinds
+from sglang_ext.router.api.prompts import namespaces, take_prompts
+from sglang_ext.router.api.validation import SAMPLING, Json, kinds
 
 _PROMPT = "a string, or an array of strings, of token ids, or of arrays of them"
 DEFAULT_MAX_TOKENS = 16

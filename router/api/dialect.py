@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from sglang_ext.router.api.job import Job
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.stream_splice import StreamSplice
 from sglang_ext.router.api.usage import Usage
-from sglang_ext.router.api.validation import Json, Limits
+from sglang_ext.router.api.validation import Json
 from sglang_ext.router.http.types import RequestRefused
 
 SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')

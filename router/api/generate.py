@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,20 +9,13 @@ from typing import Any, ClassVar
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import Dialect, fields
-from sglang_ext.router.api.job import Job, PromptInput, namespaces, take_prompts
+from sglang_ext.router.api.job import Job, PromptInput
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.prompts import namespaces, take_prompts
 from sglang_ext.router.api.sse import parsed
 from sglang_ext.router.api.stream_splice import StreamSplice, another_answer
 from sglang_ext.router.api.usage import StreamReader, Usage, count
-from sglang_ext.router.api.validation import (
-    SAMPLING,
-    Json,
-    Limits,
-    check_fields,
-    json_type,
-    kinds,
-    take_bool,
-    wrong,
-)
+from sglang_ext.router.api.validation import SAMPLING, Json, check_fields, json_type, kinds, take_bool, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 MEDIA_FIELDS = ("image_data", "video_data", "audio_data")
@@ -184,12 +176,15 @@ def _add(usage: Usage, answer: Any, index: int, choices: int) -> None:
     if index % choices == 0:
         usage.prompt_tokens = _sum(usage.prompt_tokens, meta.get("prompt_tokens"))
         usage.cached_tokens = _sum(usage.cached_tokens, meta.get("cached_tokens"))
-        usage.add_tiers(meta.get("cached_tokens_details"))
+        if (details := meta.get("cached_tokens_details")) is not None:
+            usage.add_tiers(details)
     ids = answer.get("output_ids")
     # With --incremental-streaming-output an event has the latest ids only, which are no prefix.
     if choices == 1 and isinstance(ids, list) and ids and len(ids) == meta.get("completion_tokens"):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
+        try:
             usage.output_keys[index] = encode_tokens(ids)
+        except (TypeError, ValueError, OverflowError):
+            return  # they are no tokens
 
 
 def _sum(total: int | None, value: Any) -> int | None:

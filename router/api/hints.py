@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.job import Job
-from sglang_ext.router.api.validation import Json, Limits, take_string, wrong
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.validation import Json, take_string, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 PREFETCH = "prefetch"

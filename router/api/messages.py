@@ -16,7 +16,8 @@ import orjson
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.dialect import Dialect, Question, Translation, fields
-from sglang_ext.router.api.job import Chat, Job, PromptInput, adapter_of
+from sglang_ext.router.api.job import Chat, Job, PromptInput
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages_as_chat import (
     CHOICES,
     MessageAnswer,
@@ -25,11 +26,11 @@ from sglang_ext.router.api.messages_as_chat import (
     is_server_tool,
     to_chat,
 )
+from sglang_ext.router.api.prompts import adapter_of
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import (
     Json,
-    Limits,
     check_fields,
     kinds,
     take_objects,

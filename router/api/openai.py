@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import orjson
 
 from sglang_ext.router.api.dialect import Dialect
-from sglang_ext.router.api.job import adapter_of
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.prompts import adapter_of
 from sglang_ext.router.api.sse import parsed
 from sglang_ext.router.api.stream_splice import StreamSplice, another_answer
 from sglang_ext.router.api.usage import StreamReader, Usage, count
-from sglang_ext.router.api.validation import Json, Limits, check_fields, wrong
+from sglang_ext.router.api.validation import Json, check_fields, wrong
 
 _TEXTS = ("content", "reasoning_content", "text")
 

@@ -15,13 +15,14 @@ import orjson
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import Dialect, fields
-from sglang_ext.router.api.job import Chat, Job, PromptInput, adapter_of, namespaces
+from sglang_ext.router.api.job import Chat, Job, PromptInput
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.prompts import adapter_of, namespaces
 from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import (
     SAMPLING,
     Json,
-    Limits,
     check_fields,
     kinds,
     take_objects,

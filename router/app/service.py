@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Awaitable, Coroutine
+from typing import Any
 
 import orjson
 
 from sglang_ext.clock import Clock
 from sglang_ext.router.api.dialect import error_body
 from sglang_ext.router.endpoints.generation import new_request_id
-from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable
+from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable, found
 from sglang_ext.router.http.types import (
     JSON_TYPE,
     ClientGone,
@@ -63,9 +65,11 @@ class Service:
         self.ended: Signal[[Record, float]] = Signal()
         """A request has ended, and when; ``monotonic``."""
 
-    async def handle(self, request: Request, responder: Responder) -> None:
+    # What only hands on gives the next coroutine back, as one around it would cost every request.
+
+    def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None]:
         """Answer a request. Raises nothing but the cancellation that a client which goes away brings."""
-        await self._answer(request, responder, self._dispatch)
+        return self._answer(request, responder, self._dispatch)
 
     async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
         """Answer a request that could not be read."""
@@ -77,15 +81,18 @@ class Service:
 
     async def _answer(self, request: Request, responder: Responder, handler: Handler) -> None:
         given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        request_id = given if given and _REQUEST_ID.fullmatch(given) else new_request_id()
         record = Record(request_id, request.method, request.path, self._clock.monotonic())
         if "origin" in request.headers and (readable := self._sites.cors(request)) is not None:
             responder = ReadableAnswer(responder, readable)
             if is_preflight(request):
                 handler = _answer_preflight
         try:
-            with self._tracing.request(request, record):
+            if self._tracing is NO_TRACING:
                 await self._guarded(request, responder, record, handler)
+            else:
+                with self._tracing.request(request, record):
+                    await self._guarded(request, responder, record, handler)
         finally:
             now = self._clock.monotonic()
             route = self.routes.get(request.path)
@@ -144,8 +151,8 @@ class Service:
             return refused
         return None
 
-    async def _dispatch(self, request: Request, responder: Responder, record: Record) -> None:
-        await self._find(request, record).handler(request, responder, record)
+    def _dispatch(self, request: Request, responder: Responder, record: Record) -> Awaitable[None]:
+        return self._find(request, record).handler(request, responder, record)
 
     def _find(self, request: Request, record: Record) -> Route:
         route = self.routes.get(request.path)
@@ -153,10 +160,10 @@ class Service:
         # A key is asked for before anything is told, even that there is no such path.
         if route is None or route.access in (Access.CLIENT, Access.ADMIN):
             self._check_key(request, record, route)
-        return self.routes.find(request)
+        return found(route, request)
 
     def _check_key(self, request: Request, record: Record, route: Route | None) -> None:
-        caller = self._keys.caller(key_of(request))
+        caller = self._keys.caller(key_of(request) if self._keys.asks else None)
         if caller is None:
             raise RequestRefused(
                 "this router asks for a key: send it as 'Authorization: Bearer KEY'",

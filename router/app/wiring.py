@@ -58,7 +58,7 @@ from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import PolicyOptions, policy_named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import open_tracing
-from sglang_ext.router.tenancy.admit import Rules
+from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.router.tenancy.tenants import KeyRing
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 

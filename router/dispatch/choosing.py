@@ -28,11 +28,12 @@ from sglang_ext.router.policies import (
 )
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
-from sglang_ext.router.policies.base import all_trusted, any_awaited, matched_tokens, named
 from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.policies.questions import all_trusted, any_awaited, matched_tokens, named
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import Record
 
 RETRY_AFTER_S = 1
 
@@ -116,9 +117,9 @@ class Chooser:
             self._guess(flight, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
-        self._metrics.decided(self._name, decision.reason.value)
+        self._metrics.decided(self._name, record.reason)
         record.estimate = self._estimate(flight, decision, matches, fleet)
-        return decision, _choice(decision, matches, fleet, record.fetch, record.estimate)
+        return decision, _choice(decision, record, matches, fleet)
 
     def _as_expected(
         self, flight: Flight, prompt: Prompt, fleet: tuple[Instance, ...], matches: dict[str, Match]
@@ -187,9 +188,9 @@ class Chooser:
             decision = Decision(found.instance, Reason.SESSION, found.matched, found.scores, instance)
         self._guess(flight, decision.instance)
         flight.record.instance, flight.record.reason = decision.instance, decision.reason.value
-        self._metrics.decided(self._name, decision.reason.value)
+        self._metrics.decided(self._name, flight.record.reason)
         flight.record.estimate = self._estimate(flight, decision, matches, fleet)
-        return decision, _choice(decision, matches, fleet, estimate=flight.record.estimate)
+        return decision, _choice(decision, flight.record, matches, fleet)
 
     def _estimate(
         self, flight: Flight, decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]
@@ -235,23 +236,19 @@ def _there(fleet: tuple[Instance, ...], name: str) -> Instance:
 
 
 def _choice(
-    decision: Decision,
-    matches: dict[str, Match],
-    fleet: tuple[Instance, ...],
-    fetch: FetchNote | None = None,
-    estimate: Estimate | None = None,
+    decision: Decision, record: Record, matches: dict[str, Match], fleet: tuple[Instance, ...]
 ) -> Choice:
     return Choice(
         decision.instance,
-        decision.reason.value,
+        record.reason or "",
         decision.matched,
         matches,
         decision.scores,
         () if all_trusted(fleet) else [known.name for known in fleet if not (known.trusted or known.awaited)],
         [known.name for known in fleet if known.awaited] if any_awaited(fleet) else (),
         decision.decode,
-        fetch,
-        estimate,
+        record.fetch,
+        record.estimate,
     )
 
 

@@ -19,7 +19,7 @@ from sglang_ext.router.policies import Match
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tokens.encoded import Encoded
 
 STORY_BYTES = 2000
 """Memory of a story besides its keys."""
@@ -84,7 +84,7 @@ class Story(msgspec.Struct, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        return STORY_BYTES + sum(len(prompt.key) for prompt in self.prompts)
+        return STORY_BYTES + sum([len(prompt.key) for prompt in self.prompts])
 
 
 class History(Protocol):

@@ -27,8 +27,9 @@ from sglang_ext.router.dispatch.costs import RouterCosts, Sending
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.base import Fetch, Matches, load_of, named
+from sglang_ext.router.policies.base import Fetch, Matches
 from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.policies.questions import load_of, named
 from sglang_ext.router.policies.spans import Plan, Span, best_plan, given_plan
 from sglang_ext.router.policies.splitting import SplitTerms, best_split
 from sglang_ext.router.telemetry.fetch_note import (
@@ -126,7 +127,7 @@ class Fetching:
         if chosen is None:
             return None
         holders = self._holders(chosen, fleet, matches)
-        plan = best_plan(flight.units, chosen, holders, matches, self._costs)
+        plan = best_plan(flight.units, chosen, holders, matches, self._costs) if holders else None
         if plan is not None and plan.worth_it:
             return self._tell(flight, self._note(plan), fleet)
         if (split := self._split(flight, decision, chosen, fleet, matches)) is not None:

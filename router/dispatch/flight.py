@@ -6,40 +6,55 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
-
 from sglang_ext.router.api.sse import EventFilter
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
-from sglang_ext.router.tenancy.admit import Admitted, Sent, through
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tenancy.admit import through
+from sglang_ext.router.tenancy.admitted import Admitted, Sent
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.signals import Signal
 
 MAX_HOMES = 50_000
 
 
-class Flight(msgspec.Struct, eq=False):
-    """One generation request on its way."""
+class Flight:
+    """One generation request on its way.
 
-    admitted: Admitted
-    prompts: Sequence[Encoded]
-    request: Request
-    responder: Responder
-    record: Record
-    sent: Sent
-    """What a worker is sent; as admitted, unless the instances it goes to need another dialect."""
-    units: int
-    """Length of all prompts, in the unit of matches."""
-    filter: EventFilter | None = None
-    """Takes out of a stream what only the router has asked for."""
-    failed: str | None = None
-    """The instance at which the last attempt failed, where it is not the chosen one."""
-    aborted: bool = False
-    task: asyncio.Task[object] | None = None
+    Args:
+        sent: what a worker is sent; as admitted, unless the instances it goes to need another dialect.
+        units: length of all prompts, in the unit of matches.
+    """
 
-    def __post_init__(self) -> None:
-        if self.admitted.hides_usage and self.admitted.job.stream:
-            self.filter = EventFilter(*self.sent.dialect.tells_tiers)
+    __slots__ = (
+        "aborted", "admitted", "failed", "filter", "prompts", "record", "request", "responder", "sent",
+        "task", "units",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        admitted: Admitted,
+        prompts: Sequence[Encoded],
+        request: Request,
+        responder: Responder,
+        record: Record,
+        sent: Sent,
+        units: int,
+    ) -> None:
+        self.admitted = admitted
+        self.prompts = prompts
+        self.request = request
+        self.responder = responder
+        self.record = record
+        self.sent = sent
+        self.units = units
+        self.filter: EventFilter | None = None
+        """Takes out of a stream what only the router has asked for."""
+        self.failed: str | None = None
+        """The instance at which the last attempt failed, where it is not the chosen one."""
+        self.aborted = False
+        self.task: asyncio.Task[object] | None = None
+        if admitted.hides_usage and admitted.job.stream:
+            self.filter = EventFilter(*sent.dialect.tells_tiers)
 
     def take_fields(self) -> None:
         """Have it sent in a dialect in which servers take the router's fields; see ``admit.through``."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import HOP_BY_HOP, Upstream, UpstreamResponse
 from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
@@ -39,13 +42,13 @@ class Forwarding:
         self._worker_api_key = worker_api_key
         self._tracing = tracing
 
-    async def open(self, flight: Flight, instance: str, body: bytes) -> UpstreamResponse:
+    def open(self, flight: Flight, instance: str, body: bytes) -> Coroutine[Any, Any, UpstreamResponse]:
         """Send a request, and wait for the head of its answer.
 
         Raises:
             ConnectFailed, ConnectionLost, RequestTimeout: see ``Upstream.open``.
         """
-        return await self._upstream.open(
+        return self._upstream.open(
             flight.request.method,
             instance + flight.sent.target,
             headers=self._headers(flight),

@@ -13,9 +13,6 @@ import logging
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 import orjson
@@ -56,28 +53,47 @@ class GoesOnElsewhere(ConnectionLost):
     """The instance that was read is not the one that answers any more."""
 
 
-@dataclass(eq=False, slots=True)
 class Leg:
-    """An answer that an instance gives. rid: what it calls the request."""
+    """An answer that an instance gives, while the block runs.
 
-    flight: Flight
-    instance: str
-    rid: str
-    load: Load
-    response: UpstreamResponse | None = None
-    """What is being read of a stream that has begun."""
-    reader: StreamReader | None = None
-    taken: asyncio.Task[UpstreamResponse] | None = None
-    """The other instance's answer, once that goes on with the request."""
-    taker: str = ""
-    moving: bool = False
-    stuck: str = ""
-    """Why it ends where it is."""
-    over: bool = False
-    copied_to: str = ""
-    """Where its prompt's KV was copied ahead."""
-    told: str = ""
-    """What became of the last try."""
+    Args:
+        rid: what it calls the request.
+        mover: who may have another instance go on with it; None where nobody may.
+    """
+
+    __slots__ = (
+        "began_at", "copied_to", "flight", "instance", "load", "mover", "moving", "over", "reader",
+        "response", "rid", "stuck", "taken", "taker", "told",
+    )  # fmt: skip
+
+    def __init__(self, flight: Flight, instance: str, rid: str, load: Load, mover: Mover | None) -> None:
+        self.flight = flight
+        self.instance = self.began_at = instance
+        self.rid = rid
+        self.load = load
+        self.mover = mover
+        self.response: UpstreamResponse | None = None
+        """What is being read of a stream that has begun."""
+        self.reader: StreamReader | None = None
+        self.taken: asyncio.Task[UpstreamResponse] | None = None
+        """The other instance's answer, once that goes on with the request."""
+        self.taker = ""
+        self.moving = self.over = False
+        self.stuck = ""
+        """Why it ends where it is."""
+        self.copied_to = ""
+        """Where its prompt's KV was copied ahead."""
+        self.told = ""
+        """What became of the last try."""
+
+    def __enter__(self) -> Leg:
+        if self.mover is not None:
+            self.mover.begin(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.mover is not None:
+            self.mover.end(self)
 
     async def take_over(self, fleet: Fleet) -> UpstreamResponse:
         """The answer of the instance that goes on with the request, from its beginning.
@@ -142,22 +158,21 @@ class Mover:
         movable = flight.sent.dialect.splice is not None and self.calls.known(instance)
         return flight.admitted.rid if movable else ""
 
-    def carrying(self, flight: Flight, at: str, load: Load, *, named: bool) -> AbstractContextManager[Leg]:
+    def carrying(self, flight: Flight, at: str, load: Load, *, named: bool) -> Leg:
         """An instance answers a request while the block runs; one that was told its name can be moved."""
-        leg = Leg(flight, at, flight.admitted.rid, load)
-        return self._movable(leg, at) if named else nullcontext(leg)
+        return Leg(flight, at, flight.admitted.rid, load, self if named else None)
 
-    @contextmanager
-    def _movable(self, leg: Leg, instance: str) -> Iterator[Leg]:
-        self._legs.setdefault(instance, set()).add(leg)
-        try:
-            yield leg
-        finally:
-            leg.over = True
-            for name in (instance, leg.instance, leg.taker):
-                self._drop(name, leg)
-            if leg.taken is not None:
-                _discard(leg.taken)
+    def begin(self, leg: Leg) -> None:
+        """It can be moved from now on."""
+        self._legs.setdefault(leg.began_at, set()).add(leg)
+
+    def end(self, leg: Leg) -> None:
+        """It cannot be any more."""
+        leg.over = True
+        for name in (leg.began_at, leg.instance, leg.taker):
+            self._drop(name, leg)
+        if leg.taken is not None:
+            _discard(leg.taken)
 
     def _drop(self, name: str, leg: Leg) -> None:
         legs = self._legs.get(name)

@@ -24,16 +24,18 @@ from sglang_ext.cost_model import Passes
 from sglang_ext.errors import InternalError
 
 
-@dataclass(slots=True, eq=False)
 class Entry:
     """One prompt on its way. Only ``QueueEstimate`` writes it."""
 
-    new: int
-    context: int
-    streams: bool
-    arrived: float
-    began: float | None = None
-    """When the group in which it is computed began."""
+    __slots__ = ("arrived", "began", "context", "new", "streams")
+
+    def __init__(self, new: int, context: int, streams: bool, arrived: float) -> None:
+        self.new = new
+        self.context = context
+        self.streams = streams
+        self.arrived = arrived
+        self.began: float | None = None
+        """When the group in which it is computed began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,22 +147,6 @@ class Line:
             raise InternalError(f"{there} tickets in the line, {self._waiting} counted")
 
 
-class Place:
-    """See ``Admission.place``. A class, because a generator costs every request more."""
-
-    __slots__ = ("_admission", "_request")
-
-    def __init__(self, admission: Admission, request: Waiting) -> None:
-        self._admission = admission
-        self._request = request
-
-    async def __aenter__(self) -> float:
-        return await self._admission.enter(self._request)
-
-    async def __aexit__(self, *error: object) -> None:
-        self._admission.leave()
-
-
 class Admission:
     """Lets requests through while there are places.
 
@@ -201,13 +185,12 @@ class Admission:
 
         metrics.refreshing.subscribe(refresh)
 
-    def place(self, request: Waiting) -> Place:
-        """Hold a place while the block runs; gives the seconds that were waited for it.
-
-        Raises:
-            QueueFull, QueueTimeout: there is none.
-        """
-        return Place(self, request)
+    def enter(self) -> bool:
+        """Take a place if there is one and nobody waits; whoever has one calls ``leave``."""
+        if len(self.line) or self.admitted >= self._capacity():
+            return False
+        self.admitted += 1
+        return True
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -219,21 +202,18 @@ class Admission:
         finally:
             self.leave()
 
-    async def enter(self, request: Waiting) -> float:
-        """See ``place``; whoever enters leaves."""
-        if len(self.line) or self.admitted >= self._capacity():
-            return await self._wait(request)
-        self.admitted += 1
-        return 0.0
-
     def leave(self) -> None:
         """Give a place back."""
         self.admitted -= 1
         if len(self.line):
             self._grant()
 
-    async def _wait(self, request: Waiting) -> float:
-        """Returns with a place taken."""
+    async def wait(self, request: Waiting) -> float:
+        """Stand in line for a place; returns the seconds that took, with the place taken.
+
+        Raises:
+            QueueFull, QueueTimeout: there is none.
+        """
         since = self._clock.monotonic()
         ticket, displaced = self.line.join(request)
         ticket.wake = asyncio.get_running_loop().create_future()

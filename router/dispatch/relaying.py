@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
@@ -31,7 +32,8 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import splice
 from sglang_ext.router.tenancy.tenants import Meter
-from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.router.tokens.tokenizing import TokenizerService
 from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.relaying")
@@ -93,7 +95,7 @@ class Relay:
         self._on_learnt = on_learnt
         self._explains = explains
 
-    async def attempt(self, flight: Flight, decision: Decision) -> None:
+    def attempt(self, flight: Flight, decision: Decision) -> Coroutine[Any, Any, None]:
         """Send a request to the chosen instance, and its answer to the client.
 
         Raises:
@@ -104,8 +106,11 @@ class Relay:
         record.instance = decision.decode or decision.instance
         record.prefill_instance = None if decision.decode is None else decision.instance
         if decision.decode is None:
-            await self._answer(flight, decision, decision.instance, flight.sent.body)
-            return
+            return self._answer(flight, decision, decision.instance, flight.sent.body)
+        return self._pair(flight, decision, decision.decode)
+
+    async def _pair(self, flight: Flight, decision: Decision, decode: str) -> None:
+        """As ``attempt``, with an instance that prefills and one that decodes."""
         facts = self._fleet.rows[decision.instance].facts
         meeting = meeting_point(decision.instance, facts)
         flight.take_fields()
@@ -115,9 +120,9 @@ class Relay:
             lambda: not flight.responder.started,
         ):
             try:
-                await self._answer(flight, decision, decision.decode, body)
+                await self._answer(flight, decision, decode, body)
             except (ConnectFailed, ConnectionLost):
-                flight.failed = decision.decode
+                flight.failed = decode
                 raise
 
     async def _prefill(self, flight: Flight, decision: Decision, body: bytes) -> None:
@@ -142,10 +147,6 @@ class Relay:
                 f"{decision.instance}, which prefills, refused the request: {text}", status=status
             )
 
-    async def _opened(self, flight: Flight, instance: str, body: bytes, load: Load) -> UpstreamResponse:
-        with load.until_lost():
-            return await self._forwarding.open(flight, instance, body)
-
     async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - decision.matched)
@@ -165,10 +166,15 @@ class Relay:
             sending as first_byte,
             self._mover.carrying(flight, instance, load, named=bool(name)) as leg,
         ):
-            opening = self._opened(flight, instance, body, load)
+            goes_on = False
             while True:
                 try:
-                    response = await opening
+                    if goes_on:
+                        # Nothing was sent to the client: the other answer is as good from its beginning.
+                        response = await leg.take_over(self._fleet)
+                    else:
+                        with load.until_lost():
+                            response = await self._forwarding.open(flight, instance, body)
                     try:
                         is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                         if response.status == 200 and is_stream:
@@ -179,15 +185,16 @@ class Relay:
                     finally:
                         response.close()
                 except GoesOnElsewhere:
-                    # Nothing was sent to the client: the other answer is as good from its beginning.
-                    opening = leg.take_over(self._fleet)
+                    goes_on = True
 
     async def _whole(
         self, flight: Flight, decision: Decision, response: UpstreamResponse, load: Load
     ) -> None:
         """Pass on an answer in one piece; until it is complete, another instance can be tried."""
-        with load.until_lost():
-            body = await response.read()
+        body = response.arrived()
+        if body is None:
+            with load.until_lost():
+                body = await response.read()
         if response.status >= 500 and decision.decode is not None:
             raise HalfFailed(decision.decode, "decodes", response.status, body)
         load.answered()

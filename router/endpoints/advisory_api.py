@@ -16,8 +16,9 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.documents import DOCUMENT_IDS, hinting_dialect
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event
-from sglang_ext.router.api.validation import Json, Limits, check_length, parse_json_object
+from sglang_ext.router.api.validation import Json, check_length, parse_json_object
 from sglang_ext.router.dispatch.advisory_book import Verdict
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.hint import ENDED, Entry, Hint, State
@@ -28,7 +29,8 @@ from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.hints.hints_elsewhere import Copy
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.admit import AdmittedHint, admit_hint
+from sglang_ext.router.tenancy.admit import admit_hint
+from sglang_ext.router.tenancy.admitted import AdmittedHint
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.tasks import Tasks
 from sglang_ext.tiers import all_tiers

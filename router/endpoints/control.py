@@ -10,9 +10,9 @@ from typing import Any
 
 from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import (
     Json,
-    Limits,
     check_ids,
     check_strings,
     parse_json_object,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -27,7 +27,8 @@ from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
 from sglang_ext.router.api.documents import DOCUMENT_IDS
-from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, Limits, check_length, parse_json_object
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
 from sglang_ext.router.dispatch.flight import Flight, Flights, Homes
@@ -42,8 +43,10 @@ from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request,
 from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.admit import Admitted, Rules, admit
-from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+from sglang_ext.router.tenancy.admit import admit
+from sglang_ext.router.tenancy.admitted import Admitted, Rules
+from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.router.tokens.tokenizing import TokenizerService
 
 _ids = random.Random()
 """Of request ids: they need to be different, not secret, and asking the system for each is slow."""
@@ -155,7 +158,8 @@ class Generation:
     async def _serve(
         self, dialect: Dialect, request: Request, responder: Responder, record: Record, start: float
     ) -> None:
-        payload = await self._parsed(request.body)
+        large = len(request.body) > LARGE_JSON_BYTES
+        payload = await self._parsed(request.body) if large else parse_json_object(request.body)
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
@@ -172,14 +176,15 @@ class Generation:
         )
         del payload  # several times as large as the body, and the answer may take long
         record.priority, record.stream = admitted.priority, admitted.job.stream
-        parsed = self._stage(record, "parse", start)
+        parsed = self._clock.monotonic()
+        record.stages["parse"] = parsed - start
         prompts = await self._tokenizers.encode(
             admitted.job, completion_template=model.chat.completion_template is not None
         )
         _check_lengths(admitted, prompts, limits, record)
-        units = sum(encoded.units for encoded in prompts)
+        units = sum([encoded.units for encoded in prompts])
         flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
-        self._stage(record, "tokenize", parsed)
+        record.stages["tokenize"] = self._clock.monotonic() - parsed
         if record.documents is not None:
             self._documents.note(record, prompts)
         if admitted.hints:
@@ -188,27 +193,23 @@ class Generation:
         self._stories.add(story)
         with self._flights.carrying(flight):
             try:
-                waiting = Waiting(record.priority, units, record.caller.tenant, record.stream)
-                async with self._admission.place(waiting) as waited:
-                    record.queued_s = waited
+                if not self._admission.enter():
+                    waiting = Waiting(record.priority, units, record.caller.tenant, record.stream)
+                    record.queued_s = await self._admission.wait(waiting)
+                try:
                     await self._attempts(flight, story)
+                finally:
+                    self._admission.leave()
             except QueueFull as error:
                 raise _no_room(str(error), "queue_full") from error
             except QueueTimeout as error:
                 raise _no_room(str(error), "queue_timeout") from error
 
     async def _parsed(self, body: bytes) -> Json:
-        if len(body) <= LARGE_JSON_BYTES:
-            return parse_json_object(body)
         # Nothing else runs while JSON is parsed, in no thread: between two large bodies others get a turn.
         async with self._parsing:
             await asyncio.sleep(0)
             return parse_json_object(body)
-
-    def _stage(self, record: Record, stage: str, since: float) -> float:
-        now = self._clock.monotonic()
-        record.stages[stage] = record.stages.get(stage, 0.0) + now - since
-        return now
 
     # -- attempts ---------------------------------------------------------------------------------
 
@@ -264,7 +265,8 @@ class Generation:
         else:
             home = self._homes.find(flight.record.caller.scope, previous)
             chosen = None if home in excluded else self._chooser.pinned(flight, home, excluded)
-        self._stage(flight.record, "route", start)
+        stages = flight.record.stages
+        stages["route"] = stages.get("route", 0.0) + self._clock.monotonic() - start
         return chosen
 
 
@@ -272,8 +274,8 @@ def generation_routes(generation: Generation) -> Iterator[Route]:
     """The generation endpoints."""
 
     def handler(dialect: Dialect) -> Handler:
-        async def handle(request: Request, responder: Responder, record: Record) -> None:
-            await generation.serve(dialect, request, responder, record)
+        def handle(request: Request, responder: Responder, record: Record) -> Awaitable[None]:
+            return generation.serve(dialect, request, responder, record)
 
         return handle
 
@@ -289,7 +291,8 @@ def _check_lengths(admitted: Admitted, prompts: Sequence[Encoded], limits: Limit
             known = False
             continue
         total += encoded.tokens
-        check_length(encoded.tokens, prompt.max_new_tokens, limits, admitted.dialect.field_of(job, index))
+        if not fits(encoded.tokens, prompt.max_new_tokens, limits):
+            check_length(encoded.tokens, prompt.max_new_tokens, limits, admitted.dialect.field_of(job, index))
     record.prompt_tokens = total if known else None
 
 
@@ -305,4 +308,4 @@ def _no_room(why: str, code: str) -> RequestRefused:
 
 def new_request_id() -> str:
     """A request id for clients that send none."""
-    return f"{_ids.getrandbits(128):032x}"
+    return _ids.getrandbits(128).to_bytes(16, "big").hex()

@@ -66,25 +66,25 @@ class RouteTable:
                 return route
         return None
 
-    def find(self, request: Request) -> Route:
-        """The endpoint of a request.
-
-        Raises:
-            RequestRefused: 404 or 405.
-        """
-        route = self.get(request.path)
-        if route is None:
-            raise RequestRefused(f"there is no {request.path[:200]} here", status=404, code="not_found")
-        if request.method not in route.methods:
-            allowed = ", ".join(sorted(route.methods))
-            raise RequestRefused(
-                f"{request.path} takes {allowed}, not {request.method}",
-                status=405,
-                code="method_not_allowed",
-                headers={"allow": allowed},
-            )
-        return route
-
     def __iter__(self) -> Iterator[Route]:
         yield from self._exact.values()
         yield from self._prefixes
+
+
+def found(route: Route | None, request: Request) -> Route:
+    """The endpoint of a request, if it is there and takes the method.
+
+    Raises:
+        RequestRefused: 404 or 405.
+    """
+    if route is None:
+        raise RequestRefused(f"there is no {request.path[:200]} here", status=404, code="not_found")
+    if request.method not in route.methods:
+        allowed = ", ".join(sorted(route.methods))
+        raise RequestRefused(
+            f"{request.path} takes {allowed}, not {request.method}",
+            status=405,
+            code="method_not_allowed",
+            headers={"allow": allowed},
+        )
+    return route

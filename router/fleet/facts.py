@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
-from sglang_ext.router.api.validation import Limits
+from sglang_ext.router.api.limits import Limits
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's, for servers that do not tell."""

@@ -24,7 +24,8 @@ from sglang_ext.router.fleet.instance_record import ROLES, InstanceRecord, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
-from sglang_ext.router.policies.base import Role, all_colocated
+from sglang_ext.router.policies.base import Role
+from sglang_ext.router.policies.questions import all_colocated
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.signals import Signal
 

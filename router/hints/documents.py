@@ -42,7 +42,8 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import DocumentNote, Record
 from sglang_ext.router.tenancy.admit import with_salt
 from sglang_ext.router.tenancy.tenants import Caller
-from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.router.tokens.tokenizing import TokenizerService
 from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.documents")

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from itertools import chain
 from urllib.parse import unquote
 
 from sglang_ext.errors import InternalError
 from sglang_ext.router.http.types import JSON_TYPE, RequestRefused
 
-REASONS: Mapping[int, str] = {status.value: status.phrase for status in HTTPStatus}
+REASONS: dict[int, str] = {status.value: status.phrase for status in HTTPStatus}
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -30,6 +29,10 @@ _WITHOUT_BODY = frozenset({204, 304})
 _NAMES: dict[bytes, str] = {}
 """Header names as clients write them -> lower case. Bounded; most requests use the same few."""
 _MAX_NAMES = 1024
+_TARGETS: dict[bytes, tuple[str, str]] = {}
+"""Targets as clients write them -> what they say. Bounded as well."""
+_MAX_TARGETS = 256
+_MAX_TARGET_BYTES = 256
 
 
 def header_name(raw: bytes) -> str:
@@ -108,6 +111,17 @@ def decoded_path(target: str) -> str:
     return unquote(path) if "%" in path else path
 
 
+def target_and_path(raw: bytes) -> tuple[str, str]:
+    """The target of a request line in origin form, and its path, decoded."""
+    found = _TARGETS.get(raw)
+    if found is None:
+        target = origin_form(raw.decode("latin-1"))
+        found = target, decoded_path(target)
+        if len(_TARGETS) < _MAX_TARGETS and len(raw) <= _MAX_TARGET_BYTES:
+            _TARGETS[raw] = found
+    return found
+
+
 def drop_named(headers: dict[str, str]) -> None:
     """Take out the headers that ``Connection`` names: they were for this connection only."""
     for token in headers.get("connection", "").split(","):
@@ -174,13 +188,13 @@ def request_head(method: str, target: str, host: str, headers: Mapping[str, str]
 
 
 def _lines(headers: Mapping[str, str]) -> str:
-    """Headers as lines, without a loop: every message has some."""
-    return "%s: %s\r\n" * len(headers) % (*chain.from_iterable(headers.items()),)
+    """Headers as lines."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
 
 
 def _head(text: str, lines: int) -> bytes:
     """A head of so many lines."""
     # A line break in a value would be a header, or an answer, of somebody else's making.
-    if not text.count("\r\n") == text.count("\n") == text.count("\r") == lines or "\0" in text:
+    if text.count("\n") != lines or text.count("\r") != lines or "\0" in text:
         raise InternalError(f"a header with a line break: {text!r}")
     return (text + "\r\n").encode("latin-1", "replace")

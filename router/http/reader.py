@@ -17,11 +17,10 @@ from sglang_ext.router.http.body import BodyBudget, BodyBuffer, overfull
 from sglang_ext.router.http.messages import (
     add_header,
     check_head,
-    decoded_path,
     drop_named,
     header_name,
-    origin_form,
     refusal,
+    target_and_path,
     too_large,
 )
 from sglang_ext.router.http.types import Request, RequestRefused
@@ -254,10 +253,10 @@ class RequestReader:
         self.phase = Phase.IDLE if self._keep else Phase.DEAF
 
     def _request(self, body: bytes) -> Request:
-        target = origin_form(self._target.decode("latin-1"))
+        target, path = target_and_path(self._target)
         # HEAD is GET whose body stays here, which who answers need not know.
         method = "GET" if self._method == "HEAD" else self._method
-        return Request(method, decoded_path(target), target, self._headers, body)
+        return Request(method, path, target, self._headers, body)
 
     def _after_upgrade(self, rest: memoryview) -> None:
         """Go on after a head that offers another protocol, which the parser took for an accepted offer,

@@ -66,7 +66,8 @@ class HttpResponder(Responder):
         else:
             transport.write(head)
             transport.write(body)
-        await self._drained()
+        if self._connection.drain is not None:
+            await self._drained()
 
     async def start(self, status: int, headers: Mapping[str, str], data: bytes = b"") -> None:
         self._begin(headers)
@@ -98,7 +99,8 @@ class HttpResponder(Responder):
         self.finished = True
         if self._has_body and self._chunks:
             self._connection.transport.write(LAST_CHUNK)
-        await self._drained()
+        if self._connection.drain is not None:
+            await self._drained()
 
     def cut(self) -> None:
         self._connection.transport.abort()

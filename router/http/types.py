@@ -99,6 +99,9 @@ class UpstreamResponse(Protocol):
             ConnectionLost: the worker went away before the end.
         """
 
+    def arrived(self) -> bytes | None:
+        """The whole body, if all of it is there and none of it was read."""
+
     async def read(self) -> bytes:
         """The whole body; raises as ``piece`` does."""
 

@@ -84,7 +84,9 @@ class HttpUpstream(Upstream):
                 connection.send(head, body, head_only=method == "HEAD")
                 if timeout_s is not None:
                     pool.deadlines.set(response, started + timeout_s, timeout_s)
-                await response.begin()
+                while not connection.answering:
+                    await connection.arrival()
+                response.begin()
                 return response
             except ConnectionLost:
                 response.close()
@@ -285,11 +287,9 @@ class _Response(UpstreamResponse):
         self.status = 0
         self.headers: Mapping[str, str] = {}
 
-    async def begin(self) -> None:
-        """Wait for the head."""
+    def begin(self) -> None:
+        """The head has come."""
         connection = self._open()
-        while not connection.answering:
-            await connection.arrival()
         self.status, self.headers = connection.status, connection.headers
 
     def expire(self, timeout_s: float) -> None:
@@ -309,6 +309,10 @@ class _Response(UpstreamResponse):
         while not (data := connection.take()) and not connection.complete:
             await connection.arrival()
         return data
+
+    def arrived(self) -> bytes | None:
+        connection = self._open()
+        return connection.take() if connection.complete else None
 
     async def read(self) -> bytes:
         connection = self._open()

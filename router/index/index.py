@@ -302,7 +302,8 @@ class Index(PromptTrees):
         return self.tokens_of(name), self.trusted(name), self.awaited(name)
 
     def retold(self) -> set[str]:
-        return super().retold().union(self._stock, self._awaited)
+        found = super().retold()
+        return found.union(self._stock, self._awaited) if self._stock or self._awaited else found
 
     def trusted(self, name: str) -> bool:
         """Whether what is known of an instance is believed, and is all: its cache attracts only then, or for

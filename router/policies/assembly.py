@@ -26,6 +26,8 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
     Role,
+)
+from sglang_ext.router.policies.questions import (
     all_colocated,
     all_trusted,
     beginners,
@@ -92,6 +94,8 @@ def assembled(rule: Policy) -> Policy:
         reason = for_want_of(decision.reason, candidates)
         if reason is not decision.reason:
             decision = msgspec.structs.replace(decision, reason=reason)
+        if candidates is fleet:  # whoever begins with it answers it
+            return decision
         return with_decode(decision, prompt, fleet, known, costs, options)
 
     policy.__doc__ = rule.__doc__

@@ -39,11 +39,9 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
     Role,
-    beginners,
-    for_want_of,
-    load_of,
 )
 from sglang_ext.router.policies.prompt_tree import NOTHING, prompt_tree
+from sglang_ext.router.policies.questions import beginners, for_want_of, load_of
 from sglang_ext.router.policies.spans import alone_s, best_plan
 
 

@@ -36,8 +36,8 @@ from sglang_ext.router.policies.base import (
     PolicyOptions,
     Prompt,
     Reason,
-    load_of,
 )
+from sglang_ext.router.policies.questions import load_of
 
 NOTHING = Match(0)
 _NAME = attrgetter("name")
@@ -73,9 +73,13 @@ def _holders(
     """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does."""
     if not matches:
         return (), Reason.NO_PREFIX
-    names = dict(zip(map(_NAME, candidates), candidates, strict=True))
-    held = [(names[name], match) for name, match in matches.items() if name in names]
-    longest = max([match.tokens for _, match in held], default=0)
+    held: list[tuple[Instance, Match]] = []
+    longest = 0
+    for instance in candidates:
+        match = matches.get(instance.name)
+        if match is not None:
+            held.append((instance, match))
+            longest = max(longest, match.tokens)
     if longest <= 0:
         return (), Reason.NO_PREFIX
     if longest <= options.tie_tokens:

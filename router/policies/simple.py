@@ -18,9 +18,8 @@ from sglang_ext.router.policies.base import (
     PolicyOptions,
     Prompt,
     Reason,
-    load_of,
-    matched_tokens,
 )
+from sglang_ext.router.policies.questions import load_of, matched_tokens
 
 
 def session(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:

@@ -75,6 +75,7 @@ class RouterMetrics:
         self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()
         self._ends: dict[tuple[str, int], tuple[LocalCounter, LocalHistogram, LocalHistogram]] = {}
         """(endpoint, status) -> what each request that ends so is counted in."""
+        self._stages: dict[str, LocalHistogram] = {}
         self.refreshing: Signal[[]] = Signal()
         """Called before the metrics are shown, for gauges to be brought up to date by their owners."""
 
@@ -115,7 +116,10 @@ class RouterMetrics:
         if record.first_byte is not None:
             first_byte.add(record.first_byte - record.started)
         for stage, seconds in record.stages.items():
-            self.stage.of(stage).add(seconds)
+            spread = self._stages.get(stage)
+            if spread is None:
+                spread = self._stages[stage] = self.stage.of(stage)
+            spread.add(seconds)
         if record.status == CLIENT_GONE:
             self.disconnects.inc()
         if record.caller.tenant is not None and record.stages:

@@ -14,11 +14,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from sglang_ext.router.api.dialect import Dialect, Translation
-from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
 from sglang_ext.router.api.job import Job
-from sglang_ext.router.api.validation import Json, Limits, take_int
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.validation import Json, take_int
 from sglang_ext.router.http.types import Request, RequestRefused
+from sglang_ext.router.tenancy.admitted import Admitted, AdmittedHint, Rules, Sent
 from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, plain, unjudged
 from sglang_ext.router.tenancy.tenants import Caller
 
@@ -30,62 +32,6 @@ SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 DEFAULT_MODEL = "default"
 MAX_SESSION_CHARS = 512
 """Of a session's name; a longer one is cut: it is a key, and its length is the client's choice."""
-
-
-class Rules(msgspec.Struct, frozen=True):
-    """What the router was told about requests: fields of ``RouterConfig``."""
-
-    cache_details: bool = True
-    session_header: str = ""
-    session_field: str = ""
-    session_cookie: str = ""
-    """Where a request names its session: the first of these that does. An empty name is not looked for."""
-
-
-class Sent(msgspec.Struct, frozen=True):
-    """What a worker is sent for a request."""
-
-    body: bytes
-    """As it came, unless something had to be put in or left out."""
-    target: str
-    """Path and query at the worker."""
-    dialect: Dialect
-    """Of the body, and of the worker's answer."""
-    translation: Translation | None = None
-    """Turns the worker's answer into the client's dialect, where that is another one."""
-
-
-class Admitted(msgspec.Struct, frozen=True):
-    """A generation request that may be served, with all that was decided of it before its prompt is known."""
-
-    dialect: Dialect
-    """In which the client asks, and is answered."""
-    job: Job
-    """With the tenant's salt in the namespace of every prompt."""
-    sent: Sent
-    priority: int = 0
-    session: str | None = None
-    """Its session, under a name that no other tenant's has."""
-    rid: str = ""
-    """What a worker is to call the request, so that it can be spoken of; empty for a batch."""
-    rids: tuple[str, ...] = ()
-    """What the client calls it at the worker."""
-    tells_cached: bool = False
-    """The worker was asked what it found cached; an answer that says nothing of it found nothing."""
-    hides_usage: bool = False
-    """It was the router that asked; the client's stream must not show it."""
-    hints: tuple[Json, ...] = ()
-    """Bodies of advisory requests that it carries beside itself, not checked yet."""
-    in_place: bool = False
-    """The model sees system messages in the midst of a conversation."""
-
-
-class AdmittedHint(msgspec.Struct, frozen=True):
-    """An advisory request that may be taken."""
-
-    advisory: Advisory
-    """With the tenant's salt in the namespace of its prompt."""
-    priority: int
 
 
 def admit(
@@ -272,6 +218,8 @@ def session_of(headers: Mapping[str, str], payload: Json, rules: Rules) -> str |
 def rids_of(payload: Json) -> tuple[str, ...]:
     """What the client calls the request at the worker."""
     value = payload.get("rid")
+    if value is None:
+        return ()
     items = value if isinstance(value, list) else [value]
     return tuple(item for item in items if isinstance(item, str) and item)
 

@@ -146,6 +146,8 @@ class Segmenter:
         self._piece = piece
         self._cache = cache
         self._borders: re.Pattern[str] | None = None
+        self._firsts = sorted({token[0] for token in special})
+        """How they begin: a text without any of these has none, which is seen much sooner."""
         if special:
             # Longest first: where two special tokens start alike, a tokenizer takes the longer one.
             ordered = sorted(special, key=len, reverse=True)
@@ -196,7 +198,9 @@ class Segmenter:
 
     def _cut(self, text: str) -> list[str]:
         """``text`` in pieces. All but the first start with a special token, or where a long one is cut."""
-        starts = [] if self._borders is None else [match.start() for match in self._borders.finditer(text)]
+        starts: list[int] = []
+        if self._borders is not None and any(map(text.__contains__, self._firsts)):
+            starts = [match.start() for match in self._borders.finditer(text)]
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
         if self._places is not None and len(text) > self._piece:

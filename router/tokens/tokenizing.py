@@ -20,8 +20,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.router.api.job import Chat, Job, PromptInput
@@ -29,6 +27,7 @@ from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tokens.chat_template import CannotRender, text_of
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache, TooMuchNew
 from sglang_ext.router.tokens.tokenizer_check import ServerTokenizer, Trust, compare
@@ -58,20 +57,6 @@ class Fallback(enum.StrEnum):
     """The comparison with a worker's tokens failed, or is still to be made."""
     REQUEST = "request"
     """The request uses something that is not rendered here."""
-
-
-class Encoded(msgspec.Struct, frozen=True):
-    """A prompt as the trees know it."""
-
-    namespace: tuple[str | None, ...]
-    key: bytes
-    tokens: int | None
-    """Its length; ``None`` when ``key`` is text."""
-
-    @property
-    def units(self) -> int:
-        """Length in the unit of matches: tokens, or 4 bytes of text."""
-        return len(self.key) // TOKEN_BYTES
 
 
 class TokenizerService:

@@ -29,15 +29,17 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.protocol.cluster import ChangeRole, Drain, Registration, decode
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import check_conversation
-from sglang_ext.router.api.validation import Limits, parse_json_object
+from sglang_ext.router.api.validation import parse_json_object
 from sglang_ext.router.cluster.roster import decode_member
 from sglang_ext.router.http.body import BodyBudget, unpack
 from sglang_ext.router.http.reader import RequestReader
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
-from sglang_ext.router.tenancy.admit import Rules, admit, admit_hint
+from sglang_ext.router.tenancy.admit import admit, admit_hint
+from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.router.tenancy.request_fields import FIELDS, SAMPLING, Who
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.testing.fakes import FakeClock

@@ -31,7 +31,7 @@ from sglang_ext.radix_global import Holder
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.tiers import Tier
 

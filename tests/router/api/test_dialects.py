@@ -9,12 +9,12 @@ import pytest
 
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.messages_as_chat import MessageAnswer, to_chat
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.responses import to_chat as response_to_chat
 from sglang_ext.router.api.usage import StreamReader, read_answer
-from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(1000, 4096)

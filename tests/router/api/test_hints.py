@@ -9,9 +9,9 @@ import pytest
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
-from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.hints.session_memory import ENTRY_BYTES, SessionMemory
 from sglang_ext.router.http.types import RequestRefused
 

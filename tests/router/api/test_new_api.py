@@ -13,11 +13,13 @@ from aiohttp import web
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, fields, register
-from sglang_ext.router.api.job import Job, PromptInput, namespaces
+from sglang_ext.router.api.job import Job, PromptInput
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.openapi import description
+from sglang_ext.router.api.prompts import namespaces
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.usage import Usage, count
-from sglang_ext.router.api.validation import Json, Limits, check_fields, kinds
+from sglang_ext.router.api.validation import Json, check_fields, kinds
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.testing.servers.worker_dialects import headers_of
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
@@ -231,8 +233,8 @@ def test_one_path_has_one_api(questions: Dialect) -> None:
 
 API = "sglang_ext.router.api."
 GENERAL = {
-    "dialect", "documents", "hints", "json_schema", "openapi", "sse", "stream_splice", "usage", "job",
-    "validation",
+    "dialect", "documents", "hints", "json_schema", "limits", "openapi", "prompts", "sse",
+    "stream_splice", "usage", "job", "validation",
 }  # fmt: skip
 """Modules of `router/api` that every API uses; each other one belongs to an API."""
 ASKED_OF_SERVERS = {("fleet/worker.py", "/generate")}

@@ -10,13 +10,8 @@ import pytest
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.generate import GENERATE
-from sglang_ext.router.api.validation import (
-    MAX_CONTAINERS,
-    MAX_VALUES,
-    Limits,
-    check_length,
-    parse_json_object,
-)
+from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.validation import MAX_CONTAINERS, MAX_VALUES, check_length, parse_json_object
 from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(vocab_size=100, context_length=50)

@@ -15,7 +15,8 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.http.types import ConnectFailed, RequestTimeout
 from sglang_ext.router.policies import POLICIES, Instance, Match, Prompt, Reason
-from sglang_ext.router.tenancy.admit import MAX_SESSION_CHARS, Rules, session_of
+from sglang_ext.router.tenancy.admit import MAX_SESSION_CHARS, session_of
+from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.workers import Gate
 

@@ -29,7 +29,7 @@ from sglang_ext.router.policies.base import Fetch
 from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
 from sglang_ext.router.telemetry.observability import RouterMetrics
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
 

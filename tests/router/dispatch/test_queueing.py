@@ -81,10 +81,15 @@ class Rig:
         done = asyncio.Event()
 
         async def run() -> float:
-            async with self.admission.place(Waiting(priority)) as waited:
+            waited = 0.0
+            if not self.admission.enter():
+                waited = await self.admission.wait(Waiting(priority))
+            try:
                 self.order.append(name)
                 await done.wait()
                 return waited
+            finally:
+                self.admission.leave()
 
         return asyncio.create_task(run()), done
 

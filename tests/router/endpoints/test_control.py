@@ -13,7 +13,7 @@ from sglang_ext.router.index.history import Departure
 from sglang_ext.router.policies import Match
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.tenants import Caller
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.testing.servers.workers import Gate
 
 BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}

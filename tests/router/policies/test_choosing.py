@@ -21,7 +21,7 @@ from sglang_ext.router.policies import (
     policy_named,
 )
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote, SpanNote
-from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.router.tokens.encoded import Encoded
 
 pytestmark = pytest.mark.skipif(
     is_compiled(choosing), reason="has stand-ins for parts, which compiled code does not take for them"

@@ -11,12 +11,13 @@ from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
-from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import Request, RequestRefused
-from sglang_ext.router.tenancy.admit import Admitted, Rules, admit, admit_hint
+from sglang_ext.router.tenancy.admit import admit, admit_hint
+from sglang_ext.router.tenancy.admitted import Admitted, Rules
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 
 LIMITS = Limits(1000, 4096, served_name="tiny")

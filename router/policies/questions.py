@@ -1,0 +1,77 @@
+"""What is asked of a fleet and of matches: by policies, and by what is around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from sglang_ext.router.policies.base import Fleet, Instance, Matches, Reason, Role
+
+_ROLE = attrgetter("role")
+_TRUSTED = attrgetter("trusted")
+_AWAITED = attrgetter("awaited")
+
+UNDECIDED = frozenset({Reason.NO_PREFIX, Reason.SHORT_PREFIX})
+"""Reasons that say that what is cached did not decide."""
+
+
+# A fleet may have a thousand instances, so that what is asked of all of them for each request is asked in C.
+
+
+def all_colocated(fleet: Fleet) -> bool:
+    """Whether every instance does all of a request."""
+    return list(map(_ROLE, fleet)).count(Role.COLOCATED) == len(fleet)
+
+
+def all_trusted(fleet: Fleet) -> bool:
+    """Whether the index of every instance is believed."""
+    return all(map(_TRUSTED, fleet))
+
+
+def any_awaited(fleet: Fleet) -> bool:
+    """Whether more is to come of what any of them holds."""
+    return any(map(_AWAITED, fleet))
+
+
+def named(fleet: Fleet, name: str) -> Instance | None:
+    """The instance of that name."""
+    for instance in fleet:
+        if instance.name == name:
+            return instance
+    return None
+
+
+def beginners(fleet: Fleet) -> Fleet:
+    """The instances that a request can be sent to first: those that do everything, and, where some decode,
+    those that prefill. Empty when the fleet cannot answer any request."""
+    if all_colocated(fleet):
+        return fleet
+    decodes = any(instance.role is Role.DECODE for instance in fleet)
+    return tuple(
+        instance
+        for instance in fleet
+        if instance.role is Role.COLOCATED or (decodes and instance.role is Role.PREFILL)
+    )
+
+
+load_of: Callable[[Instance], tuple[int, int, int, int, str]] = attrgetter(
+    "in_flight", "queued_tokens", "cached_tokens", "last_picked", "name"
+)
+"""Sort key: least loaded first; among equals, who caches least, then who was not chosen for longest.
+
+The size of what is cached spreads new conversations over the memory of an idle fleet.
+"""
+
+
+def for_want_of(reason: Reason, candidates: Fleet) -> Reason:
+    """The reason of a decision that what is cached did not make: nobody holds enough, or it is not known who
+    does."""
+    if reason in UNDECIDED and any_awaited(candidates):
+        return Reason.INDEX_AWAITED
+    return Reason.UNTRUSTED if reason is Reason.NO_PREFIX and not all_trusted(candidates) else reason
+
+
+def matched_tokens(matches: Matches, name: str) -> int:
+    """Leading tokens that an instance holds."""
+    match = matches.get(name)
+    return 0 if match is None else match.tokens

@@ -1,0 +1,21 @@
+"""A prompt as the indexes know it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_ext.keys import TOKEN_BYTES
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """A prompt as the trees know it."""
+
+    namespace: tuple[str | None, ...]
+    key: bytes
+    tokens: int | None
+    """Its length; ``None`` when ``key`` is text."""
+
+    @property
+    def units(self) -> int:
+        """Length in the unit of matches: tokens, or 4 bytes of text."""
+        return len(self.key) // TOKEN_BYTES
