@@ -28,7 +28,7 @@ MODULES = (
     "dispatch/queue_estimate", "dispatch/queueing", "dispatch/relaying", "dispatch/retry_budget",
     "fleet/fleet", "fleet/instance_record", "telemetry/local_metrics", "telemetry/observability",
     "tenancy/admit", "tenancy/request_fields", "api/generate", "api/prompts", "api/sse",
-    "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments", "tokens/tokenizing",
+    "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments",
     "endpoints/generation", "endpoints/routes", "app/service",
 )  # fmt: skip
 """What a request spends its time in. mypyc ignores what msgspec is told of a class (``frozen``, ``eq``), so

@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from compile_router import MODULES, ROOT, compile_into, obstacle
 
-FOLDERS = ("http", "index", "policies", "dispatch", "fleet", "telemetry", "tenancy", "api", "tokens", "app")
+FOLDERS = (
+    "http", "index", "policies", "dispatch", "fleet", "telemetry", "tenancy", "api", "tokens", "app",
+    "endpoints",
+)  # fmt: skip
 """Of the tests of the router."""
 
 

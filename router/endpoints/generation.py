@@ -200,10 +200,10 @@ class Generation:
                     await self._attempts(flight, story)
                 finally:
                     self._admission.leave()
-            except QueueFull as error:
-                raise _no_room(str(error), "queue_full") from error
-            except QueueTimeout as error:
-                raise _no_room(str(error), "queue_timeout") from error
+            except QueueFull as full:
+                raise _no_room(str(full), "queue_full") from full
+            except QueueTimeout as late:
+                raise _no_room(str(late), "queue_timeout") from late
 
     async def _parsed(self, body: bytes) -> Json:
         # Nothing else runs while JSON is parsed, in no thread: between two large bodies others get a turn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -87,6 +88,26 @@ def test_it_can_be_switched_off(package: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_module_that_is_compiled_is_there() -> None:
     for name in script().MODULES:
         assert (ROOT / "router" / f"{name}.py").exists(), name
+
+
+def two_kinds(source: str) -> list[str]:
+    """Functions that give errors of two kinds one name: compiled, the second counts as one of the first."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            kinds: dict[str, set[str]] = {}
+            for node in ast.walk(function):
+                if isinstance(node, ast.ExceptHandler) and node.name and node.type:
+                    kinds.setdefault(node.name, set()).add(ast.unparse(node.type))
+            found += [function.name for kind in kinds.values() if len(kind) > 1]
+    return found
+
+
+def test_no_name_has_errors_of_two_kinds_in_what_is_compiled() -> None:
+    for name in script().MODULES:
+        assert two_kinds((ROOT / "router" / f"{name}.py").read_text()) == [], name
+    twin = "def f():\n try: g()\n except OSError as e: print(e)\n except ValueError as e: print(e)\n"
+    assert two_kinds(twin) == ["f"]
 
 
 @pytest.mark.long

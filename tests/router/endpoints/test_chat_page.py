@@ -12,6 +12,8 @@ import pytest
 from browser import Page, browser_page, find_browser
 
 from sglang_ext.protocol.agent import Advise, Advised, Beat, Fill, Withdraw
+from sglang_ext.router.index import index
+from sglang_ext.router.native import is_compiled
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 
@@ -118,6 +120,7 @@ async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
     assert "HBM" in await page.evaluate("document.getElementById('legend').textContent")
 
 
+@pytest.mark.skipif(is_compiled(index), reason="replaces a method, which compiled classes do not let")
 async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     page, start_worker, start_router, monkeypatch
 ) -> None:
