@@ -51,8 +51,8 @@ def test_eviction() -> None:
     for policy, gone in (("lru", "a"), ("eviction:least_frequently_used", "b")):
         tree = tree_of(policy, "a", "b")
         for _ in range(3):
-            tree.touch("n", key("a"))
-        tree.touch("n", key("b"))
+            tree.insert("n", key("a"), HBM, ["a"])
+        tree.insert("n", key("b"), HBM, ["b"])
         assert first_to_go(tree) == gone, policy
 
 

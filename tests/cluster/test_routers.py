@@ -35,8 +35,8 @@ class Pair:
         self.cluster, self.ports = cluster, ports
         self.url = cluster.parts[ROUTERS[0]].part.url
 
-    def router(self, name: str) -> psutil.Process:
-        return process_of(self.cluster.parts[name].process)
+    async def router(self, name: str) -> psutil.Process:
+        return psutil.Process(await process_of(self.cluster.parts[name].process))
 
     async def both_know_the_instance(self) -> None:
         for port in self.ports:
@@ -84,7 +84,7 @@ async def test_two_routers_on_one_port_are_killed_in_turn(tmp_path: Path) -> Non
         async with clients(pair.url + "/v1/models") as seen:
             for name, port in zip(ROUTERS, pair.ports, strict=True):
                 answered = seen["200"]
-                pair.router(name).kill()
+                (await pair.router(name)).kill()
                 await async_wait_for(lambda answered=answered: seen["200"] > answered + 20, "answers")
                 await async_wait_for(
                     lambda name=name: (
@@ -108,7 +108,7 @@ async def test_two_routers_on_one_port_are_killed_in_turn(tmp_path: Path) -> Non
 async def test_what_waits_at_the_port_when_a_router_is_killed_is_answered(tmp_path: Path) -> None:
     async with two_routers(tmp_path, restarts=1) as pair, httpx.AsyncClient(trust_env=False) as client:
         for name in ROUTERS:
-            pair.router(name).suspend()
+            (await pair.router(name)).suspend()
         waiting = [asyncio.create_task(outcome(pair.url + "/v1/models", client)) for _ in range(8)]
         port = int(pair.url.rpartition(":")[2])
         mine = psutil.Process()
@@ -116,8 +116,8 @@ async def test_what_waits_at_the_port_when_a_router_is_killed_is_answered(tmp_pa
             lambda: sum(bool(each.raddr) and each.raddr.port == port for each in mine.net_connections()) == 8,
             "the connections",
         )
-        pair.router(ROUTERS[0]).kill()
-        pair.router(ROUTERS[1]).resume()
+        (await pair.router(ROUTERS[0])).kill()
+        (await pair.router(ROUTERS[1])).resume()
         assert await asyncio.gather(*waiting) == ["200"] * 8
 
 

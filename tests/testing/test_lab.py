@@ -108,7 +108,8 @@ def test_hosts_reach_each_other_by_numbers_only(lab: Lab, family: int) -> None:
     """The name of the other means nothing; its addresses do, on each network."""
     for network in ("lan", "kv"):
         with Probe(lab["a"], lab["b"], network=network, family=family) as probe:
-            assert probe.took() is not None
+            # The first may be lost while hosts still look for each other.
+            assert any(probe.took() is not None for _ in range(5))
     look_up = f"import socket; print(socket.gethostbyname({lab['a'].hostname!r}))"
     assert lab["b"].run(sys.executable, "-I", "-S", "-c", look_up) == "127.0.1.1\n"
 
