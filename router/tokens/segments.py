@@ -159,7 +159,7 @@ class Segmenter:
 
     @property
     def by_segment(self) -> bool:
-        """Whether parts of a text are cached, rather than whole texts only."""
+        """Whether texts are cut at special tokens."""
         return self._borders is not None
 
     @property
