@@ -409,10 +409,16 @@ class Advisor:
     def tell_unanswered(self, name: str) -> None:
         """An instance is reached on a new channel: what it was told on the former one, or has answered there,
         may be lost. It does what it has done already at once."""
-        for entry in self.book.live():
-            end = self._kept[entry.id].ends.get(name)
-            if end is not None and end.busy:
-                self._tell(entry, name, end.spans)
+        now = self._clock.monotonic()
+        for id, kept in self._kept.items():
+            entry, end = self.book.find(id), kept.ends.get(name)
+            if entry is None or end is None:
+                continue
+            if entry.state not in ENDED:
+                if end.busy:
+                    self._tell(entry, name, end.spans)
+            elif end.told_until is not None and end.told_until > now:
+                self._links.send(name, Withdraw(id))  # else it would hold KV back until then
 
     # -- what becomes of them -----------------------------------------------------------------------
 

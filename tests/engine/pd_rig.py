@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +30,20 @@ LAYERS, HEADS, WIDTH, PAGES = 3, 4, 8, 64
 METADATA = 48
 
 Planes = dict[tuple[int, str], npt.NDArray[np.float32]]
+
+
+Answer = Callable[[bytes, object], Awaitable[object]]
+
+
+def held(answer: Answer, kind: type, gate: asyncio.Event) -> Answer:
+    """Answers a kind of message once the gate is open."""
+
+    async def answered(identity: bytes, message: object) -> object:
+        if isinstance(message, kind):
+            await gate.wait()
+        return await answer(identity, message)
+
+    return answered
 
 
 class Rows:

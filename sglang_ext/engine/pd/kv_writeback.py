@@ -19,6 +19,7 @@ that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import Counter, deque
@@ -365,9 +366,11 @@ class ReturnReceiver:
                 coming.reading = asyncio.ensure_future(self._fill(coming, reservation, passed))
                 await asyncio.wait({coming.reading})
         finally:
-            if coming.reading is not None and not coming.reading.done():
+            # However often it is cancelled: whoever waits for the end of the writing waits in a scheduler.
+            while coming.reading is not None and not coming.reading.done():
                 coming.reading.cancel()
-                await asyncio.wait({coming.reading})
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({coming.reading})
             coming.stopped.set()
             self._agent.wake()
 
@@ -383,7 +386,7 @@ class ReturnReceiver:
             await until_passed(passed)
             instance.transfer(name, offers, *self._places.target(reservation))
             async with instance.keeping(offers, LEASE_SECONDS):
-                await instance.complete(name, moving_seconds(READ_SECONDS, self._nbytes(coming.parts[0])))
+                await instance.finish(name, moving_seconds(READ_SECONDS, self._nbytes(coming.parts[0])))
             coming.good = True
         except SglangExtError as error:
             log.debug("a return: %s", error)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
-from pd_rig import LAYERS, METADATA, PAGES, Rig, rig
+from pd_rig import LAYERS, METADATA, PAGES, Rig, held, rig
 
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.handover import ReceiverState, SenderState
@@ -64,20 +64,6 @@ def test_what_prefill_computed_is_what_decode_gets(one: Rig) -> None:
     assert one.decode[0].rows.written[receiving[0].number % 7] == ROWS
     one.prefill[0].agent.sender.forget(sending[0])
     one.check()
-
-
-Answer = Callable[[bytes, object], Awaitable[object]]
-
-
-def held(answer: Answer, kind: type, gate: asyncio.Event) -> Answer:
-    """Answers a kind of message once the gate is open."""
-
-    async def answered(identity: bytes, message: object) -> object:
-        if isinstance(message, kind):
-            await gate.wait()
-        return await answer(identity, message)
-
-    return answered
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["complete", "done"])

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from engine_pools import PoolKind, chain_of
 from engine_simulation import Rank, Scenario, finish
-from pd_rig import METADATA, Rows, transfer_thread
+from pd_rig import METADATA, Rows, held, transfer_thread
 
+from sglang_ext.disagg.messages import Complete
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.pd import kv_writeback
@@ -149,6 +150,22 @@ def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
     )
     for rank in (pair.prefill, pair.decode):
         rank.check()
+
+
+def test_prefill_inserts_without_an_acknowledgement_of_what_it_has_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a round trip. Decode hears what came of it all the same, and gives its pages free."""
+    monkeypatch.setattr(kv_writeback, "READ_SECONDS", 60.0)
+    decode = pair.return_sender._agent
+    gate, owner = asyncio.Event(), decode.endpoint.owner
+    monkeypatch.setattr(owner, "handle", held(owner.handle, Complete, gate))
+    pair.decode.serve(ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
+    pair.until("returned")
+    pair.compare(ANSWERED)
+    assert decode.endpoint.pools[POOL].pinned == 0
+    decode.transfers.loop.call_soon_threadsafe(gate.set)
 
 
 @pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
@@ -301,7 +318,7 @@ def test_an_emptied_cache_ends_returns(
     """Neither may slots that prefill has set aside be filled later, nor pages of decode be read as these."""
 
     held = threading.Event()
-    stock = Instance.complete
+    stock = Instance.finish
 
     async def waits(self: Instance, request: str, seconds: float) -> Any:
         held.set()
@@ -310,7 +327,7 @@ def test_an_emptied_cache_ends_returns(
         return await stock(self, request, seconds)
 
     gone = threading.Event()
-    monkeypatch.setattr(Instance, "complete", waits)
+    monkeypatch.setattr(Instance, "finish", waits)
     if into_dram:
         fill_hbm(pair)
         pair.return_receiver._places.dram_budget = 1
@@ -333,6 +350,33 @@ def test_an_emptied_cache_ends_returns(
     assert pair.return_receiver.tokens == 0
     for each in (pair.prefill, pair.decode):
         each.check()
+
+
+def test_a_return_that_is_cancelled_again_while_it_ends_says_when_nothing_writes_there(pair: Pair) -> None:
+    """Else a scheduler that empties its cache waits for that in vain, and ends."""
+    prefill, decode = pair.return_receiver._agent, pair.return_sender._agent
+    (link,) = prefill.transfers.run(prefill.endpoint.reach(decode.address)).links
+    gate = Gate(link.peer, "read")
+    pair.decode.serve(ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
+    wait_until(lambda: each_pass(pair.return_receiver) or gate.reached.is_set(), seconds=20, what="the read")
+    (coming,) = pair.return_receiver._placed
+
+    async def cancel_twice() -> bool:
+        (reading,) = (each for each in asyncio.all_tasks() if "ReturnReceiver._read" in repr(each.get_coro()))
+        for _ in range(2):
+            reading.cancel()
+            await asyncio.sleep(0)  # it has begun to end
+            await asyncio.sleep(0)
+        return coming.stopped.is_set()
+
+    try:
+        assert not prefill.transfers.run(cancel_twice()), "it is still being written"
+    finally:
+        gate.go.set()
+    assert coming.stopped.wait(20)
+    pair.until("unread")
+    pair.prefill.check()
 
 
 def test_a_server_that_is_not_connected_gets_nothing(pair: Pair) -> None:
@@ -393,7 +437,7 @@ def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pyt
     async def fails(*_: object) -> None:
         raise StaleReadError("return", 1, 1)
 
-    monkeypatch.setattr(Instance, "complete", fails)
+    monkeypatch.setattr(Instance, "finish", fails)
     pair.decode.serve(ANSWERED)
     free = pair.prefill.pools.allocator.available_size()
     pair.return_sender.ended(pair.request(), ANSWERED)
@@ -515,7 +559,7 @@ def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch:
     """One rank has read long before the other; its tree stays as that of the other."""
 
     go_on = threading.Event()
-    stock = Instance.complete
+    stock = Instance.finish
     slow = instances.agents["p"][1]
 
     async def waits(self: Instance, request: str, seconds: float) -> Any:
@@ -523,7 +567,7 @@ def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch:
             await asyncio.sleep(0.01)
         return await stock(self, request, seconds)
 
-    monkeypatch.setattr(Instance, "complete", waits)
+    monkeypatch.setattr(Instance, "finish", waits)
     instances.connect(0, 1)
     instances.ended()
     first, second = instances.return_receivers
@@ -551,7 +595,7 @@ def test_what_one_rank_cannot_read_no_rank_keeps(
 ) -> None:
     from sglang_ext.disagg.errors import StaleReadError
 
-    stock = Instance.complete
+    stock = Instance.finish
     failing = instances.agents["p"][1]
 
     async def fails(self: Instance, request: str, seconds: float) -> Any:
@@ -559,7 +603,7 @@ def test_what_one_rank_cannot_read_no_rank_keeps(
             raise StaleReadError("return", 1, 1)
         return await stock(self, request, seconds)
 
-    monkeypatch.setattr(Instance, "complete", fails)
+    monkeypatch.setattr(Instance, "finish", fails)
     instances.connect(0, 1)
     free = [rank.pools.allocator.available_size() for rank in instances.ranks["p"]]
     instances.ended()

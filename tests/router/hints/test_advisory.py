@@ -188,6 +188,31 @@ async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
     assert len(links.hints()) == 3, "there is nothing to answer any more"
 
 
+async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    """Else, where that was lost with the former one, it holds KV back for as long as it was told."""
+    worker = await start_worker()
+    router = await start_router(worker)
+    links = link(router)
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s", ttl_s=60)
+    links.reachable = False
+    async with client.delete(f"{router.url}/v1/advisory/{told['id']}") as answer:
+        assert answer.status == 200
+    assert links.withdrawn() == []
+    links.reachable = True
+    router.agents.reached("http://another:1")
+    assert links.withdrawn() == [], "it was not asked"
+    router.agents.reached(worker.url)
+    assert links.withdrawn() == [told["id"]]
+    entry = router.advisor.book.find(told["id"])
+    monkeypatch.setattr(router.advisor._clock, "monotonic", lambda: entry.expires)
+    router.agents.reached(worker.url)
+    assert links.withdrawn() == [told["id"]], "it knows by itself when the time is over"
+
+
 async def test_the_agent_is_told_when_the_request_has_come(
     start_worker, start_router, client, monkeypatch
 ) -> None:
