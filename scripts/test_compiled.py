@@ -38,7 +38,7 @@ def main() -> int:
             "from sglang_ext.router.native import is_compiled; import sglang_ext.router.http.reader as reader"
         )
         subprocess.run(
-            [sys.executable, "-c", f"{used}; assert native.is_compiled(reader)"], env=environment, check=True
+            [sys.executable, "-c", f"{used}; assert is_compiled(reader)"], env=environment, check=True
         )
         print(f"{len(MODULES)} modules compiled.", flush=True)
         tests = ["tests/fuzz", *(f"tests/router/{folder}" for folder in FOLDERS)]
