@@ -2,11 +2,12 @@
 
 Reads commands from stdin, a line each, and answers each with a line: what the hand-over's state is then.
 rank, ranks: which of its server's ranks it is. `hold` keeps what it writes from then on from its first byte;
-`go` lets it go on.
+`go` lets it go on. `deaf`: it hears no COMPLETE from then on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from pd_rig import METADATA, Rows, pool, transfer_thread
+from pd_rig import METADATA, Rows, held, pool, transfer_thread
 
+from sglang_ext.disagg.messages import Complete
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.decode_receiver import Wanted
 from sglang_ext.engine.pd.peers import Local
@@ -47,6 +49,9 @@ def main() -> None:
                 agent.sender.complete(handover, np.array([1, 2]), bytes(METADATA))
             case ["read"]:
                 agent.receiver.read(handover, Wanted(np.array([3, 4]), 0, 0))
+            case ["deaf"]:
+                owner = agent.endpoint.owner
+                owner.handle = held(owner.handle, Complete, asyncio.Event())  # type: ignore[method-assign]
             case ["hold"]:
                 gates = [
                     Gate(link.peer, "write")

@@ -5,24 +5,31 @@ The same tests run in both. In a lab, the test itself is on the router's host wh
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sglang_ext.addresses import bracketed
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.lab import clock
 from sglang_ext.testing.lab.hosts import Lab, why_not
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.host_server import HostServer
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 API_KEY = "the-key-of-clients"
+CLOCKS_OFF_S = (90.0, -90.0)
+"""Of the servers' hosts in turn: the time of day decides nothing."""
 CLUSTER_KEY = "the-key-of-a-test-0123456789-abcdefghijklmnop"
 ROUTER = "router"
 DATA = "kv"
@@ -94,10 +101,17 @@ def place_of(kind: str, names: Sequence[str], folder: Path, leak_guard: LeakGuar
         yield place
 
 
+def clock_off_s(server: ServerProcess) -> float:
+    """By how much the time of day of a server that runs is off this process's, to a few seconds."""
+    answer = httpx.get(f"{server.url}/health", trust_env=False, timeout=60)
+    return parsedate_to_datetime(answer.headers["date"]).timestamp() - time.time()
+
+
 @contextmanager
 def in_lab(names: Sequence[str], folder: Path, *, family: int = 4) -> Iterator[LabPlace]:
-    """A lab with a host for the router and these for servers, two networks, a key, and host names that mean
-    nothing. This thread is on the router's host meanwhile, with all that it starts. folder: shared with all.
+    """A lab with a host for the router and these for servers, two networks, a key, host names that mean
+    nothing, and clocks that are minutes apart. This thread is on the router's host meanwhile, with all that
+    it starts. folder: shared with all.
     """
     if reason := why_not():
         pytest.skip(reason)
@@ -113,6 +127,7 @@ def in_lab(names: Sequence[str], folder: Path, *, family: int = 4) -> Iterator[L
             shared=[folder],
             families=(family,),
             networks=("lan", DATA),
+            clocks={} if clock.why_not() else dict(zip(names, itertools.cycle(CLOCKS_OFF_S), strict=False)),
         ) as lab,
     ):
         outside.submit(int).result()  # its thread is there before this one leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pd_rig import METADATA, PAGES, Planes, Rows, pool, transfer_thread
+from pd_rig import METADATA, PAGES, Planes, Rows, held, pool, transfer_thread
 
 from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState, SenderState, pins
+from sglang_ext.disagg.messages import Complete
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
@@ -160,6 +163,72 @@ def test_decode_survives_prefill(stage: ExitStack, state: ReceiverState, how: si
             assert not same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=2)[1], [3, 4])
         return
     assert_over(found, handover, died)
+
+
+@pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
+@pytest.mark.parametrize("late", [True, False], ids=["late", "twin"])
+def test_prefill_survives_decode_whose_complete_is_under_way(
+    stage: ExitStack, late: bool, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow link: decode has gone on, and dies before prefill hears of it. What comes when the pages are
+    another request's frees nothing. The twin: it comes in time, so that the death ends nothing."""
+    found = scene(stage, "decode", "pull")
+    agent, pages = found.survivor, np.array([1, 2])
+    owner, arrives, handled = agent.endpoint.owner, asyncio.Event(), threading.Event()
+    stock = owner.handle
+
+    async def handle_complete(identity: bytes, message: object) -> object:
+        try:
+            return await stock(identity, message)  # type: ignore[arg-type]
+        finally:
+            if isinstance(message, Complete):
+                handled.set()
+
+    monkeypatch.setattr(owner, "handle", held(handle_complete, Complete, arrives))
+    handover = agent.sender.open(found.number)
+    found.victim.do(f"open {found.number}")
+    wait_until(lambda: handover.readers, seconds=20, what="decode to join")
+    agent.sender.complete(handover, pages, bytes(METADATA))
+    found.victim.until("ready")
+    found.victim.do("read")
+    found.victim.until("held")
+    assert handover.state is SenderState.OFFERED
+    if not late:
+        agent.transfers.loop.call_soon_threadsafe(arrives.set)
+        wait_until(lambda: handover.state is SenderState.RELEASED, seconds=20, what="COMPLETE")
+        found.die(how)
+        assert_nothing_is_held(found)
+        return
+    assert_over(found, handover, found.die(how))
+    another = agent.book.lease("another", pages, 60.0, bytes(16), lambda _: None)
+    agent.transfers.loop.call_soon_threadsafe(arrives.set)
+    assert handled.wait(20)
+    assert agent.endpoint.pools[POOL].is_sealed(pages).all()
+    agent.book.withdraw(another.lease)
+    assert_nothing_is_held(found)
+
+
+@pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
+def test_decode_has_what_it_read_of_prefill_that_dies_before_it_hears_so(
+    stage: ExitStack, how: signal.Signals
+) -> None:
+    """On a slow link: COMPLETE is under way when prefill dies, and decode has gone on."""
+    found = scene(stage, "prefill", "pull")
+    found.victim.do("deaf")
+    found.victim.do(f"open {found.number}")
+    handover = found.survivor.receiver.open(found.address, found.number)
+    found.victim.do("complete")
+    wait_until(lambda: handover.state is ReceiverState.READY, seconds=20, what="an offer")
+    found.survivor.receiver.read(handover, Wanted(np.array([3, 4]), 0, 0))
+    wait_until(lambda: handover.state is ReceiverState.HELD, seconds=20, what="the KV")
+    assert found.victim.do("look") == "offered"
+    found.die(how)
+    (peer,) = found.survivor.endpoint.instances
+    wait_until(lambda: peer.gone, seconds=FREED_SECONDS, what="the verdict")
+    assert handover.state is ReceiverState.HELD
+    assert_nothing_is_held(found)
+    assert same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=1)[1], [1, 2])
+    assert not same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=2)[1], [3, 4])
 
 
 @pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)

@@ -23,7 +23,7 @@ import aiohttp
 import pytest
 from hooked_server import FOLDER
 from pd_fleet import FaultySpec, fault
-from places import Outside, Place, place_of
+from places import CLOCKS_OFF_S, Outside, Place, clock_off_s, place_of
 from router_rig import FLAGS, running, until
 from token_requests import generate, random_prompt
 
@@ -35,6 +35,7 @@ from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.stages import StageTimes
 from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.lab import clock
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import pd_servers
 from sglang_ext.testing.servers.ports import free_port
@@ -282,6 +283,19 @@ async def asked_and_drained(
         for pid in schedulers:
             os.kill(pid, signal.SIGCONT)
     return answers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fleet", ["decode-lab"], indirect=True)
+def test_hosts_have_clocks_that_are_minutes_apart(fleet: Fleet) -> None:
+    """The twin of what follows: prefill and both decode servers have clocks to be misled by."""
+    if clock.why_not():
+        pytest.skip(clock.why_not())
+    off = [clock_off_s(server) for server in fleet.servers]
+    assert off == pytest.approx([*CLOCKS_OFF_S, CLOCKS_OFF_S[0]], abs=30)
+    for server in fleet.servers:
+        for pid in server.processes("sglang::scheduler"):
+            assert "clock.so" in Path(f"/proc/{pid}/maps").read_text()
 
 
 @with_servers("decode", "colocated")
