@@ -218,7 +218,7 @@ def stock(mooncake: Path | None, *, late: bool = False) -> GroupSpec:
         ("--disaggregation-transfer-backend", "mooncake_tcp", *policy),
         ("--disaggregation-decode-retraction-backup", "cpu_tensor", *cache),
         ours=False,
-        environment=tuple(mooncake_environment(mooncake).items()),
+        environment=(*mooncake_environment(mooncake).items(), ("SGLANG_HOST_IP", LOOPBACK)),
     )
 
 

@@ -136,6 +136,10 @@ class Publisher:
         self._open.publish(KVEventBatch(ts=0.0, events=[BlockStored(names, None, tokens, 1, None, "GPU")]))
         return tokens
 
+    def publish_all(self) -> None:
+        """Wait until its thread has sent what was told: who subscribes before hears that live."""
+        self._open._event_queue.join()
+
     def restart(self) -> None:
         """Another process, with an empty cache, at the same address."""
         self._end()
@@ -233,6 +237,7 @@ async def test_what_nobody_remembers_is_dropped_and_the_rest_is_partial() -> Non
     following = Following(buffer_steps=2)
     try:
         old = [following.publisher.store(first) for first in (0, 100, 200, 300)]
+        await asyncio.to_thread(following.publisher.publish_all)
         replica = following.follow()
         await following.knows(*old[2:])
         assert not any(map(following.known, old[:2]))
