@@ -457,7 +457,6 @@ class Advisor:
         """An instance is gone: what was expected there is not any more, and what it was to decode goes to
         another one that decodes, if there is one."""
         for entry in self.book.lost(name, self._clock.monotonic()):
-            self._kept[entry.id].ends.pop(name, None)  # there is nobody to tell
             self._ended(entry)
         for entry in self.book.decoding_at(name):
             self._kept[entry.id].ends.pop(name, None)

@@ -188,8 +188,9 @@ async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
     assert len(links.hints()) == 3, "there is nothing to answer any more"
 
 
+@pytest.mark.parametrize("why", ["taken back", "taken for dead"])
 async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
-    start_worker, start_router, client, monkeypatch
+    why: str, start_worker, start_router, client, monkeypatch
 ) -> None:
     """Else, where that was lost with the former one, it holds KV back for as long as it was told."""
     worker = await start_worker()
@@ -199,8 +200,11 @@ async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
     await chat(client, router, NEXT, session="s")
     told = await advise(client, router, session="s", ttl_s=60)
     links.reachable = False
-    async with client.delete(f"{router.url}/v1/advisory/{told['id']}") as answer:
-        assert answer.status == 200
+    if why == "taken back":
+        async with client.delete(f"{router.url}/v1/advisory/{told['id']}") as answer:
+            assert answer.status == 200
+    else:
+        router.advisor.on_lost(worker.url)
     assert links.withdrawn() == []
     links.reachable = True
     router.agents.reached("http://another:1")

@@ -229,7 +229,9 @@ async def test_a_hint_does_not_survive_the_instance_that_prefills(how: str, star
             cluster.router.fleet.drain(gone, "the test says so")
         cluster.router.advisor.tick()
         assert (await cluster.state(told["id"]))["state"] == "failed"
-        assert cluster.withdrawn() == {told["decode"]}, "it needs to do no more"
+        assert cluster.withdrawn() == {told["instance"], told["decode"]}, (
+            "they need to do no more, where they live"
+        )
         answered = await cluster.ask()
     assert answered["x-kv-route-reason"] != "advised"
     assert answered["x-kv-prefill-instance"] == cluster.other(gone)
