@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -275,6 +276,19 @@ def test_a_circle_is_found(tmp_path: Path, sources: dict[str, str]) -> None:
     # Without one of its imports it is none.
     (room / "a.py").write_text("", "utf-8")
     assert circle(tmp_path) == []
+
+
+def test_what_tests_of_the_engine_take_from_each_other_is_found_beside_those_with_servers() -> None:
+    """By its own name, which no other folder has: else who comes first decides, as in `make smoke`."""
+    known = Counter(path.stem for path in (ROOT / "tests").rglob("test_*.py"))
+    taken = {
+        node.module
+        for path in (ROOT / "tests" / "engine").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in known
+    }
+    assert taken, "they are imported in another way, which this does not see"
+    assert not {name for name in taken if known[name] > 1}
 
 
 def test_no_folder_is_crowded() -> None:

@@ -22,6 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from benchmarks.disagg import elsewhere, split
 from benchmarks.disagg import figures as disagg_figures
 from benchmarks.disagg.loads import LOADS, Session, Size, sessions
@@ -289,10 +291,11 @@ class Designs:
         for leg in [leg for leg in legs if not groups[leg.design.servers].ours]:
             try:
                 play([legs[0], leg], groups, [warm])
-            except AskError as error:
+            except (AskError, httpx.HTTPError) as error:  # the other is what is left of a server that ended
                 reason = f"{leg.design.name} was left out: {str(error).splitlines()[0]}"
                 self.report.note(reason)
-                sys.stderr.write(f"{leg.design.name}: {error}\n")
+                ends = groups[leg.design.servers].log_ends()
+                sys.stderr.write(f"{leg.design.name}: {error}\n{ends}\n")
                 leg.turns.clear()
         self.legs = [Leg(leg.design) for leg in legs if leg.turns]
 

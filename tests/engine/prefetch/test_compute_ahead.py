@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
-from test_prefetch import in_hbm, leave_hbm, prompt
+from prefetch_rig import in_hbm, leave_hbm, prompt
 
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens

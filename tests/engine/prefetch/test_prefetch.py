@@ -14,6 +14,7 @@ from engine_movers import until
 from engine_pools import WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
+from prefetch_rig import BLOCK, in_hbm, leave_hbm, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.prefetch.hbm_prefetch import (
@@ -29,18 +30,12 @@ from sglang_ext.tiered_store.tier import BlockTier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
-BLOCK = 4
 LONG = Scenario(
     "a DRAM larger than HBM",
     hbm_tokens=240,
     dram_blocks=300,
     settings=Settings(chunk=None, new_token_ratio=0.05),
 )
-
-
-def prompt(number: int, blocks: int) -> list[int]:
-    """Prompts that share nothing; one token more than whole blocks, so that all of them may match."""
-    return [1000 * number + i for i in range(blocks * BLOCK + 1)]
 
 
 MakeRank = Callable[..., Rank]
@@ -62,13 +57,6 @@ def make_rank() -> Iterator[MakeRank]:
 def prefetcher_of(rank: Rank) -> Prefetcher:
     assert rank.cache.prefetcher is not None
     return rank.cache.prefetcher
-
-
-def leave_hbm(rank: Rank) -> None:
-    """Everything that was computed is in DRAM, or on disk, and not in HBM."""
-    rank.settle()
-    rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
-    assert rank.cache.total_size() == 0
 
 
 def in_dram(rank: Rank, *prompts: list[int]) -> Rank:
@@ -113,11 +101,6 @@ def prefetch(rank: Rank, tokens: list[int], id: str = "session", **terms: Any) -
     prefetcher_of(rank).prefetch(id, tokens, **terms)
     (result,) = passes(rank)
     return result
-
-
-def in_hbm(rank: Rank, tokens: list[int]) -> int:
-    """Tokens, found without counting as a use."""
-    return rank.tree.holders((0, None, None), encode_tokens(tokens)).get(rank.hbm, 0)
 
 
 # -- what comes -------------------------------------------------------------------------------------
