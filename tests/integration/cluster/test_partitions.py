@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 from hooked_server import FOLDER
 from index_truth import assert_right
+from pd_faults import stopped
 from pd_fleet import COMMON, FaultySpec, fault, nothing_is_left
 from places import ROUTER, Place, place_of
 from token_requests import GREEDY, cold, generate, random_prompt
@@ -44,6 +45,8 @@ PREFILL, DECODE, COLOCATED, REDIS = "prefill", "decode", "colocated", "redis"
 SERVERS = (PREFILL, DECODE, COLOCATED)
 PAIRS = (*itertools.combinations((ROUTER, *SERVERS), 2), (ROUTER, REDIS))
 PASSWORD = "the-password-of-redis"
+SLOW_S, LOSS = 0.02, 0.005
+"""Of each packet: between towns, over a link that is not the best."""
 HARMLESS_S = 3.0
 """As long as a switch may take to fail over."""
 AT_ONCE_S = 5.0
@@ -149,7 +152,7 @@ class Load:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _ending: bool = False
 
-    async def _one(self) -> None:
+    async def one(self) -> None:
         number = next(self._numbers) % len(self.prompts)
         fields: dict[str, Any] = {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2}
         began = time.monotonic()
@@ -169,7 +172,7 @@ class Load:
 
     async def _go_on(self) -> None:
         while not self._ending:
-            await self._one()
+            await self.one()
 
     async def more(self, count: int) -> None:
         """Until so many more have ended."""
@@ -178,6 +181,7 @@ class Load:
 
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
+        self._ending = False
         tasks = [asyncio.create_task(self._go_on()) for _ in range(CLIENTS)]
         try:
             await self.more(CLIENTS)
@@ -253,6 +257,46 @@ async def test_a_partition_of_any_pair(
         assert load.wrong == []
         assert {end.split()[1] for end in load.failures} <= NAMED
         assert load.slowest_s < seconds + MOST_S
+        await healed(router, fleet)
+
+
+@pytest.mark.parametrize("victim", [PREFILL, DECODE])
+async def test_who_stands_still_in_a_hand_over_on_a_slow_link_costs_no_wrong_answer(
+    victim: str, fleet: Fleet, client: aiohttp.ClientSession, rng: random.Random
+) -> None:
+    """With latency and loss on every link, under load, with returns: one is taken for dead in the middle of a
+    read, and clients give up meanwhile. The twin: one damaged bit in what is read there is seen."""
+    async with routing(fleet) as router:
+        load = await load_of(fleet, router, client, rng)
+        for pair in PAIRS:
+            fleet.lab.wire(*pair, delay_s=SLOW_S, loss=LOSS)
+        try:
+            async with load.going_on():
+                await load.more(4 * CLIENTS)
+                with fault(fleet.faults[DECODE], "hold-reading") as at:
+                    await until(at.exists, MOST_S, "a read")
+                    with stopped(fleet.servers[victim]):
+                        give_up = [asyncio.create_task(load.one()) for _ in range(2)]
+                        row = router.fleet.rows[fleet.servers[victim].url]
+                        await until(lambda: row.state is State.DOWN, MOST_S, "the router's verdict")
+                        for each in give_up:
+                            each.cancel()
+                        await asyncio.wait(give_up)
+                await load.more(4 * CLIENTS)
+            print(f"{victim} stood still: {dict(load.ends)}, slowest {load.slowest_s:.1f} s")
+            assert load.wrong == []
+            assert {end.split()[1] for end in load.failures} <= NAMED
+            assert load.slowest_s < 2 * MOST_S
+            await all_serve(router, fleet)
+            with fault(fleet.faults[DECODE], "damage"):
+                async with load.going_on():
+                    await until(lambda: load.wrong, MOST_S, "a wrong answer")
+        finally:
+            for pair in PAIRS:
+                fleet.lab.wire(*pair)
+        for server in fleet.servers.values():
+            await asyncio.to_thread(server.wait_idle)
+            await asyncio.to_thread(server.flush)
         await healed(router, fleet)
 
 
