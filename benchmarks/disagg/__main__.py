@@ -86,8 +86,8 @@ def play(
     """
     rng = random.Random(SEED)
     took: dict[str, float] = {}
-    for group in groups.values():
-        group.flush()
+    for servers in {leg.design.servers for leg in legs}:  # others may have ended in the warm-up
+        groups[servers].flush()
     for name, session in enumerate(played):
         begin = time.monotonic()
         if begin + took.get(session.load, 0.0) > until:

@@ -218,7 +218,12 @@ def stock(mooncake: Path | None, *, late: bool = False) -> GroupSpec:
         ("--disaggregation-transfer-backend", "mooncake_tcp", *policy),
         ("--disaggregation-decode-retraction-backup", "cpu_tensor", *cache),
         ours=False,
-        environment=(*mooncake_environment(mooncake).items(), ("SGLANG_HOST_IP", LOOPBACK)),
+        environment=(
+            *mooncake_environment(mooncake).items(),
+            ("SGLANG_HOST_IP", LOOPBACK),
+            # Else 0.5.23 brings Mooncake slots in pinned memory, which needs CUDA. There is one such rank.
+            ("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1"),
+        ),
     )
 
 
