@@ -168,29 +168,28 @@ class Chooser:
     def pinned(
         self, flight: Flight, instance: str, excluded: frozenset[str]
     ) -> tuple[Decision, Choice] | None:
-        """The instance that keeps what a request goes on from, if it can take requests; if it only decodes,
-        with one that prefills for it."""
-        usable = self._fleet.usable(excluded)
-        home = next((known for known in usable if known.name == instance), None)
+        """The instance that keeps what a request goes on from, if it can take requests.
+
+        Raises:
+            RequestRefused: it does half of a request only, and the other half does not know the conversation.
+        """
+        home = named(self._fleet.usable(excluded), instance)
         if home is None:
             return None
-        decision = Decision(instance, Reason.SESSION)
-        matches: dict[str, Match] = {}
-        fleet: tuple[Instance, ...] = (home,)
-        if home.role is Role.DECODE:
-            record = flight.record
-            fleet = (home, *(known for known in usable if known.role is Role.PREFILL))
-            matches = self._matches(flight)
-            prompt = Prompt(
-                flight.units, flight.admitted.session, record.priority, request_id=record.request_id
+        if home.role is not Role.COLOCATED:
+            raise RequestRefused(
+                f"{instance} keeps that response and is a {home.role.value} server; what prefills and what "
+                "decodes do not know each other's conversations. Send the whole conversation as 'input'",
+                param="previous_response_id",
+                code="previous_response_of_a_pair",
             )
-            found = self._policy(prompt, fleet, matches, self._costs, self._options)
-            decision = Decision(found.instance, Reason.SESSION, found.matched, found.scores, instance)
-        self._guess(flight, decision.instance)
-        flight.record.instance, flight.record.reason = decision.instance, decision.reason.value
-        self._metrics.decided(self._name, flight.record.reason)
-        flight.record.estimate = self._estimate(flight, decision, matches, fleet)
-        return decision, _choice(decision, flight.record, matches, fleet)
+        decision = Decision(instance, Reason.SESSION)
+        self._guess(flight, instance)
+        record = flight.record
+        record.instance, record.reason = instance, decision.reason.value
+        self._metrics.decided(self._name, record.reason)
+        record.estimate = self._estimate(flight, decision, {}, (home,))
+        return decision, _choice(decision, record, {}, (home,))
 
     def _estimate(
         self, flight: Flight, decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]

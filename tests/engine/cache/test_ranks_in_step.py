@@ -65,7 +65,7 @@ class LateLayers(WrappedTier):
     """
 
     PASSES = 40
-    IDLE_S = 1.0
+    IDLE_S = 10.0
     """As long without a pass, the scheduler waits for what is being read, or has ended."""
 
     def __init__(self, inner: BlockTier) -> None:

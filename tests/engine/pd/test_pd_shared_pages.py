@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
@@ -283,13 +282,11 @@ def test_the_death_of_one_of_two_writers_ends_the_request(
         victim.do("complete")
         wait_until(lambda: victim.do("held") == "held", seconds=20, what="its first byte")
     os.kill(victim.process.pid, how)
-    died = time.monotonic()
     wait_until(
         lambda: ended(taken.state) and ended(given.state) and not pins(taken.state),
         seconds=FREED_SECONDS,
         what=f"the ends, from {taken.state} and {given.state}",
     )
-    assert time.monotonic() - died < FREED_SECONDS
     assert taken.state is ReceiverState.FAILED
     written = state == "the other has written"
     assert given.state is (SenderState.RELEASED if written else SenderState.LOST)

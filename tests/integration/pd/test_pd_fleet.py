@@ -47,8 +47,9 @@ from sglang_ext.testing.waiting import until, wait_until
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 End = Callable[[Router, aiohttp.ClientSession], Awaitable[None]]
-FREED_SECONDS = 5.0
-"""Within which a survivor has freed what a dead peer's requests held."""
+FREED_SECONDS = 20.0
+"""Within which a survivor has freed what a dead peer's requests held, on a machine with other work; the
+answers name the verdict, so that nothing else can have ended them. `pd_faults` holds it to five seconds."""
 
 
 @pytest.fixture(scope="module")

@@ -66,24 +66,24 @@ async def test_both_get_the_request_and_decode_answers(
     assert all(row.in_flight == 0 for row in router.fleet.rows.values())
 
 
-async def test_a_response_goes_on_at_the_pair_whose_decode_instance_keeps_it(
-    start_pair, start_router, client, eventually
+async def test_nothing_goes_on_from_a_response_that_a_pair_has_given(
+    start_pair, start_router, client
 ) -> None:
-    workers = {role: [await start_pair(role) for _ in range(2)] for role in ("prefill", "decode")}
-    router = await start_router(*workers["prefill"], *workers["decode"])
+    """The instance that prefills does not have it, so what decodes would wait for KV in vain."""
+    router = await start_router(await start_pair("prefill"), decode := await start_pair("decode"))
     url = router.url + "/v1/responses"
     async with client.post(url, json={"input": "hello", "max_output_tokens": 2}) as answer:
-        assert answer.status == 200
-        home, name = answer.headers["x-kv-instance"], (await answer.json())["id"]
-    assert home in {worker.url for worker in workers["decode"]}
-    workers["prefill"][0].deaths_before_head = 1  # which is no reason to go elsewhere
-    for _ in range(4):
-        body = {"input": "and?", "previous_response_id": name}
-        async with client.post(url, json=body) as answer:
-            assert (answer.status, answer.headers["x-kv-instance"]) == (200, home)
-            assert answer.headers["x-kv-prefill-instance"] in {w.url for w in workers["prefill"]}
-    (decode,) = [worker for worker in workers["decode"] if worker.url == home]
-    assert all(body["bootstrap_room"] > 0 for _, body, _ in decode.requests)
+        assert (answer.status, answer.headers["x-kv-instance"]) == (200, decode.url)
+        name = (await answer.json())["id"]
+    asked = len(decode.requests)
+    async with client.post(url, json={"input": "and?", "previous_response_id": name}) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, "previous_response_id")
+        assert decode.url in error["message"]
+        assert "whole conversation" in error["message"]
+    assert len(decode.requests) == asked
+    async with client.get(f"{url}/{name}") as answer:
+        assert (await answer.json())["id"] == name
 
 
 async def test_an_instance_of_one_kind_alone_serves_nothing(start_pair, start_router, client) -> None:
