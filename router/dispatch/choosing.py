@@ -29,7 +29,7 @@ from sglang_ext.router.policies import (
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.prompt_tree import NOTHING
-from sglang_ext.router.policies.questions import all_trusted, any_awaited, matched_tokens, named
+from sglang_ext.router.policies.questions import matched_tokens, named
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -243,8 +243,7 @@ def _choice(
         decision.matched,
         matches,
         decision.scores,
-        () if all_trusted(fleet) else [known.name for known in fleet if not (known.trusted or known.awaited)],
-        [known.name for known in fleet if known.awaited] if any_awaited(fleet) else (),
+        fleet,
         decision.decode,
         record.fetch,
         record.estimate,

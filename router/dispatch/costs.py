@@ -222,8 +222,8 @@ class RouterCosts:
         """What the prompt adds to the passes of those that wait there."""
         name, new, context = instance.name, max(1, new_tokens), max(0, context_tokens)
         queue = self._queues.get(name)
-        waiting = None if queue is None else queue.plan(self._monotonic())
-        if waiting is not None and waiting.occupied:
+        waiting = None if queue is None else queue.joined(self._monotonic())
+        if waiting is not None:
             return self.factor(name) * max(0.0, waiting.adding(new, context).seconds - waiting.seconds)
         batching = self._batching(name)
         if batching.mixed:

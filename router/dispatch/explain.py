@@ -1,21 +1,22 @@
 """Why a request hit or missed: a bounded memory of recent requests, and what can be said of each.
 
-A story keeps what routing saw: the prompt's keys, who was believed to hold how much, the decision. Asked
-for it, ``explain`` puts beside that what the instance reported and what the index remembers of evictions,
-and names the causes. Nothing of the prompt's text is kept, and a tenant is told of its own requests only.
+A story keeps what routing saw, as it saw it: the prompt's keys, the fleet, who was believed to hold how much,
+the decision. Only when asked for it, ``explain`` makes something of that, puts beside it what the instance
+reported and what the index remembers of evictions, and names the causes. Nothing of the prompt's text is
+kept, and a tenant is told of its own requests only.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.router.policies import Match
+from sglang_ext.router.policies import Fleet, Match
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.telemetry.record import Record
@@ -63,14 +64,23 @@ class Choice(msgspec.Struct, frozen=True):
     holders: Mapping[str, Match]
     """Instance -> what it was believed to hold."""
     scores: Mapping[str, float]
-    untrusted: Sequence[str]
-    awaited: Sequence[str] = ()
-    """Instances whose snapshot was not in."""
+    fleet: Fleet = ()
+    """The instances that it was chosen from, as they were seen."""
     decode: str | None = None
     fetch: FetchNote | None = None
     """What another instance holds; filled in when it is known what became of it."""
     estimate: Estimate | None = None
     """What it was expected to take there; filled in when it is known what it took."""
+
+    @property
+    def untrusted(self) -> list[str]:
+        """Instances whose index was not believed."""
+        return [known.name for known in self.fleet if not (known.trusted or known.awaited)]
+
+    @property
+    def awaited(self) -> list[str]:
+        """Instances whose snapshot was not in."""
+        return [known.name for known in self.fleet if known.awaited]
 
 
 class Story(msgspec.Struct, eq=False):
@@ -81,10 +91,8 @@ class Story(msgspec.Struct, eq=False):
     at: float
     """Seconds since the epoch."""
     choices: list[Choice] = []
-
-    @property
-    def size_bytes(self) -> int:
-        return STORY_BYTES + sum([len(prompt.key) for prompt in self.prompts])
+    size_bytes: int = 0
+    """Estimated memory, from when it is added to the others."""
 
 
 class History(Protocol):
@@ -95,7 +103,7 @@ class History(Protocol):
 
 
 class Stories:
-    """The most recent requests, bounded in bytes; the oldest go first.
+    """A ring of the most recent requests, bounded in bytes; the oldest go first.
 
     Args:
         max_bytes: estimated memory.
@@ -103,42 +111,33 @@ class Stories:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._stories: OrderedDict[tuple[str | None, str], Story] = OrderedDict()
-        """(tenant, request id) -> story; ids are the choice of clients, and may be those of others."""
+        self._stories: deque[Story] = deque()
         self.size_bytes = 0
 
     def add(self, story: Story) -> None:
-        """Remember a request; one of the same id is replaced."""
-        if self._max_bytes <= 0:
-            return
-        key = story.record.caller.tenant, story.record.request_id
-        former = self._stories.pop(key, None)
-        if former is not None:
-            self.size_bytes -= former.size_bytes
-        self._stories[key] = story
+        """Remember a request. Of several with the same id, the last counts."""
+        story.size_bytes = STORY_BYTES + sum([len(prompt.key) for prompt in story.prompts])
+        self._stories.append(story)
         self.size_bytes += story.size_bytes
         while self.size_bytes > self._max_bytes:
-            _, oldest = self._stories.popitem(last=False)
-            self.size_bytes -= oldest.size_bytes
+            self.size_bytes -= self._stories.popleft().size_bytes
 
     def find(self, request_id: str, *, tenant: str | None, admin: bool) -> Story | None:
         """The story of a request, by its ``x-request-id`` or the id that stands in its answer, if the asker
-        may see it."""
-        story = self._stories.get((tenant, request_id))
-        if story is not None:
-            return story
-        for known in reversed(self._stories.values()):
+        may see it. Ids are the choice of clients, and may be those of others: the asker's own go first."""
+        found = None
+        for known in reversed(self._stories):
             record = known.record
-            visible = admin or record.caller.tenant == tenant
-            if visible and request_id in (record.answer_id, record.request_id):
+            mine = record.caller.tenant == tenant
+            if mine and record.request_id == request_id:
                 return known
-        return None
+            if found is None and (admin or mine) and request_id in (record.answer_id, record.request_id):
+                found = known
+        return found
 
     def elsewhere(self, story: Story) -> int:
         """Leading tokens that other requests have had in common under another namespace."""
-        return max(
-            (_common(story, other) for other in self._stories.values() if other is not story), default=0
-        )
+        return max((_common(story, other) for other in self._stories if other is not story), default=0)
 
     def __len__(self) -> int:
         return len(self._stories)
@@ -279,8 +278,8 @@ def told(
                     for name, match in choice.holders.items()
                 },
                 "scores": dict(choice.scores),
-                "index_not_trusted": list(choice.untrusted),
-                "index_awaited": list(choice.awaited),
+                "index_not_trusted": choice.untrusted,
+                "index_awaited": choice.awaited,
                 "fetch": None if choice.fetch is None else choice.fetch.told(),
                 "estimate": None if choice.estimate is None else choice.estimate.told(),
             }

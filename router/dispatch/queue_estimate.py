@@ -134,12 +134,16 @@ class QueueEstimate:
         self._advance(now)
         if not self._group:
             return 0.0
-        factor = self._factor()
-        return max(0.0, factor * self._group_s - (now - self._began)) + factor * self.plan(now).seconds
+        factor, joined = self._factor(), self.joined(now)
+        line_s = 0.0 if joined is None else factor * joined.seconds
+        return max(0.0, factor * self._group_s - (now - self._began)) + line_s
 
-    def plan(self, now: float) -> Passes:
-        """The passes of all that waits, which a prompt that is sent now joins; uncorrected."""
+    def joined(self, now: float) -> Passes | None:
+        """The passes of all that waits, which a prompt that is sent now joins, uncorrected; None when nothing
+        waits."""
         self._advance(now)
+        if not self._line:
+            return None
         if self._plan is None:
             self._plan = added(self._idle(), self._line)
         return self._plan

@@ -304,13 +304,14 @@ class Relay:
         answering = flight.record.instance or decision.instance
         for index, prompt in enumerate(flight.prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
-            self._trees.confirm(prompt.namespace, prompt.key + generated, answering)
+            key = prompt.key + generated
+            self._trees.confirm(prompt.namespace, key, answering)
             if decision.decode is not None:
                 self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
                 moved = self._transfers.labels(decision.instance, answering, "hand-over")
                 moved.inc(len(prompt.key) // TOKEN_BYTES if prompt.tokens is not None else 0)
             for learn in self._on_learnt:
-                learn(flight, prompt.namespace, prompt.key + generated)
+                learn(flight, prompt.namespace, key)
         if usage.response_id is not None:
             self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Final
 from urllib.parse import unquote
 
 from sglang_ext.errors import InternalError
@@ -26,8 +27,9 @@ _WRITTEN_HERE = frozenset({"content-length", "transfer-encoding", "connection", 
 """Headers of answers that are not taken from the handler: this connection's business."""
 _WITHOUT_BODY = frozenset({204, 304})
 
-_NAMES: dict[bytes, str] = {}
-"""Header names as clients write them -> lower case. Bounded; most requests use the same few."""
+NAMES: Final[dict[bytes, str]] = {}
+"""Header names as clients write them -> lower case. Bounded; most requests use the same few. Readers look
+here first, as a call for each header of each message costs more than the look."""
 _MAX_NAMES = 1024
 _TARGETS: dict[bytes, tuple[str, str]] = {}
 """Targets as clients write them -> what they say. Bounded as well."""
@@ -37,11 +39,11 @@ _MAX_TARGET_BYTES = 256
 
 def header_name(raw: bytes) -> str:
     """A header's name in lower case."""
-    name = _NAMES.get(raw)
+    name = NAMES.get(raw)
     if name is None:
         name = raw.decode("latin-1").lower()
-        if len(_NAMES) < _MAX_NAMES:
-            _NAMES[raw] = name
+        if len(NAMES) < _MAX_NAMES:
+            NAMES[raw] = name
     return name
 
 

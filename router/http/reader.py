@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_ext.router.http.body import BodyBudget, BodyBuffer, overfull
 from sglang_ext.router.http.messages import (
+    NAMES,
     add_header,
     check_head,
     drop_named,
@@ -175,7 +176,9 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.phase is not Phase.HEAD:
             return  # a trailer, which nobody here asks for
-        headers, key = self._headers, header_name(name)
+        headers, key = self._headers, NAMES.get(name)
+        if key is None:
+            key = header_name(name)
         if key not in headers:
             headers[key] = value.decode("latin-1")
         elif not add_header(headers, key, value.decode("latin-1")):

@@ -14,7 +14,7 @@ from typing import cast
 import httptools
 
 from sglang_ext.errors import SglangExtError
-from sglang_ext.router.http.messages import add_header, header_name
+from sglang_ext.router.http.messages import NAMES, add_header, header_name
 from sglang_ext.router.http.types import HOP_BY_HOP, ConnectionLost
 
 BUFFERED_BYTES = 1 << 18
@@ -201,7 +201,9 @@ class WorkerConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.answering:
-            key = header_name(name)
+            key = NAMES.get(name)
+            if key is None:
+                key = header_name(name)
             if key == "transfer-encoding":
                 self._chunked = True
             elif key not in HOP_BY_HOP:

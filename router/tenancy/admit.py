@@ -295,9 +295,10 @@ def splice(body: bytes, fields: Mapping[str, Any]) -> bytes:
     end = body.rstrip()
     if not end.endswith(b"}"):
         raise ValueError("not a JSON object")
-    return end[:-1] + b"," + orjson.dumps(fields)[1:]
+    # Joined in one go: each step of a sum would copy the whole body, which may be long.
+    return b"".join((memoryview(end)[:-1], b",", memoryview(orjson.dumps(fields))[1:]))
 
 
 def put_in_front(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Put defaults into a JSON object: fields of the same name in it win."""
-    return orjson.dumps(fields)[:-1] + b"," + body.lstrip()[1:]
+    return b"".join((orjson.dumps(fields)[:-1], b",", memoryview(body.lstrip())[1:]))

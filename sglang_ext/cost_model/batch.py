@@ -99,11 +99,6 @@ class Passes:
         """The last pass, which further prompts may still join."""
 
     @property
-    def occupied(self) -> bool:
-        """Whether there are any prompts."""
-        return bool(self.closed or self.open.prompts)
-
-    @property
     def seconds(self) -> float:
         """Of all of them."""
         count = self.closed + bool(self.open.prompts)

@@ -40,7 +40,9 @@ def test_what_arrives_while_the_instance_computes_is_computed_together() -> None
     others = [queue.enter(1, 0, 1.0, streams=True) for _ in range(4)]
     # 11 s for the first, and one pass for the other four instead of four.
     assert queue.waits_s(1.0) == (11 - 1) + (10 + 4)
-    assert queue.plan(1.0).adding(1, 0).seconds - queue.plan(1.0).seconds == 1.0
+    joined = queue.joined(1.0)
+    assert joined is not None
+    assert joined.adding(1, 0).seconds - joined.seconds == 1.0
     assert queue.first_byte(first, 11.0) == Computed(11.0, 11.0)
     assert queue.waits_s(12.0) == 14 - 1
     # Their first bytes come together: what they teach is what all took.

@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.dispatch.explain import Cause, Choice, Stories, Story, causes, told
 from sglang_ext.router.index.history import Departure
-from sglang_ext.router.policies import Match
+from sglang_ext.router.policies import Instance, Match
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
@@ -196,7 +196,8 @@ def story(
     record = Record("r", "POST", "/generate", 0.0)
     record.prompt_tokens, record.cached_tokens = total, cached
     held = {name: Match(tokens) for name, tokens in (holders or {}).items()}
-    return Story(record, [], 0.0, [Choice("i", reason, matched, held, {}, untrusted)])
+    fleet = tuple(Instance(name, 0, 0, 0, 0, trusted=False) for name in untrusted)
+    return Story(record, [], 0.0, [Choice("i", reason, matched, held, {}, fleet)])
 
 
 EVICTION = [{"instance": "i", "tier": "hbm", "at": 1.0, "tokens": 96, "still_in": ""}]
@@ -234,7 +235,7 @@ def test_stories_are_bounded_and_the_oldest_go() -> None:
     assert 0 < len(stories) < 10
     assert stories.find("r49", tenant=None, admin=True) is not None
     assert stories.find("r0", tenant=None, admin=True) is None
-    assert stories.size_bytes == sum(s.size_bytes for s in stories._stories.values())
+    assert stories.size_bytes == sum(s.size_bytes for s in stories._stories)
     other = Record("r49", "POST", "/generate", 0.0, caller=Caller("b", admin=False))
     stories.add(Story(other, [], 0.0))
     of_b = stories.find("r49", tenant="b", admin=False)
