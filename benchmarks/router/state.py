@@ -169,10 +169,10 @@ def state_rows(instances: int, blocks: int, name_count: int, decisions: int) -> 
     for number, name in enumerate(router.streams):
         prompts = [key for count, key in common.items() if number < count]
         messages = router.snapshot(name, Prompts(number).held(blocks, prompts))
-        began = time.perf_counter()
+        began = time.thread_time()  # of what it computes: it waits for nothing
         for data in messages:
             router.take(name, data)
-        took += time.perf_counter() - began
+        took += time.thread_time() - began
         events += blocks // RUN + len(prompts)
     del messages
     gc.collect()

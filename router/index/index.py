@@ -92,6 +92,8 @@ class _RoleTree:
         self.size = TreeSize(self.tree)
         self.dead: deque[Holder] = deque()
         self.live: dict[Holder, _Known] = {}
+        self.name_tellers: dict[Holder, _Known] = {}
+        """Those that tell names of blocks below memory, and perhaps some that no more do."""
 
 
 class Index(PromptTrees):
@@ -172,6 +174,7 @@ class Index(PromptTrees):
 
         def abandon(holder: Holder) -> None:
             place.live.pop(holder, None)
+            place.name_tellers.pop(holder, None)
             place.dead.append(holder)
 
         def left(node: Node, blocks: int, left: int, kept: int) -> None:
@@ -218,6 +221,7 @@ class Index(PromptTrees):
             self._replica_bytes -= known.size_bytes
             known.replica.forget()
             self._trees[known.role].live.pop(known.replica.holder, None)
+            self._trees[known.role].name_tellers.pop(known.replica.holder, None)
 
     def replica(self, name: str) -> Replica | None:
         """The copy of what an instance's agent tells; ``None`` when it has none."""
@@ -251,6 +255,11 @@ class Index(PromptTrees):
         before, known.size_bytes = known.size_bytes, known.replica.size_bytes
         self._replica_bytes += known.size_bytes - before
         self._retold.add(name)
+        tellers = self._trees[known.role].name_tellers
+        if known.replica.named:
+            tellers[known.replica.holder] = known
+        else:
+            tellers.pop(known.replica.holder, None)
 
     def apply(self, name: str, message: IndexMessage) -> Outcome:
         """An instance tells of placements."""
@@ -395,7 +404,7 @@ class Index(PromptTrees):
         whole = len(key) // step
         size = place.tree.block_size
         # Who is not on the way may hold the prompt on a disk only.
-        named = [holder for holder, known in place.live.items() if known.replica.named and holder not in ends]
+        named = [holder for holder in place.name_tellers if holder not in ends]
         tails: dict[Node, Tail] = {}
         for holder in (*ends, *named):
             known = place.live.get(holder)
@@ -546,6 +555,9 @@ class Index(PromptTrees):
             place.size.check()
         for name, known in self._known.items():
             known.replica.check()
+            place = self._trees[known.role]
+            if known.replica.named and known.replica.holder in place.live.keys() - place.name_tellers.keys():
+                raise AssertionError(f"{name} tells of names, and is not asked for them")
             if name not in self._stock and known.size_bytes != known.replica.size_bytes:
                 raise AssertionError(f"{name} takes {known.replica.size_bytes} bytes, not {known.size_bytes}")
         if self._replica_bytes != sum(known.size_bytes for known in self._known.values()):
