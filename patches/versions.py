@@ -55,7 +55,7 @@ class Supported:
 
 SUPPORTED: Final = (
     Supported("0.5.21", Status.TESTED, "v0_5_21"),
-    Supported("0.5.22", Status.TRIED, "v0_5_22"),
+    Supported("0.5.22", Status.TESTED, "v0_5_22"),
     Supported("0.5.23", Status.TESTED, "v0_5_22"),
 )
 
