@@ -23,7 +23,8 @@ class Status(enum.Enum):
     """How far a version is tested."""
 
     TESTED = "tested"
-    """The whole test suite is green with it."""
+    """Every integration test of the short form is green with it, and the tests of what touches SGLang;
+    with the newest all of the suite."""
     TRIED = "tried, not with the whole test suite"
     """Servers ran with it, and parts of the suite are green; it has to be allowed like the next."""
     WRITTEN = "written for, not tested"

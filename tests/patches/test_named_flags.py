@@ -26,7 +26,7 @@ FLAG = re.compile(r"(?<![\w/-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
 OTHERS = {
     "argparse, sglang-ext": {"--version"},
     "abbreviations of SGLang's": {"--tp", "--pp", "--dp"},
-    "newer SGLang": {"--attn-dp-size"},
+    "newer SGLang": {"--attn-dp-size", "--disaggregation-decode-allocation-policy"},
     "pip": {
         "--no-deps",
         "--target",
