@@ -23,7 +23,9 @@ from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tokens.encoded import Encoded
 
 STORY_BYTES = 2000
-"""Memory of a story besides its keys."""
+"""Memory of a story besides its keys and its fleet."""
+INSTANCE_BYTES = 16
+"""Of a fleet, for an instance of it: a reference, and a share of the few that each request changes."""
 MATCHING_UNITS = 16
 """Prompts of two namespaces count as the same beginning from so many tokens on."""
 
@@ -114,9 +116,14 @@ class Stories:
         self._stories: deque[Story] = deque()
         self.size_bytes = 0
 
-    def add(self, story: Story) -> None:
-        """Remember a request. Of several with the same id, the last counts."""
-        story.size_bytes = STORY_BYTES + sum([len(prompt.key) for prompt in story.prompts])
+    def add(self, story: Story, instances: int) -> None:
+        """Remember a request. Of several with the same id, the last counts.
+
+        Args:
+            instances: how many the fleet has that it will keep with its choice.
+        """
+        keys = sum([len(prompt.key) for prompt in story.prompts])
+        story.size_bytes = STORY_BYTES + keys + INSTANCE_BYTES * instances
         self._stories.append(story)
         self.size_bytes += story.size_bytes
         while self.size_bytes > self._max_bytes:

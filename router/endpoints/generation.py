@@ -190,7 +190,7 @@ class Generation:
         if admitted.hints:
             self._hinting.note(admitted.hints, record)
         story = Story(record, prompts, self._clock.wall())
-        self._stories.add(story)
+        self._stories.add(story, len(self._fleet.rows))
         with self._flights.carrying(flight):
             try:
                 if not self._admission.enter():

@@ -230,14 +230,14 @@ def test_stories_are_bounded_and_the_oldest_go() -> None:
     key = encode_tokens(range(500))
     for number in range(50):
         record = Record(f"r{number}", "POST", "/generate", 0.0)
-        stories.add(Story(record, [Encoded(("tokens",), key, 500)], 0.0))
+        stories.add(Story(record, [Encoded(("tokens",), key, 500)], 0.0), 4)
         assert stories.size_bytes <= 20_000
     assert 0 < len(stories) < 10
     assert stories.find("r49", tenant=None, admin=True) is not None
     assert stories.find("r0", tenant=None, admin=True) is None
     assert stories.size_bytes == sum(s.size_bytes for s in stories._stories)
     other = Record("r49", "POST", "/generate", 0.0, caller=Caller("b", admin=False))
-    stories.add(Story(other, [], 0.0))
+    stories.add(Story(other, [], 0.0), 4)
     of_b = stories.find("r49", tenant="b", admin=False)
     assert of_b is not None
     assert of_b.record is other
@@ -245,8 +245,10 @@ def test_stories_are_bounded_and_the_oldest_go() -> None:
     mine = stories.find("r49", tenant=None, admin=True)
     assert mine is not None
     assert mine.record is not other
+    stories.add(Story(record, [], 0.0), 1000)  # each keeps the fleet that it was chosen from
+    assert 0 < len(stories) < 3
     none = Stories(0)
-    none.add(Story(record, [], 0.0))
+    none.add(Story(record, [], 0.0), 4)
     assert len(none) == 0
 
 
