@@ -198,7 +198,7 @@ class Fleet:
         if system.policy is None:
             assert peer_python is not None
             port = free_port()
-            command = peer_router(peer_python, port, self.urls, "--log-level", "warn")
+            command = peer_router(peer_python, port, self.urls)
         else:
             ours = is_ours(self.kind)
             port = self._router_port

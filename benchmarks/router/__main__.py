@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.lib.common import Options, Report, at_least, at_most
 from benchmarks.router.connections import measure_connections
+from benchmarks.router.processes import SGLANG_ROUTER, VLLM_ROUTER
 from benchmarks.router.profile import measure_profile
 from benchmarks.router.scale import measure_scale
 from benchmarks.router.serving import SERVING_CASES, measure_serving
@@ -59,6 +60,11 @@ class RouterOptions(Options):
         "Interpreter of an environment of its own with sglang-router==0.3.2, to measure it too.",
         metavar="PYTHON",
     )
+    vllm_router_python: Path | None = flag(
+        None,
+        "The same with vllm-router==0.1.17, for speed.",
+        metavar="PYTHON",
+    )
     cases: tuple[str, ...] = flag(
         tuple(SERVING_CASES), "Of the part with real servers.", one_of(*SERVING_CASES), several="+"
     )
@@ -73,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report("router", AIMS)
     try:
         if "speed" in options.parts:
-            measure_speed(options, report, options.sglang_router_python)
+            peers = {SGLANG_ROUTER: options.sglang_router_python, VLLM_ROUTER: options.vllm_router_python}
+            measure_speed(options, report, peers)
         if "connections" in options.parts:
             measure_connections(options, report, options.sglang_router_python)
         if "profile" in options.parts:

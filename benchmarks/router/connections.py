@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.lib.common import Options, Report
 from benchmarks.router.load import Job
-from benchmarks.router.processes import PEER, Generator, cpu_seconds, process, two_cores
+from benchmarks.router.processes import PEER, SGLANG_ROUTER, Generator, cpu_seconds, process, two_cores
 from benchmarks.router.speed import DIRECT, MANY, ONE, OURS, Leg, ways
 from benchmarks.router.standin import FLOOD, HOLD
 
@@ -39,7 +39,7 @@ def measure_connections(options: Options, report: Report, peer_python: Path | No
     flags = ("--max-concurrent-requests", str(2 * idle), "--max-connections", str(2 * idle))
     with (
         tempfile.TemporaryDirectory(prefix="router-connections-") as name,
-        ways(Path(name), peer_python, report, *flags) as (load, legs),
+        ways(Path(name), {SGLANG_ROUTER: peer_python}, report, *flags) as (load, legs),
     ):
         rates: dict[str, list[float]] = {}
         kib: dict[tuple[str, str], float] = {}

@@ -130,7 +130,7 @@ class RealFleet:
         if policy == PEER:
             assert peer_python is not None
             port = free_port()
-            command = peer_router(peer_python, port, self.urls, "--log-level", "warn")
+            command = peer_router(peer_python, port, self.urls)
         else:
             port = self.router_port
             command = our_router(port, (), "--policy", policy, "--log-level", "info")

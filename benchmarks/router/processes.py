@@ -1,4 +1,4 @@
-"""Processes of the router benchmark: stand-in workers, the load generator, our router and sglang-router."""
+"""Processes of the router benchmark: stand-in workers, the load generator, our router and others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,30 @@ from sglang_ext.testing.servers.ports import free_port
 
 START_S = 60.0
 PR_SET_PDEATHSIG = 1
-PEER = "sglang-router 0.3.2"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another router, which is measured beside ours. Its interpreter is that of an environment of its own."""
+
+    package: str
+    version: str
+    log_level: str
+    """At which it logs warnings and no more."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.package} {self.version}"
+
+    @property
+    def module(self) -> str:
+        return f"{self.package.replace('-', '_')}.launch_router"
+
+
+SGLANG_ROUTER = Peer("sglang-router", "0.3.2", "warn")
+VLLM_ROUTER = Peer("vllm-router", "0.1.17", "warning")
+PEER = SGLANG_ROUTER.name
+"""The one that aims are compared with."""
 
 
 @contextlib.contextmanager
@@ -128,26 +151,30 @@ def two_cores() -> tuple[int, int] | tuple[None, None]:
     return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
 
 
-def peer_router(python: Path, port: int, workers: Sequence[str], *flags: str) -> list[str]:
-    """The command that starts sglang-router with its cache-aware policy."""
+def peer_router(
+    python: Path, port: int, workers: Sequence[str], *flags: str, peer: Peer = SGLANG_ROUTER
+) -> list[str]:
+    """The command that starts another router with its cache-aware policy."""
     return [
-        str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-        "--prometheus-port", str(free_port()), "--policy", "cache_aware", "--worker-urls", *workers, *flags,
+        str(python), "-m", peer.module, "--host", "127.0.0.1", "--port", str(port),
+        "--prometheus-port", str(free_port()), "--policy", "cache_aware", "--log-level", peer.log_level,
+        "--worker-urls", *workers, *flags,
     ]  # fmt: skip
 
 
-def peer_missing(python: Path | None) -> str | None:
-    """Why sglang-router cannot be measured, None when it can."""
+def peer_missing(python: Path | None, peer: Peer = SGLANG_ROUTER) -> str | None:
+    """Why another router cannot be measured, None when it can."""
+    flag = f"--{peer.package}-python"
     if python is None:
         return (
-            "left out: --sglang-router-python names the interpreter of an environment of its own in which "
-            "`pip install sglang-router==0.3.2` was run"
+            f"left out: {flag} names the interpreter of an environment of its own in which "
+            f"`pip install {peer.package}=={peer.version}` was run"
         )
-    command = [str(python), "-c", "import sglang_router.launch_router"]
+    command = [str(python), "-c", f"import {peer.module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except OSError as error:
-        return f"left out: --sglang-router-python: {error}"
+        return f"left out: {flag}: {error}"
     return None if done.returncode == 0 else f"left out: {done.stderr.strip().splitlines()[-1]}"
 
 

@@ -9,7 +9,7 @@ import random
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from benchmarks.router.load import WARMUP_S, Job
 from benchmarks.router.processes import (
     PEER,
     Generator,
+    Peer,
     cpu_seconds,
     generator,
     our_router,
@@ -37,8 +38,8 @@ SERVICE_S = 0.001
 """Of a stand-in. Without it, cache_aware sends everything to one worker, which is always free."""
 FIRST_FRESH = 1 << 20
 DIRECT, OURS = "direct", "ours"
-ONE, MANY = 1, 32
-"""Connections: one shows what a request waits longer, many show how many requests a core carries."""
+ONE, MANY, CROWD = 1, 32, 256
+"""Connections: one shows what a request waits longer, more show how many requests a core carries."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Case:
 FRESH_BYTES_PER_S = 48 << 20
 SEEN_CASES = tuple(
     Case(path, size, stream, connections)
-    for connections in (ONE, MANY)
+    for connections in (ONE, MANY, CROWD)
     for path, stream in (("/generate", False), ("/v1/chat/completions", True))
     for size in (1024, 32 * 1024)
 )
@@ -95,16 +96,13 @@ class Leg:
     results: dict[Case, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-def measure_speed(options: Options, report: Report, peer_python: Path | None) -> None:
+def measure_speed(options: Options, report: Report, peers: Mapping[Peer, Path | None]) -> None:
     """Rows of requests per second and added latency, and their summary."""
-    seconds, rounds, warm_s = options.pick((3.0, 5, 1.5), quick=(0.3, 3, 1.5), tiny=(0.1, 1, 0.05))
+    seconds, rounds, warm_s = options.pick((2.0, 5, 1.5), quick=(0.3, 3, 1.5), tiny=(0.1, 1, 0.05))
     numbers = itertools.count(FIRST_FRESH, 1 << 20)
     with (
         tempfile.TemporaryDirectory(prefix="router-speed-") as name,
-        ways(Path(name), peer_python, report) as (
-            load,
-            legs,
-        ),
+        ways(Path(name), peers, report) as (load, legs),
     ):
         order = list(legs)
         shuffle = random.Random(SEED)
@@ -131,12 +129,13 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
 
 @contextlib.contextmanager
 def ways(
-    folder: Path, peer_python: Path | None, report: Report, *flags: str
+    folder: Path, peers: Mapping[Peer, Path | None], report: Report, *flags: str
 ) -> Iterator[tuple[Generator, dict[str, Leg]]]:
     """The load generator and every way to the workers. The routers share a core, and run one at a time; all
     else runs on another, where there is one.
 
     Args:
+        peers: other routers, with their interpreters.
         flags: of our router.
     """
     router_core, other_core = two_cores()
@@ -152,12 +151,13 @@ def ways(
         legs = {DIRECT: Leg(ports[0], None)}
         ports_of = {OURS: free_port()}
         commands = {OURS: our_router(ports_of[OURS], urls, "--log-level", "warning", *flags)}
-        missing = peer_missing(peer_python)
-        if missing is None and peer_python is not None:
-            ports_of[PEER] = free_port()
-            commands[PEER] = peer_router(peer_python, ports_of[PEER], urls, "--log-level", "warn")
-        else:
-            report.note(f"{PEER} {missing}")
+        for peer, python in peers.items():
+            missing = peer_missing(python, peer)
+            if missing is None and python is not None:
+                ports_of[peer.name] = free_port()
+                commands[peer.name] = peer_router(python, ports_of[peer.name], urls, peer=peer)
+            else:
+                report.note(f"{peer.name} {missing}")
         for name, command in commands.items():
             log = folder / f"{name.split()[0]}.log"
             running = stack.enter_context(process(command, core=router_core, log=log))
@@ -231,7 +231,7 @@ def summarise(report: Report, legs: dict[str, Leg]) -> None:
             )
             for case in single
         )
-    many = [case for case in SEEN_CASES if case.connections == MANY]
+    many = [case for case in SEEN_CASES if case.connections != ONE]
     for key, cases in (("rps_vs_sglang_router", many), ("rps_fresh_vs_sglang_router", FRESH_CASES)):
         report.summary[key] = min(
             statistics.median(
