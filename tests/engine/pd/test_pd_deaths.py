@@ -307,7 +307,7 @@ def assert_over(found: Scene, handover: SendingHandover | ReceivingHandover, die
 def assert_nothing_is_held(found: Scene) -> None:
     """No hand-over has a task, no page is sealed or granted."""
     agent = found.survivor
-    wait_until(lambda: agent.sender.live == agent.receiver.live == 0, seconds=5, what="hand-overs to end")
+    wait_until(lambda: agent.sender.live == agent.receiver.live == 0, seconds=20, what="hand-overs to end")
     pages = agent.endpoint.pools[POOL]
     assert not pages.is_sealed(np.arange(PAGES)).any()
     assert pages.granted == 0
