@@ -1,10 +1,11 @@
 """How fast blocks move between the engine's pool, DRAM and disk, and what of it a request notices.
 
-Copies are measured against libc's memcpy of the same scattered blocks, loads from disk against fio reading
-the same file system with the same bytes in flight, and beside other ways to keep blocks: as values in LMDB,
-as a file per page, and LMCache's local disk backend. With real servers: the time to first token by the tier
-that holds the prompt, the share of the load that it does not show, what writing costs decoding and an
-acknowledged end its answer, and what retracting others gains a request of a higher priority.
+Copies are measured against libc's memcpy of the same scattered blocks, and with a GPU (`--parts gpu`) against
+one plain copy; loads from disk against fio reading the same file system with the same bytes in flight, and
+beside other ways to keep blocks: as values in LMDB, as a file per page, and LMCache's local disk backend.
+With real servers: the time to first token by the tier that holds the prompt, the share of the load that it
+does not show, what writing costs decoding and an acknowledged end its answer, and what retracting others
+gains a request of a higher priority.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from benchmarks.tiers import priority
 from benchmarks.tiers.acked import measure_acked
 from benchmarks.tiers.copy import measure_copies
 from benchmarks.tiers.disk import measure_disk
+from benchmarks.tiers.gpu import measure_gpu
 from benchmarks.tiers.serving import measure_servers
 from sglang_ext.flags import flag, one_of
 
 PARTS = ("copy", "disk", "servers")
-ASKED_FOR = ("acked", "priority")
+ASKED_FOR = ("acked", "gpu", "priority")
 """Parts that are measured when they are named."""
 AIMS = {
     "dram_to_hbm_vs_copy": at_least(0.85),
     "hbm_to_dram_vs_copy": at_least(0.85),
+    "gpu_load_vs_copy": at_least(0.85),
+    "gpu_write_vs_copy": at_least(0.85),
     "disk_to_hbm_vs_fio": at_least(0.8),
     "disk_read_vs_lmdb_cold": at_least(1.0),
     "disk_read_vs_file_per_page_cold": at_least(1.0),
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_servers(options, report, options.disk_path)
     if "acked" in options.parts:
         measure_acked(options, report, options.disk_path)
+    if "gpu" in options.parts:
+        measure_gpu(options, report)
     if "priority" in options.parts:
         priority.measure_priority(options, report)
     return report.finish(options)

@@ -49,7 +49,7 @@ def test_size_is_fixed_and_usage_exact() -> None:
         arena.free(rest)
         arena.free(first)
         assert arena.free_blocks == 10
-        assert repr(arena) == "<DramArena 0/10 blocks of 512 bytes>"
+        assert repr(arena) == f"<DramArena 0/10 blocks of 512 bytes{' pinned' if arena.pinned else ''}>"
         arena.check()
 
 

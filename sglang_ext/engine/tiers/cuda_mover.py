@@ -187,23 +187,26 @@ class CudaMover:
             for layer in range(self._layout.n_layers):
                 parts, far = within.get(layer, ((), None))
                 for part in parts:
-                    positions = torch.as_tensor(part.positions, device=self._device)
                     copy_within(
                         self._planes[part.place],
                         self._planes[layer],
                         part.slots,
-                        of_blocks(slots, positions, count),
+                        of_blocks(slots, self._on_device(part.positions), count),
                     )
                 if layer not in within:
                     load.nbytes += self._copy_layer(stream, slots, runs, count, layer, layer)
                 elif far is not None:
-                    some = of_blocks(slots, torch.as_tensor(far, device=self._device), count)
+                    some = of_blocks(slots, self._on_device(far), count)
                     rest = list(runs_of_blocks(blocks[far]))
                     load.nbytes += self._copy_layer(stream, some, rest, len(far), layer, layer)
                 event = torch.cuda.Event(enable_timing=layer == last)
                 event.record(stream)
                 load.events.append(event)
         return load
+
+    def _on_device(self, positions: BlockIds) -> torch.Tensor:
+        """Copied on the current stream. From pinned memory: from any other, the host waits for the stream."""
+        return torch.from_numpy(positions).pin_memory().to(self._device, non_blocking=True)
 
     def _copy_layer(
         self,

@@ -1,6 +1,6 @@
 """What the CUDA mover does on the device, run on the CPU: the arithmetic of layouts and runs.
 
-Streams and events need a GPU; the last test uses them and is skipped elsewhere.
+Streams and events need a GPU: `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sglang_ext.engine.tiers.cuda_mover import (
-    CudaMover,
     byte_rows,
     copy_within,
     gather_blocks,
@@ -118,35 +117,3 @@ def test_a_layer_in_other_planes_and_back_agrees_with_the_host_copier(planes_per
 )
 def test_neighbouring_blocks_are_one_run(blocks: list[int], runs: list[tuple[int, int, int]]) -> None:
     assert list(runs_of_blocks(np.array(blocks, dtype=np.int64))) == runs
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_what_was_written_is_loaded_on_a_gpu() -> None:
-    planes = [[plane.cuda() for plane in layer] for layer in pool(3, 2, seed=3)]
-    before = [[plane.clone() for plane in layer] for layer in planes]
-    geometry = pool_geometry(
-        planes,
-        block_tokens=BLOCK_TOKENS,
-        page_tokens=1,
-        first_layer=0,
-        model_layers=3,
-        tp_rank=0,
-        tp_size=1,
-        model_kv_heads=2,
-    )
-    with DramArena(geometry.layout, 64 * geometry.layout.block_bytes) as arena:
-        mover = CudaMover(planes, arena, torch.cuda.current_stream())
-        blocks = arena.alloc(5)
-        assert blocks is not None
-        source = torch.arange(5 * BLOCK_TOKENS, device="cuda")
-        target = source + 5 * BLOCK_TOKENS
-        assert mover.write(source, blocks) == 0
-        mover.settle()
-        assert mover.load(target, blocks) == 0
-        for layer in range(3):
-            mover.wait_layer(0, layer)
-            for plane, old in zip(planes[layer], before[layer], strict=True):
-                assert torch.equal(plane[target], old[source])
-        mover.settle()
-        assert (mover.writes_done(), mover.loads_done()) == (1, 1)
-        mover.close()
