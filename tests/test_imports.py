@@ -278,12 +278,12 @@ def test_a_circle_is_found(tmp_path: Path, sources: dict[str, str]) -> None:
     assert circle(tmp_path) == []
 
 
-def test_what_tests_of_the_engine_take_from_each_other_is_found_beside_those_with_servers() -> None:
-    """By its own name, which no other folder has: else who comes first decides, as in `make smoke`."""
-    known = Counter(path.stem for path in (ROOT / "tests").rglob("test_*.py"))
+def test_what_tests_take_from_each_other_is_found_when_all_are_run() -> None:
+    """By its own name, which no other folder has: else who comes first decides."""
+    known = Counter(path.stem for path in (ROOT / "tests").rglob("*.py"))
     taken = {
         node.module
-        for path in (ROOT / "tests" / "engine").rglob("*.py")
+        for path in (ROOT / "tests").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module in known
     }

@@ -23,7 +23,7 @@ import pytest
 from pd_fleet import ANSWER_TOKENS, COMMON, RETURNED, TRUTH, count, nothing_is_left, prompt_of
 from router_rig import FLAGS, until
 from test_fetching import TOKENS, busy, cold, fetched, said_at
-from test_members import PATIENCE, Load
+from test_real_members import PATIENCE, Load
 
 from sglang_ext.engine.pd.messages import PROTOCOL as PD_PROTOCOL
 from sglang_ext.protocol.cluster import PROTOCOL, instance_path

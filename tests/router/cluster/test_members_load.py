@@ -1,6 +1,6 @@
 """Sixteen streams at a time while instances drain, hang, die, restart and leave: what had not begun succeeds.
 
-The same with real servers is in ``tests/integration/cluster/test_members.py``.
+The same with real servers is in ``tests/integration/cluster/test_real_members.py``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_advisory import CHAT, NEXT, OTHER, advise, chat, link, post
+from test_hinting import CHAT, NEXT, OTHER, advise, chat, link, post
 from test_membership import needs_redis
 from test_tenants import A, B, bearer, keys_file
 

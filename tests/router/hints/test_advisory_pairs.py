@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from test_advisory import CHAT, EPOCH, NEXT, Links, advise, in_dram, link, post
+from test_hinting import CHAT, EPOCH, NEXT, Links, advise, in_dram, link, post
 
 from sglang_ext.protocol.agent import Advise, Advised
 from sglang_ext.router import Router

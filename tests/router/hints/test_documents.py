@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_advisory import Links, in_dram, post
+from test_hinting import Links, in_dram, post
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.keys import encode_tokens

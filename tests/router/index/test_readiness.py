@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from test_index import BLOCK, NAMING
+from test_router_index import BLOCK, NAMING
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import FROM_AGENT, Hello, NamesStored, PlacementEvent, Welcome
