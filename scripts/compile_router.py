@@ -1,4 +1,4 @@
-"""Compile the router's hot modules to machine code, where mypyc and a C compiler are there (`native.py`).
+"""Compile hot modules to machine code, where mypyc and a C compiler are there (`native.py`).
 
     python scripts/compile_router.py [--if-possible]
 
@@ -18,18 +18,23 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "router"
+PACKAGE = ROOT / "sglang_ext"
 NATIVE = PACKAGE / "_native"
-MODULES = (
+ROUTER = (
     "http/messages", "http/body", "http/reader", "http/connection", "http/responder", "http/state",
-    "http/upstream", "http/web_sites", "http/worker_connection", "index/prompt_trees", "index/index",
-    "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/questions",
+    "http/upstream", "http/web_sites", "http/worker_connection", "index/memory", "index/prompt_trees",
+    "index/index", "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/questions",
     "policies/spans", "dispatch/choosing", "dispatch/costs", "dispatch/fetching", "dispatch/forwarding",
     "dispatch/queue_estimate", "dispatch/queueing", "dispatch/relaying", "dispatch/retry_budget",
     "fleet/fleet", "fleet/instance_record", "telemetry/local_metrics", "telemetry/observability",
     "tenancy/admit", "tenancy/request_fields", "api/generate", "api/prompts", "api/sse",
     "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments",
     "endpoints/generation", "endpoints/routes", "app/service",
+)  # fmt: skip
+MODULES = (
+    "cost_model/model", "cost_model/passes", "radix_global/edges", "radix_global/eviction",
+    "radix_global/locks", "radix_global/node", "radix_global/tree", "radix_global/sync/replica",
+    "radix_global/sync/runs", *(f"router/{name}" for name in ROUTER),
 )  # fmt: skip
 """What a request spends its time in. mypyc ignores what msgspec is told of a class (``frozen``, ``eq``), so
 that such classes have modules of their own, which are left as they are."""
@@ -56,27 +61,27 @@ def obstacle() -> str:
 
 
 def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
-    """Compile modules of the router.
+    """Compile modules of the package.
 
     Raises:
         subprocess.CalledProcessError: they cannot be.
     """
     sys.path.insert(0, str(ROOT))
-    from sglang_ext.router.native import LIST, SUFFIX, digest
+    from sglang_ext.native import LIST, SUFFIX, digest, source
 
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
         ignore = shutil.ignore_patterns("__pycache__", "_native", "*.so")
-        shutil.copytree(ROOT / "sglang_ext", folder / "sglang_ext", ignore=ignore)
-        shutil.copytree(PACKAGE, folder / "sglang_ext" / "router", ignore=ignore)
-        sources = {name: digest(folder / "sglang_ext" / "router" / f"{name}.py") for name in modules}
+        shutil.copytree(PACKAGE, folder / "sglang_ext", ignore=ignore)
+        shutil.copytree(ROOT / "router", folder / "sglang_ext" / "router", ignore=ignore)
+        sources = {name: digest(source(folder / "sglang_ext", name)) for name in modules}
         config = folder / "mypy.ini"
         config.write_text(
             "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
             "[mypy-opentelemetry.*,sglang.*,numba.*,lmdb.*,transformers.*,tokenizers.*,torch.*,zmq.*,numpy.*]\n"
             "follow_imports = skip\n"
         )
-        files = [f"sglang_ext/router/{module}.py" for module in modules]
+        files = [f"sglang_ext/{module}.py" for module in modules]
         subprocess.run(
             [sys.executable, "-c", BUILD, str(config), *files],
             cwd=folder, check=True, capture_output=True, text=True,
@@ -86,8 +91,8 @@ def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
         (group,) = (file.name.removesuffix(SUFFIX) for file in folder.glob(f"*{SUFFIX}"))
         shutil.move(folder / f"{group}{SUFFIX}", built)
         for module in modules:
-            (built / module).parent.mkdir(exist_ok=True)
-            shutil.move(folder / "sglang_ext" / "router" / f"{module}{SUFFIX}", (built / module).parent)
+            (built / module).parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder / "sglang_ext" / f"{module}{SUFFIX}", (built / module).parent)
         (built / LIST).write_text(json.dumps({"suffix": SUFFIX, "group": group, "sources": sources}))
         beside = target.with_name(f"{target.name}.{os.getpid()}")
         shutil.move(built, beside)
@@ -102,14 +107,14 @@ def main() -> int:
     options = parser.parse_args()
     why = obstacle()
     if why:
-        print(f"The router's modules are not compiled, and run as Python: {why}.")
+        print(f"Nothing is compiled, everything runs as Python: {why}.")
         return 0 if options.if_possible else 1
     try:
         compile_into(NATIVE)
     except subprocess.CalledProcessError as error:
-        print(f"The router's modules are not compiled, and run as Python:\n{error.stdout}{error.stderr}")
+        print(f"Nothing is compiled, everything runs as Python:\n{error.stdout}{error.stderr}")
         return 1
-    print(f"{len(MODULES)} modules of the router are compiled into {NATIVE.relative_to(ROOT)}.")
+    print(f"{len(MODULES)} modules are compiled into {NATIVE.relative_to(ROOT)}.")
     return 0
 
 

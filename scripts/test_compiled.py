@@ -1,4 +1,4 @@
-"""Run the tests of the router's hot modules compiled to machine code, beside the checkout (`native.py`).
+"""Run the tests of the hot modules compiled to machine code, beside the checkout (`native.py`).
 
     python scripts/test_compiled.py [PYTEST ARGUMENTS...]
 
@@ -17,11 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from compile_router import MODULES, ROOT, compile_into, obstacle
 
-FOLDERS = (
+ROUTER = (
     "http", "index", "policies", "dispatch", "fleet", "telemetry", "tenancy", "api", "tokens", "app",
     "endpoints",
 )  # fmt: skip
-"""Of the tests of the router."""
+"""Folders of the router's tests."""
+TESTS = (
+    "tests/fuzz", "tests/cost_model", "tests/radix_global", "tests/engine/cache", "tests/engine/events",
+    *(f"tests/router/{folder}" for folder in ROUTER),
+)  # fmt: skip
 
 
 def main() -> int:
@@ -34,15 +38,12 @@ def main() -> int:
         compile_into(built)
         environment = {**os.environ, "SGLANG_EXT_NATIVE": str(built)}
         # Without it nothing would fail if what was compiled were not used.
-        used = (
-            "from sglang_ext.router.native import is_compiled; import sglang_ext.router.http.reader as reader"
-        )
+        used = "from sglang_ext.native import is_compiled; import sglang_ext.router.http.reader as reader"
         subprocess.run(
             [sys.executable, "-c", f"{used}; assert is_compiled(reader)"], env=environment, check=True
         )
         print(f"{len(MODULES)} modules compiled.", flush=True)
-        tests = ["tests/fuzz", *(f"tests/router/{folder}" for folder in FOLDERS)]
-        command = [sys.executable, "-m", "pytest", *tests, *sys.argv[1:]]
+        command = [sys.executable, "-m", "pytest", *TESTS, *sys.argv[1:]]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

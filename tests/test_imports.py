@@ -28,7 +28,7 @@ SHARED = {
     "geometry",
     "keys",
     "metrics",
-    "numa",
+    "native",
     "own_functions",
     "tiers",
     "signals",

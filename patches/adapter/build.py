@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.config import KvConfig, check_block_size
+from sglang_ext.disagg.numa import place_arena
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.cache.rank_cache import CacheParts
@@ -32,7 +33,6 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool.store import Store
-from sglang_ext.numa import place_arena
 from sglang_ext.patches.adapter.build_agent import Desks, attach_agent, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     RankFacts,

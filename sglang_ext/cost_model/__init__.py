@@ -3,10 +3,11 @@
 No SGLang, no torch: the router calculates with it, and so does a simulator. ``calibration`` measures.
 """
 
-from sglang_ext.cost_model.batch import Batch, Batching, Passes
+from sglang_ext.cost_model.batch import Batch, Batching
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.model import CostModel, Execution
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Waves
+from sglang_ext.cost_model.passes import Passes
 from sglang_ext.cost_model.profile import Decode, Identity, Profile, Quality, load, save
 
 __all__ = [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from sglang_ext.cost_model.batch import ANY, Batch, Batching, Passes
+from sglang_ext.cost_model.batch import ANY, Batch, Batching
 from sglang_ext.cost_model.operators import Link
+from sglang_ext.cost_model.passes import Passes
 from sglang_ext.cost_model.profile import Decode, Profile
 from sglang_ext.tiers import Tier, tier_named
 
@@ -30,9 +31,9 @@ class DefaultExecution:
     takes 1.5 times what its linear layers do. That is about an 8B model on one mid-range GPU.
     """
 
-    FIXED_S = 0.02
-    PER_TOKEN_S = 1e-4
-    PER_PAIR_S = 1e-4 / 50_000
+    FIXED_S: ClassVar[float] = 0.02
+    PER_TOKEN_S: ClassVar[float] = 1e-4
+    PER_PAIR_S: ClassVar[float] = 1e-4 / 50_000
 
     around_s = 0.0
 

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from sglang_ext.own_functions import SortKey, order_named
 from sglang_ext.radix_global.node import Node
@@ -61,6 +61,10 @@ def policy_by_name(name: str) -> EvictionPolicy:
     return order_named(name, POLICIES, "(node) -> tuple of numbers", field="--kv-eviction-policy")
 
 
+SLACK: Final = 64
+"""Entries of nodes gone from the holder are swept out once they outnumber its nodes by so many."""
+
+
 class EvictionQueue:
     """The nodes of one holder in the order in which a policy gives them up.
 
@@ -69,9 +73,6 @@ class EvictionQueue:
     """
 
     __slots__ = ("_heap", "_holder", "_sequence", "policy")
-
-    SLACK = 64
-    """Entries of nodes gone from the holder are swept out once they outnumber its nodes by so many."""
 
     def __init__(self, holder: Holder, policy: EvictionPolicy) -> None:
         self._holder = holder
@@ -97,7 +98,7 @@ class EvictionQueue:
             return
         node.queued.add(self._holder)
         heapq.heappush(self._heap, (self.policy(node), next(self._sequence), node))
-        if len(self._heap) > 2 * held + self.SLACK:
+        if len(self._heap) > 2 * held + SLACK:
             self._sweep()
 
     def take(self) -> Node | None:

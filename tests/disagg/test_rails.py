@@ -9,9 +9,9 @@ import pytest
 
 from sglang_ext.disagg.errors import TransportUnavailableError
 from sglang_ext.disagg.memory import RegionTable
+from sglang_ext.disagg.numa import node_of
 from sglang_ext.disagg.transports.rails import NOWHERE, Place, choose, pci_place, topology
 from sglang_ext.disagg.transports.verbs import VerbsTransport
-from sglang_ext.numa import node_of
 
 
 class Sysfs:

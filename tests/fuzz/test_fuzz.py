@@ -25,8 +25,8 @@ from targets import CORPUS, Target, targets
 
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports.tcp import HANDSHAKE_SECONDS, NONCE_BYTES, SESSION_BYTES, TcpTransport
+from sglang_ext.native import is_compiled
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.native import is_compiled
 from sglang_ext.router.tenancy import admit
 from sglang_ext.testing.servers.workers import running_worker
 from sglang_ext.testing.waiting import until

@@ -12,7 +12,7 @@ import pytest
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.radix_global.edges import common_blocks
-from sglang_ext.radix_global.eviction import EvictionQueue
+from sglang_ext.radix_global.eviction import SLACK
 from sglang_ext.tiers import Tier
 
 BLOCK = 4
@@ -470,7 +470,7 @@ def test_churn_leaves_nothing_behind(policy: str) -> None:
         else:
             tree.remove(result.node, PEER)
         longest = max(len(usage.queue) for usage in tree._usage.values())
-        assert longest <= 2 * 3 + EvictionQueue.SLACK, "there are never more than three nodes"
+        assert longest <= 2 * 3 + SLACK, "there are never more than three nodes"
     assert tree.node_count <= 3
     assert sys.getrefcount(watched) == references
     tree.check()

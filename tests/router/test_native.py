@@ -1,4 +1,4 @@
-"""Compiled modules of the router: used while they are of their sources, never else; and they do the same."""
+"""Compiled modules: used while they are of their sources, never else; and they do the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.router import native
-from sglang_ext.router.native import FOLDER, LIST, SUFFIX, SWITCH, digest, found
+from sglang_ext import native
+from sglang_ext.native import FOLDER, LIST, SUFFIX, SWITCH, digest, found
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ("http", "index", "fleet", "policies", "dispatch", "tenancy", "telemetry", "api", "app")
@@ -34,17 +34,18 @@ def script() -> Any:
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A package of two modules that were compiled, as far as names and digests go."""
-    built = tmp_path / FOLDER
+    folder = tmp_path / "package"
+    built = folder / FOLDER
     (built / "http").mkdir(parents=True)
-    (tmp_path / "http").mkdir()
+    (folder / "http").mkdir()
     sources = {}
     for name in ("one", "http/two"):
-        (tmp_path / f"{name}.py").write_text(f"NAME = {name!r}\n")
+        (folder / f"{name}.py").write_text(f"NAME = {name!r}\n")
         (built / f"{name}{SUFFIX}").write_bytes(b"")
-        sources[name] = digest(tmp_path / f"{name}.py")
+        sources[name] = digest(folder / f"{name}.py")
     (built / f"group{SUFFIX}").write_bytes(b"")
     (built / LIST).write_text(json.dumps({"suffix": SUFFIX, "group": "group", "sources": sources}))
-    return tmp_path
+    return folder
 
 
 def test_what_was_compiled_of_these_sources_is_found(package: Path) -> None:
@@ -76,6 +77,13 @@ def test_nothing_compiled_hides_other_sources(what: str, package: Path) -> None:
     assert found("some.package", package) is None
 
 
+def test_of_a_checkout_parts_of_the_package_lie_beside_it(package: Path) -> None:
+    (package / "http").rename(package.parent / "http")
+    assert found("some.package", package) is not None
+    (package.parent / "http" / "two.py").write_text("NAME = 'edited'\n")
+    assert found("some.package", package) is None
+
+
 def test_it_can_be_switched_off(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setenv(SWITCH, "0")
@@ -87,7 +95,7 @@ def test_it_can_be_switched_off(package: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_module_that_is_compiled_is_there() -> None:
     for name in script().MODULES:
-        assert (ROOT / "router" / f"{name}.py").exists(), name
+        assert native.source(ROOT / "sglang_ext", name).exists(), name
 
 
 def two_kinds(source: str) -> list[str]:
@@ -105,7 +113,7 @@ def two_kinds(source: str) -> list[str]:
 
 def test_no_name_has_errors_of_two_kinds_in_what_is_compiled() -> None:
     for name in script().MODULES:
-        assert two_kinds((ROOT / "router" / f"{name}.py").read_text()) == [], name
+        assert two_kinds(native.source(ROOT / "sglang_ext", name).read_text()) == [], name
     twin = "def f():\n try: g()\n except OSError as e: print(e)\n except ValueError as e: print(e)\n"
     assert two_kinds(twin) == ["f"]
 

@@ -27,6 +27,7 @@ from sglang_ext.disagg.errors import (
     TransportUnavailableError,
 )
 from sglang_ext.disagg.memory import MemoryKind, RegionTable
+from sglang_ext.disagg.numa import node_of
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Served, Transport, TransportName
 from sglang_ext.disagg.transports._rdma import (
@@ -37,7 +38,6 @@ from sglang_ext.disagg.transports._rdma import (
     import_pyverbs,
 )
 from sglang_ext.disagg.transports.rails import NOWHERE, Place, Rail, choose, topology
-from sglang_ext.numa import node_of
 from sglang_ext.wire import Codec, Message, WireError
 
 log = logging.getLogger(__name__)

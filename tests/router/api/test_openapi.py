@@ -11,9 +11,9 @@ import pytest
 import requests
 from api_fuzz import BROKEN, fuzz, is_ours, operations, send_broken
 
+from sglang_ext.native import is_compiled
 from sglang_ext.router import RouterConfig
 from sglang_ext.router.api.openapi import description
-from sglang_ext.router.native import is_compiled
 from sglang_ext.router.tenancy import admit
 
 

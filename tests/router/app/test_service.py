@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.native import is_compiled
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.index import index
-from sglang_ext.router.native import is_compiled
 from sglang_ext.router.telemetry.logs import JsonFormatter, TextFormatter
 from sglang_ext.testing.servers.workers import Gate
 

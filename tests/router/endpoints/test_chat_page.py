@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from browser import Page, browser_page, find_browser
 
+from sglang_ext.native import is_compiled
 from sglang_ext.protocol.agent import Advise, Advised, Beat, Fill, Withdraw
 from sglang_ext.router.index import index
-from sglang_ext.router.native import is_compiled
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 

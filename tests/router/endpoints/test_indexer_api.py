@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.keys import encode_tokens
+from sglang_ext.native import is_compiled
 from sglang_ext.router.index import index
-from sglang_ext.router.native import is_compiled
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 

@@ -9,6 +9,7 @@ import pytest
 from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import Batching
 from sglang_ext.errors import ConfigError
+from sglang_ext.native import is_compiled
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet import fleet as fleet_module
 from sglang_ext.router.fleet.fleet import Fleet, State
@@ -16,7 +17,6 @@ from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
 from sglang_ext.router.http.types import ConnectFailed
 from sglang_ext.router.http.upstream import HttpUpstream
-from sglang_ext.router.native import is_compiled
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
 from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 

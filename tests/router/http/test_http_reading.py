@@ -14,11 +14,11 @@ import pytest
 from http_rig import CLOSE, GET, Rig, chunked, post, running
 
 from sglang_ext.errors import InternalError
+from sglang_ext.native import is_compiled
 from sglang_ext.router.http import body as http_body
 from sglang_ext.router.http.body import PACKED_BYTES, SLICE_BYTES, BodyBudget, unpack
 from sglang_ext.router.http.messages import HTTP2_REFUSAL
 from sglang_ext.router.http.state import HttpLimits
-from sglang_ext.router.native import is_compiled
 
 
 @pytest.fixture

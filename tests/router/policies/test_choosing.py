@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from sglang_ext.cost_model import CostModel
+from sglang_ext.native import is_compiled
 from sglang_ext.router.dispatch import choosing
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.hint import Place
-from sglang_ext.router.native import is_compiled
 from sglang_ext.router.policies import (
     Decision,
     Instance,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sglang_ext.config import KvConfig
+from sglang_ext.disagg.numa import arena_node, cpus_by_node, node_of, place_arena, put
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.numa import arena_node, cpus_by_node, node_of, place_arena, put
 from sglang_ext.tiered_store.dram.arena import DramArena
 
 TWO = {0: frozenset({0, 1, 4, 5}), 1: frozenset({2, 3})}

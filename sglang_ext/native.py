@@ -1,8 +1,8 @@
 """Modules that were compiled to machine code (mypyc): found, and used only while they are of their sources.
 
-The Python sources are the program, and run without any of this. ``make compile`` compiles some modules of a
-package into its folder `_native`, beside the digests of their sources. What was compiled is used all together
-or, when one of the digests differs, not at all: an edited source is never hidden by what it was before.
+The Python sources are the program, and run without any of this. ``make compile`` compiles some modules of
+this package into its folder `_native`, beside the digests of their sources. What was compiled is used all
+together or, when one of the digests differs, not at all: an edited source is never hidden by what it was.
 ``SGLANG_EXT_NATIVE=0`` has the sources run in any case; a folder there is taken in place of `_native`.
 
 Loops over bytes and addresses that must not hold the GIL are numba's (`compiled`); these modules are what is
@@ -26,6 +26,12 @@ FOLDER = "_native"
 LIST = "modules.json"
 SWITCH = "SGLANG_EXT_NATIVE"
 SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def source(folder: Path, name: str) -> Path:
+    """The source of a module of the package in ``folder``. In a checkout, some of it lies beside."""
+    inside = folder / f"{name}.py"
+    return inside if inside.exists() else folder.parent / f"{name}.py"
 
 
 def digest(source: Path) -> str:
@@ -67,7 +73,7 @@ def found(package: str, folder: Path, built: Path | None = None) -> Native | Non
         group, sources = told["group"], dict(told["sources"])
         if told["suffix"] != SUFFIX:
             return None
-        if any(digest(folder / f"{name}.py") != known for name, known in sources.items()):
+        if any(digest(source(folder, name)) != known for name, known in sources.items()):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
