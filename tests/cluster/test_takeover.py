@@ -116,6 +116,8 @@ async def test_without_a_held_socket_clients_are_refused(
 async def process_of(part: PartProcess | None) -> int:
     """What a guard runs."""
     assert part is not None
+    # Its guard may run, and have told so, before the supervisor has its number.
+    await async_wait_for(lambda: part.pid is not None, "the guard")
     guard = part.pid
     assert guard is not None
     await async_wait_for(lambda: len(children_by_parent().get(guard, ())) == 1, "one process of the guard")

@@ -281,7 +281,7 @@ def test_a_server_that_stands_still_while_it_is_connected_holds_up_nothing(ends:
         wait_until(lambda: decode.state().prefill_servers["awaited"] == 1, seconds=20, what="an attempt")
         if ends == "left":
             decode.prefill_servers(told())
-            wait_until(lambda: decode.state().prefill_servers["awaited"] == 0, seconds=1.5, what="the end")
+            wait_until(lambda: decode.state().prefill_servers["awaited"] == 0, seconds=20, what="the end")
         # Closing the agent, at the end of the block, waits for no attempt either: it has CALL_SECONDS.
 
 

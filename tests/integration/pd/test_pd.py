@@ -330,7 +330,7 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     if not pulls(rig):
         return  # bytes are counted where they are read
     sent = wait_until(
-        lambda: count(decode, "sglang_ext_pd_read_bytes") - before, seconds=5, what="bytes to be counted"
+        lambda: count(decode, "sglang_ext_pd_read_bytes") - before, seconds=30, what="bytes to be counted"
     )
     # A page more or less: whether the last generated token's KV was computed is the scheduler's affair.
     least = len(history) - (160 if caching in "23" else 0)
@@ -392,7 +392,7 @@ def test_what_two_requests_bring_at_once_is_kept_once(rig: Rig) -> None:
     cached = 'sglang_ext_cache_blocks{tier="hbm"'
     wait_until(
         lambda: whole - 1 <= count(decode, cached) <= whole,
-        seconds=5,
+        seconds=30,
         what=f"{whole} blocks, not twice as many",
     )
 

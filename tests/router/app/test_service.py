@@ -272,7 +272,7 @@ async def test_large_bodies_are_not_read_without_a_key(start_worker, start_route
     router = await start_router(await start_worker(), api_key="secret")
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
     writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n")
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
     assert head.startswith(b"HTTP/1.1 401")
     writer.close()
     await writer.wait_closed()

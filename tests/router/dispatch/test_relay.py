@@ -54,7 +54,7 @@ async def test_the_first_byte_passes_before_the_worker_finishes(
     worker.between_chunks = Gate()
     router = await start_router(worker)
     async with client.post(router.url + path, json={**PROMPTS[path], "stream": True}) as answer:
-        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 30)
         assert first.startswith(b"data: {")
         assert worker.finished == 0
         worker.between_chunks.open()
@@ -210,7 +210,7 @@ async def test_a_stopped_worker_is_given_up_on_while_it_is_waited_for(
         stuck,
         other,
         policy="round-robin",
-        health_check_timeout_secs=0.1,
+        health_check_timeout_secs=1.0,
         health_failure_threshold=2,
     )
     stuck.hang_probes = Gate()
@@ -290,7 +290,7 @@ async def test_a_client_that_asks_whether_to_go_on_is_told_to(start_worker, star
         b"POST /generate HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
         b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
     )
-    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30) == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(body)
     assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
     writer.close()
@@ -331,7 +331,7 @@ async def test_a_stream_ends_whole_while_the_router_stops(start_worker, start_ro
     router = await start_router(worker, shutdown_grace_period_secs=3600)
     body = {**PROMPTS["/v1/chat/completions"], "stream": True}
     async with client.post(router.url + "/v1/chat/completions", json=body) as answer:
-        await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+        await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 30)
         stopping = asyncio.create_task(router.stop())
         await _until_nobody_listens(client, router.url)
         worker.between_chunks.open()

@@ -69,7 +69,7 @@ def watch(fleet: Fleet, api: WorkerApi, clock: FakeClock | SystemClock, **option
         raise error
 
     options.setdefault("interval_s", 0.5)
-    options.setdefault("timeout_s", 0.1)
+    options.setdefault("timeout_s", 0.3)
     return HealthWatch(fleet, api, clock, on_crash=crash, **options)
 
 

@@ -120,7 +120,7 @@ async def test_a_piece_of_a_stream_is_sent_before_the_next_is_there(rig: Rig) ->
     wire = await rig.connect()
     wire.send(b"GET /held-stream HTTP/1.1\r\nHost: h\r\n\r\n")
     await wire.reader.readuntil(b"\r\n\r\n")
-    assert await asyncio.wait_for(wire.reader.readuntil(b"first\r\n"), 5) == b"5\r\nfirst\r\n"
+    assert await asyncio.wait_for(wire.reader.readuntil(b"first\r\n"), 30) == b"5\r\nfirst\r\n"
     rig.echo.gate.open()
     assert await wire.reader.readuntil(b"0\r\n\r\n") == b"4\r\nlast\r\n0\r\n\r\n"
 
