@@ -26,9 +26,9 @@ ROUTER = (
     "index/index", "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/questions",
     "policies/spans", "dispatch/choosing", "dispatch/costs", "dispatch/fetching", "dispatch/forwarding",
     "dispatch/queue_estimate", "dispatch/queueing", "dispatch/relaying", "dispatch/retry_budget",
-    "fleet/fleet", "fleet/instance_record", "telemetry/local_metrics", "telemetry/observability",
-    "tenancy/admit", "tenancy/request_fields", "api/generate", "api/prompts", "api/sse",
-    "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments",
+    "fleet/fleet", "fleet/instance_record", "fleet/standing", "telemetry/local_metrics",
+    "telemetry/observability", "tenancy/admit", "tenancy/request_fields", "api/generate", "api/prompts",
+    "api/sse", "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments",
     "endpoints/generation", "endpoints/routes", "app/service",
 )  # fmt: skip
 MODULES = (

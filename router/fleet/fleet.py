@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from operator import attrgetter
-from typing import cast
 from urllib.parse import urlsplit
 
 from sglang_ext.addresses import is_loopback
@@ -22,6 +20,7 @@ from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.instance_record import ROLES, InstanceRecord, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
+from sglang_ext.router.fleet.standing import Standing
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
 from sglang_ext.router.policies.base import Role
@@ -33,7 +32,6 @@ __all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", 
 
 logger = logging.getLogger("router.fleet")
 
-_SEEN = cast(Callable[[InstanceRecord], Instance], attrgetter("seen"))
 _USABLE = tuple(USABLE)
 """A set would ask each state for its hash, in Python."""
 
@@ -83,9 +81,12 @@ class Fleet:
         silence_s: float = 0.0,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.rows = {url: InstanceRecord(url) for url in urls}
+        self._changed: dict[str, InstanceRecord] = {}
+        """Those that policies see differently than ``_standing`` has them."""
+        self.rows = {url: InstanceRecord(url, retold=self._changed) for url in urls}
         self._usable: dict[str, InstanceRecord] = {}
         """Those that can take requests."""
+        self._standing = Standing()
         self.model: InstanceFacts | None = None
         """The facts of the first instance of the model being served; kept while the fleet is down."""
         self.restarted: Signal[[str]] = Signal()
@@ -110,7 +111,9 @@ class Fleet:
         tells its epoch is none."""
         row = self.rows.get(name)
         if row is None:
-            self.rows[name] = InstanceRecord(name, registration=registration, heard=self._now())
+            self.rows[name] = InstanceRecord(
+                name, registration=registration, heard=self._now(), retold=self._changed
+            )
             logger.info("instance %s joins", name)
             return State.NEW
         row.heard = self._now()
@@ -153,9 +156,14 @@ class Fleet:
         if row is None or row.state is not State.LEFT or row.in_flight:
             return row is None
         del self.rows[name]
-        self._usable.pop(name, None)
+        self._out(name)
         self.restarted(name)
         return True
+
+    def _out(self, name: str) -> None:
+        """An instance cannot take requests."""
+        self._usable.pop(name, None)
+        self._standing.drop(name)
 
     # -- what is found out ------------------------------------------------------------------------
 
@@ -250,8 +258,9 @@ class Fleet:
             row.state, row.why = following, why
             if following in _USABLE:
                 self._usable[row.name] = row
+                row.retell()
             else:
-                self._usable.pop(row.name, None)
+                self._out(row.name)
         elif following is not State.LEFT:
             row.why = why if following is not State.DRAINING else row.why
         if event in FATAL:
@@ -274,12 +283,13 @@ class Fleet:
         """
         rows = self._usable
         for name in self._retold():
-            if (changed := self.rows.get(name)) is not None:  # also of one that is to be usable later
-                changed.seen = None
-        # A request changes one or two of what may be a thousand.
-        for row in [row for row in rows.values() if row.seen is None]:
-            row.seen = self._see(row)
-        found = tuple(map(_SEEN, rows.values()))
+            if (told := rows.get(name)) is not None:
+                told.retell()
+        for name, row in self._changed.items():
+            if name in rows:
+                self._standing.put(self._see(row))
+        self._changed.clear()
+        found = self._standing.fleet()
         if excluded:
             found = tuple([instance for instance in found if instance.name not in excluded])
         return found if all_colocated(found) else self._complete(found)
@@ -335,14 +345,14 @@ class Fleet:
         row.sent += 1
         row.sent_tokens += queued_tokens
         row.last_picked = next(self._picks)
-        row.seen = None
+        row.retell()
         return Load(row, queued_tokens)
 
     def end(self, load: Load) -> None:
         """A request is not in flight any more."""
         load.prefilled()
         load.row.in_flight -= 1
-        load.row.seen = None
+        load.row.retell()
         self._look_whether_drained(load.row)
 
     def move(self, load: Load, name: str) -> None:
@@ -358,14 +368,15 @@ class Fleet:
         row.last_picked = next(self._picks)
         load.move(row)
         before.in_flight -= 1
-        before.seen = row.seen = None
+        before.retell()
+        row.retell()
         self._look_whether_drained(before)
 
     def sent_elsewhere(self, name: str, requests: int) -> None:
         """Other routers have so many requests in flight at an instance."""
         if (row := self.rows.get(name)) is not None:
             row.elsewhere = requests
-            row.seen = None
+            row.retell()
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show how each instance is."""
@@ -400,8 +411,10 @@ class Fleet:
             raise InternalError(f"{set(usable)} are usable, kept as such are {set(self._usable)}")
         self.usable()
         for row in usable.values():
-            if row.seen != self._see(row):
-                raise InternalError(f"policies see {row.seen}, which is {self._see(row)}")
+            if (seen := self._standing.get(row.name)) != self._see(row):
+                raise InternalError(f"policies see {seen}, which is {self._see(row)}")
+        if len(self._standing) != len(usable):
+            raise InternalError(f"policies see {len(self._standing)} instances, {len(usable)} are usable")
         for row in self.rows.values():
             if row.in_flight < 0 or row.queued_tokens < 0 or (row.in_flight == 0 and row.queued_tokens):
                 raise InternalError(

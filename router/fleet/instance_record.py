@@ -9,7 +9,7 @@ from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.http.types import ConnectionLost
-from sglang_ext.router.policies.base import Instance, Role
+from sglang_ext.router.policies.base import Role
 
 ROLES: dict[str, Role] = {role.value: role for role in Role}
 
@@ -46,8 +46,8 @@ class InstanceRecord:
     """It was found to serve another model than the fleet."""
     waiting: set[Load] = field(default_factory=set)
     """Requests that give up when the verdict falls."""
-    seen: Instance | None = None
-    """What policies see of it; None when that has changed."""
+    retold: dict[str, InstanceRecord] = field(default_factory=dict)
+    """Of its fleet, by name: those that policies see differently now."""
 
     role: Role = field(init=False)
     """What it tells, or registered with; COLOCATED while nothing is known."""
@@ -60,7 +60,11 @@ class InstanceRecord:
         self.facts, self.registration = facts, registration
         told = facts.role if facts else registration.role if registration else ""
         self.role = ROLES.get(told, Role.COLOCATED)
-        self.seen = None
+        self.retell()
+
+    def retell(self) -> None:
+        """Policies see it differently from now on."""
+        self.retold[self.name] = self
 
     @property
     def epoch(self) -> str:
@@ -96,7 +100,7 @@ class Load:
         """Its prompt has been computed: the first byte of the answer is here. Repeating it is harmless."""
         if self._tokens:
             self._row.queued_tokens -= self._tokens
-            self._row.seen = None
+            self._row.retell()
             self._tokens = 0
 
     def until_lost(self) -> UntilLost:

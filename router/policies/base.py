@@ -7,7 +7,7 @@ so that they run unchanged in tests and in a simulator.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -59,6 +59,38 @@ class Instance(msgspec.Struct, frozen=True):
 
 Fleet: TypeAlias = tuple[Instance, ...]
 """The instances that can take the request; never empty."""
+
+
+class WholeFleet(tuple[Instance, ...]):
+    """A fleet with the answers to what every request asks of all of it (``questions``), which may be a
+    thousand instances. What is made of a part of it is an ordinary tuple."""
+
+    colocated: bool
+    """Every instance does all of a request."""
+    trusted: bool
+    """The index of every instance is believed."""
+    awaited: bool
+    """More is to come of what any of them holds."""
+    least: Instance
+    """The least loaded, by ``questions.load_of``."""
+    most_in_flight: int
+    places: Mapping[str, int]
+    """Where an instance of that name is."""
+
+    def __new__(
+        cls,
+        instances: Iterable[Instance],
+        colocated: bool,
+        trusted: bool,
+        awaited: bool,
+        least: Instance,
+        most_in_flight: int,
+        places: Mapping[str, int],
+    ) -> WholeFleet:
+        self = tuple.__new__(cls, instances)
+        self.colocated, self.trusted, self.awaited = colocated, trusted, awaited
+        self.least, self.most_in_flight, self.places = least, most_in_flight, places
+        return self
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -148,7 +180,7 @@ class Decision(msgspec.Struct, frozen=True):
     matched: int = 0
     """Tokens of the prompt the chosen instance is believed to hold."""
     scores: Mapping[str, float] = {}
-    """What was compared, by instance; larger is better."""
+    """What was compared, by instance; larger is better. Who has nothing of it may be left out."""
     decode: str | None = None
     """The instance that decodes, where it is another one."""
     fetch: tuple[Fetch, ...] = ()

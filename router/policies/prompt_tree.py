@@ -37,11 +37,9 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
 )
-from sglang_ext.router.policies.questions import load_of
+from sglang_ext.router.policies.questions import holders_among, in_flight_range, least_loaded
 
 NOTHING = Match(0)
-_NAME = attrgetter("name")
-_IN_FLIGHT = attrgetter("in_flight")
 _CACHED = attrgetter("cached_tokens")
 
 
@@ -49,40 +47,34 @@ def prompt_tree(
     prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
     """Choose by the rule in the module's docstring; scores are matched tokens."""
-    scores = dict.fromkeys(map(_NAME, fleet), 0.0)
-    for name, match in matches.items():
-        if name in scores:
-            scores[name] = float(match.tokens)
-    in_flight = list(map(_IN_FLIGHT, fleet))
-    least, most = min(in_flight), max(in_flight)
+    held = holders_among(fleet, matches)
+    scores = {instance.name: float(match.tokens) for instance, match in held}
+    least, most = in_flight_range(fleet)
     if most - least <= options.balance_abs_threshold:  # then nobody is ahead
-        best, reason = _holders(prompt, fleet, matches, options)
+        best, reason = _holders(prompt, fleet, held, options)
         return _least_loaded(best or fleet, reason, scores)
     level = tuple([instance for instance in fleet if not is_ahead(instance, least, options)])
-    best, reason = _holders(prompt, level, matches, options)
+    best, reason = _holders(prompt, level, holders_among(level, matches), options)
     if len(level) < len(fleet):
-        wanted, _ = _holders(prompt, fleet, matches, options)
+        wanted, _ = _holders(prompt, fleet, held, options)
         if wanted and not set(wanted) & set(level):
             reason = Reason.REBALANCED
     return _least_loaded(best or level, reason, scores)
 
 
 def _holders(
-    prompt: Prompt, candidates: Fleet, matches: Matches, options: PolicyOptions
+    prompt: Prompt, candidates: Fleet, held: list[tuple[Instance, Match]], options: PolicyOptions
 ) -> tuple[Fleet, Reason]:
-    """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does."""
-    if not matches:
-        return (), Reason.NO_PREFIX
-    held: list[tuple[Instance, Match]] = []
-    longest = 0
-    for instance in candidates:
-        match = matches.get(instance.name)
-        if match is not None:
-            held.append((instance, match))
-            longest = max(longest, match.tokens)
+    """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does.
+
+    Args:
+        held: those that hold anything, and what.
+    """
+    longest = max([match.tokens for _, match in held], default=0)
     if longest <= 0:
         return (), Reason.NO_PREFIX
     if longest <= options.tie_tokens:
+        matches = {instance.name: match for instance, match in held}
         held = [(instance, matches.get(instance.name, NOTHING)) for instance in candidates]
     best = []
     own = False
@@ -110,5 +102,5 @@ def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
 
 
 def _least_loaded(candidates: Fleet, reason: Reason, scores: dict[str, float]) -> Decision:
-    chosen = candidates[0] if len(candidates) == 1 else min(candidates, key=load_of)
-    return Decision(chosen.name, reason, int(scores[chosen.name]), scores)
+    chosen = candidates[0] if len(candidates) == 1 else least_loaded(candidates)
+    return Decision(chosen.name, reason, int(scores.get(chosen.name, 0)), scores)

@@ -5,36 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from sglang_ext.router.policies.base import Fleet, Instance, Matches, Reason, Role
+from sglang_ext.router.policies.base import Fleet, Instance, Match, Matches, Reason, Role, WholeFleet
 
 _ROLE = attrgetter("role")
 _TRUSTED = attrgetter("trusted")
 _AWAITED = attrgetter("awaited")
+_IN_FLIGHT = attrgetter("in_flight")
 
 UNDECIDED = frozenset({Reason.NO_PREFIX, Reason.SHORT_PREFIX})
 """Reasons that say that what is cached did not decide."""
 
 
-# A fleet may have a thousand instances, so that what is asked of all of them for each request is asked in C.
+# A fleet may have a thousand instances: the whole one knows the answers, a part of it is asked in C.
 
 
 def all_colocated(fleet: Fleet) -> bool:
     """Whether every instance does all of a request."""
+    if isinstance(fleet, WholeFleet):
+        return fleet.colocated
     return list(map(_ROLE, fleet)).count(Role.COLOCATED) == len(fleet)
 
 
 def all_trusted(fleet: Fleet) -> bool:
     """Whether the index of every instance is believed."""
+    if isinstance(fleet, WholeFleet):
+        return fleet.trusted
     return all(map(_TRUSTED, fleet))
 
 
 def any_awaited(fleet: Fleet) -> bool:
     """Whether more is to come of what any of them holds."""
+    if isinstance(fleet, WholeFleet):
+        return fleet.awaited
     return any(map(_AWAITED, fleet))
 
 
 def named(fleet: Fleet, name: str) -> Instance | None:
     """The instance of that name."""
+    if isinstance(fleet, WholeFleet):
+        place = fleet.places.get(name)
+        return None if place is None else fleet[place]
     for instance in fleet:
         if instance.name == name:
             return instance
@@ -61,6 +71,28 @@ load_of: Callable[[Instance], tuple[int, int, int, int, str]] = attrgetter(
 
 The size of what is cached spreads new conversations over the memory of an idle fleet.
 """
+
+
+def least_loaded(fleet: Fleet) -> Instance:
+    """The first by ``load_of``."""
+    return fleet.least if isinstance(fleet, WholeFleet) else min(fleet, key=load_of)
+
+
+def in_flight_range(fleet: Fleet) -> tuple[int, int]:
+    """The least and the most requests that any instance has in flight."""
+    if isinstance(fleet, WholeFleet):
+        return fleet.least.in_flight, fleet.most_in_flight
+    counts = list(map(_IN_FLIGHT, fleet))
+    return min(counts), max(counts)
+
+
+def holders_among(fleet: Fleet, matches: Matches) -> list[tuple[Instance, Match]]:
+    """Those that hold anything, and what."""
+    if isinstance(fleet, WholeFleet):
+        found = [(named(fleet, name), match) for name, match in matches.items()]
+        return [(instance, match) for instance, match in found if instance is not None]
+    held = [(instance, matches.get(instance.name)) for instance in fleet]
+    return [(instance, match) for instance, match in held if match is not None]
 
 
 def for_want_of(reason: Reason, candidates: Fleet) -> Reason:

@@ -88,7 +88,7 @@ def test_prompt_tree(loads, matches, tokens, chosen, reason) -> None:
     decision = prompt_tree(Prompt(tokens), fleet(*loads), own(matches), COSTS, OPTIONS)
     assert (decision.instance, decision.reason) == (chosen, reason)
     assert decision.matched == matches.get(chosen, 0)
-    assert decision.scores == {i.name: float(matches.get(i.name, 0)) for i in fleet(*loads)}
+    assert decision.scores == {name: float(tokens) for name, tokens in matches.items()}
 
 
 def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:

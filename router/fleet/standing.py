@@ -1,0 +1,75 @@
+"""What policies see of the fleet, kept in step with what changes: a request changes one or two of what may be
+a thousand instances."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from sglang_ext.router.policies.base import Fleet, Instance, Role, WholeFleet
+from sglang_ext.router.policies.questions import load_of
+
+
+class Standing:
+    """The usable instances, in the order in which they became so, and in that of their load."""
+
+    __slots__ = ("_apart", "_awaited", "_by_load", "_doubted", "_instances", "_places")
+
+    def __init__(self) -> None:
+        self._instances: list[Instance] = []
+        self._places: dict[str, int] = {}
+        """Never changed: whoever was given it has that of the fleet as it was."""
+        self._by_load: list[tuple[int, int, int, int, str]] = []
+        self._apart = self._doubted = self._awaited = 0
+        """How many only prefill or decode, are not trusted, are awaited."""
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def get(self, name: str) -> Instance | None:
+        """An instance as it was put in."""
+        place = self._places.get(name)
+        return None if place is None else self._instances[place]
+
+    def put(self, instance: Instance) -> None:
+        """An instance is usable, or is seen differently."""
+        place = self._places.get(instance.name)
+        if place is None:
+            self._places = {**self._places, instance.name: len(self._instances)}
+            self._instances.append(instance)
+        else:
+            self._discount(self._instances[place])
+            self._instances[place] = instance
+        self._count(instance, 1)
+        insort(self._by_load, load_of(instance))
+
+    def drop(self, name: str) -> None:
+        """An instance is not usable any more. One that is not there is no error."""
+        place = self._places.get(name)
+        if place is not None:
+            self._discount(self._instances.pop(place))
+            self._places = {instance.name: place for place, instance in enumerate(self._instances)}
+
+    def fleet(self) -> Fleet:
+        """As it is now."""
+        if not self._instances:
+            return ()
+        least = self._instances[self._places[self._by_load[0][-1]]]
+        return WholeFleet(
+            self._instances, not self._apart, not self._doubted, bool(self._awaited),
+            least, self._by_load[-1][0], self._places,
+        )  # fmt: skip
+
+    def _discount(self, instance: Instance) -> None:
+        self._count(instance, -1)
+        del self._by_load[bisect_left(self._by_load, load_of(instance))]
+
+    def _count(self, instance: Instance, by: int) -> None:
+        if instance.role is not Role.COLOCATED:
+            self._apart += by
+        if not instance.trusted:
+            self._doubted += by
+        if instance.awaited:
+            self._awaited += by
+
+    def __repr__(self) -> str:
+        return f"Standing({len(self)} instances)"
