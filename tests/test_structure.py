@@ -21,6 +21,7 @@ FOLDERS = ("router", "sglang_ext/engine", "patches/adapter")
 """Those in which it holds."""
 
 RECORDS = {
+    "Record": "what is noted of one request by whoever handles it; a class for its speed",
     "Flight": "one request, of which whoever handles it notes what became of it; a class for its speed",
     "Leg": "one answer, alike",
     "Entry": "one prompt in the line that ``QueueEstimate`` keeps, alike",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
@@ -13,7 +13,8 @@ CLIENT_GONE = 499
 """Status under which a request is counted whose client went away (nginx's number)."""
 
 
-class DocumentNote(msgspec.Struct):
+@dataclass(slots=True)
+class DocumentNote:
     """The documents that a request names."""
 
     ids: tuple[str, ...]
@@ -21,15 +22,10 @@ class DocumentNote(msgspec.Struct):
     """Leading tokens of its prompt for which the KV of the first is held back."""
 
 
-class Record(msgspec.Struct):
+class Record:
     """One request. Times are seconds of the clock."""
 
-    request_id: str
-    method: str
-    path: str
-    started: float
     status: int = 0
-    caller: Caller = ANYBODY
     priority: int = 0
     stream: bool = False
     instance: str | None = None
@@ -47,14 +43,10 @@ class Record(msgspec.Struct):
     documents: DocumentNote | None = None
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
-    tiers: dict[str, int] = {}
-    """Tier -> tokens that were found there."""
     completion_tokens: int | None = None
     answer_id: str | None = None
     """What stands as ``id`` in the answer; of a batch, the first."""
     attempts: int = 0
-    stages: dict[str, float] = {}
-    """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
     instance_stages: StageTimes | None = None
     """Seconds at the instances, by stage, where they tell."""
     durability: str | None = None
@@ -63,6 +55,16 @@ class Record(msgspec.Struct):
     first_byte: float | None = None
     error: str | None = None
     trace_id: str | None = None
+
+    def __init__(
+        self, request_id: str, method: str, path: str, started: float, caller: Caller = ANYBODY
+    ) -> None:
+        self.request_id, self.method, self.path, self.started = request_id, method, path, started
+        self.caller = caller
+        self.tiers: dict[str, int] = {}
+        """Tier -> tokens that were found there."""
+        self.stages: dict[str, float] = {}
+        """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
 
     def timings(self) -> list[tuple[str, float]]:
         """(stage, seconds) as far as they are known, in the order in which a request passes them."""

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +14,8 @@ from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol import agent as agent_messages
 from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchedSpan, FromAgent, ToAgent
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.job import Job
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import (
@@ -24,11 +25,15 @@ from sglang_ext.router.dispatch.fetching import (
     MOST_WAIT_S,
     Fetching,
 )
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.http.types import Request, Responder
 from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
 from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
 from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.admitted import Admitted, Sent
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
@@ -89,9 +94,12 @@ def fetching(
 
 def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1) -> Any:
     encoded = Encoded(namespace, key, len(key) // 4)
-    return SimpleNamespace(
-        prompts=[encoded] * prompts, units=len(key) // 4, record=SimpleNamespace(request_id="r1")
-    )
+    sent = Sent(b"{}", "/generate", GENERATE)
+    return Flight(
+        Admitted(GENERATE, Job(False, (), 1), sent), [encoded] * prompts,
+        Request("POST", "/generate", "/generate"), cast(Responder, None),
+        Record("r1", "POST", "/generate", 0.0), sent, len(key) // 4,
+    )  # fmt: skip
 
 
 # -- who can ----------------------------------------------------------------------------------------

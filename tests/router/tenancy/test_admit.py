@@ -16,6 +16,7 @@ from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import Request, RequestRefused
+from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import admit, admit_hint
 from sglang_ext.router.tenancy.admitted import Admitted, Rules
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
@@ -105,7 +106,7 @@ def test_system_messages_go_through_chat_where_the_model_sees_them(in_place: boo
     assert orjson.loads(result.sent.body)["messages"] == seen
     plain = admit(MESSAGES, payload, request, ANYBODY, LIMITS, RULES, "new", in_place)
     assert orjson.loads(plain.sent.body)["messages"] == payload["messages"]
-    flight = Flight(plain, [], request, None, None, plain.sent, 0)
+    flight = Flight(plain, [], request, None, Record("r", "POST", MESSAGES.path, 0.0), plain.sent, 0)
     flight.take_fields()
     assert orjson.loads(flight.sent.body)["messages"] == seen
 
