@@ -111,6 +111,13 @@ def key_of(tokens: list[int]) -> bytes:
     return np.array(tokens, "<i4").tobytes()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests connect once; servers try again."""
+    monkeypatch.setattr("sglang_ext.engine.pd.peers.LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr("sglang_ext.engine.pd.peers.CONNECT_SECONDS", 60.0)
+
+
 @pytest.fixture(params=[PoolKind(), PoolKind(page=4), PoolKind("mla")], ids=str)
 def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
     with ExitStack() as stack:
