@@ -54,7 +54,7 @@ MAX_SECONDS: Final = 86_400
 MAX_EVENTS: Final = 20_000
 """Events of one message."""
 BATCH_EVENTS: Final = 64
-BATCH_BYTES: Final = 16 << 10
+BATCH_BYTES: Final = 4 << 10
 """A message is sent when its events, or their tokens and names, pass this: well below a millisecond of
 a reader's time, who has requests to send on between two messages."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+from itertools import pairwise
+
 import pytest
 
 from sglang_ext.keys import encode_tokens
@@ -15,6 +19,7 @@ from sglang_ext.protocol.agent import (
     FromAgent,
     Hello,
     Moved,
+    NamesStored,
     Removed,
     SnapshotBegin,
     SnapshotEnd,
@@ -25,7 +30,7 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog
-from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
+from sglang_ext.radix_global.sync.replica import FREED_NAMES, Outcome, Replica, State
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
 from sglang_ext.tiers import Tier
 
@@ -190,6 +195,26 @@ def test_what_was_given_up_passes_by_and_nothing_continues_it() -> None:
     assert {key[-4 * BLOCK :] for _, key in reader.replica.contents()} == {blocks(1), blocks(2), blocks(6)}
     assert reader.events(7, Cleared("w")) is Outcome.APPLIED
     assert reader.replica.contents() == {}
+
+
+def test_names_of_no_use_are_freed_some_with_each_message() -> None:
+    reader = Reader().live()
+    tracemalloc.start()
+    try:
+        reader.events(0, NamesStored(Tier.DISK.level, random.Random(5).randbytes(4 * FREED_NAMES * 16)))
+        held = [tracemalloc.get_traced_memory()[0]]
+        reader.replica.apply(SnapshotBegin(EPOCH, 2, 1))
+        assert reader.replica.names == 0
+        for number in range(1, 7):
+            reader.replica.apply(Events(EPOCH, number, (Removed(9),)))
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    least = FREED_NAMES * 32
+    """Bytes of so many names at least."""
+    freed = [before - after for before, after in pairwise(held)]
+    assert min(freed[:4]) > least
+    assert abs(freed[5]) < least, "all had gone"
 
 
 def test_a_walk_is_cut_into_parts_with_parents_first() -> None:

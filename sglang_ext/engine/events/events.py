@@ -30,7 +30,7 @@ PART_BYTES: Final = 256 << 10
 """Of a snapshot, per pass: under a millisecond."""
 IDLE_SECONDS: Final = 0.02
 """Time for snapshots in a pass that has nothing else to do."""
-NAMES_PER_EVENT: Final = 1024
+NAMES_PER_EVENT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ from sglang_ext.radix_global.tree import RadixTree
 from sglang_ext.tiers import Tier, tier_at
 
 PAST_EPOCHS: Final = 8
+FREED_NAMES: Final = 512
+"""Freed with each message: more than one brings, so that they are gone before as many have come."""
 
 
 class State(enum.StrEnum):
@@ -125,8 +127,8 @@ class Replica:
         self._past: list[bytes] = []
         self._number = -1
         self._parts = 0
-        self._gone: list[set[bytes]] = []
-        """Names that are of no use any more, in parts: each message frees one."""
+        self._gone: list[Names] = []
+        """Names that are of no use any more: each message frees some."""
 
     @property
     def holder(self) -> Holder:
@@ -162,7 +164,7 @@ class Replica:
 
     def apply(self, message: Events | SnapshotBegin | SnapshotPart | SnapshotEnd) -> Outcome:
         """Take one message in."""
-        if self._gone:
+        if self._gone and self._gone[-1].take(FREED_NAMES) < FREED_NAMES:
             self._gone.pop()
         if message.epoch != self.epoch:
             if message.epoch in self._past:
@@ -250,8 +252,7 @@ class Replica:
 
     def _empty(self) -> None:
         self._empty_memory()
-        for names in self.named.values():
-            self._gone += names.parts()
+        self._gone += self.named.values()
         self.named = {}
         self.partial = False
 
