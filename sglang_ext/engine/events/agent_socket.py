@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 OUTBOX_BYTES: Final = 32 << 20
 FULL_BYTES: Final = 4 << 20
 """An outbox with more than this is no place for more of a snapshot."""
-QUEUED_MESSAGES: Final = 16
+QUEUED_MESSAGES: Final = 64
 """Messages that ZeroMQ keeps per router, beside the outbox."""
 LINGER_MS: Final = 200
 ZAP_DOMAIN: Final = "kv"
