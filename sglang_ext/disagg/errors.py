@@ -52,6 +52,10 @@ class PeerGoneError(TransferError, errors.PeerError):
     actor = errors.Actor.PEER
 
 
+class SessionEndedError(PeerGoneError):
+    """The peer lives and has ended our session, as we were silent for too long: connect again."""
+
+
 class StaleReadError(TransferError, errors.PeerError):
     """The owner changed a block while it was read, or before. The bytes must be discarded."""
 

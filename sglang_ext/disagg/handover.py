@@ -31,7 +31,9 @@ Rules on top:
 
 - A side's death is known to the other within VERDICT_SECONDS; it moves every hand-over of that peer
   (`PEER_DEAD`). A hand-over belongs to one connection: a side that only stood still finds the connection
-  ended by the other, and its hand-overs are over too, even if there is a new one at once.
+  ended by the other, and its hand-overs are over too, even if there is a new one at once. What it begins
+  before it has noticed is not over: prefill lets nobody join by a connection that it has ended, and decode
+  joins by a new one, once; ranks of prefill that had let it join by the former are left (`LEFT`).
 - Slots are free only in a state that pins nothing. On decode that is why STOPPING exists: what still reads
   into, or is written to, slots keeps them.
 - The end states take no event but those that change nothing: a late message moves no hand-over.
@@ -95,6 +97,8 @@ class Event(enum.Enum):
     """[prefill's engine] the KV of the whole prompt is there"""
     JOINED = "joined"
     """[decode] the ranks that take part have said so"""
+    LEFT = "left"
+    """[decode] a rank takes its part back, to take part by another connection"""
     OFFER = "offer"
     """[prefill] the KV is complete, and leased"""
     ALLOCATED = "allocated"
@@ -163,6 +167,9 @@ TABLE: Final[dict[tuple[State, Event], State]] = {
     # By layer, writing begins before all is computed; and an offer may be asked for again.
     (SenderState.OFFERED, Event.JOINED): SenderState.OFFERED,
     (SenderState.WRITING, Event.WRITE): SenderState.WRITING,
+    (SenderState.COMPUTING, Event.LEFT): SenderState.COMPUTING,
+    (SenderState.COMPLETE, Event.LEFT): SenderState.COMPLETE,
+    (SenderState.OFFERED, Event.LEFT): SenderState.COMPLETE,
     (SenderState.OFFERED, Event.RELEASE): SenderState.RELEASED,
     (SenderState.WRITING, Event.RELEASE): SenderState.RELEASED,
     **{
@@ -171,6 +178,8 @@ TABLE: Final[dict[tuple[State, Event], State]] = {
         for event in _OVER
     },
     (ReceiverState.JOINING, Event.JOINED): ReceiverState.WAITING,
+    # Once more, by another connection.
+    (ReceiverState.WAITING, Event.JOINED): ReceiverState.WAITING,
     (ReceiverState.WAITING, Event.OFFER): ReceiverState.READY,
     (ReceiverState.READY, Event.ALLOCATED): ReceiverState.READING,
     (ReceiverState.WAITING, Event.ALLOCATED): ReceiverState.GRANTED,
@@ -195,7 +204,7 @@ TABLE: Final[dict[tuple[State, Event], State]] = {
 }
 
 _LATE: Final = frozenset(
-    {Event.JOINED, Event.OFFER, Event.WRITE, Event.ARRIVED, Event.RELEASE, Event.STOPPED, *_OVER}
+    {Event.JOINED, Event.LEFT, Event.OFFER, Event.WRITE, Event.ARRIVED, Event.RELEASE, Event.STOPPED, *_OVER}
 )
 """What may still come for a hand-over that has ended: messages on their way, a second abort, a death."""
 

@@ -125,14 +125,6 @@ def _server_dies(rig: Rig, cell: Cell, number: int) -> None:
     if cell.signal == "SIGSTOP":
         # It finds that it was given up, and goes on.
         nothing_is_left([victim], seconds=UNKNOWN_SECONDS)
-        if cell.victim == "decode" and not acts:
-            # Until its next heartbeat it takes the connection that prefill has ended for one that stands,
-            # and what it begins there ends as what may be tried again.
-            def goes_through() -> bool:
-                again = rig.pd.start(prompt, max_new_tokens=1, prefill=prefill, decode=decode)
-                return [why_it_failed(each) for each in again] == [None, None]
-
-            wait_until(goes_through, seconds=60, what="a new connection")
         serves(rig, prefill, decode, number + 1)
 
 

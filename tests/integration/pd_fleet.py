@@ -43,7 +43,7 @@ PREFILL_IS_GONE = (
     "has not answered for too long|the prefill server .* is gone|the peer's memory cannot be read"
 )
 """Why decode fails a request."""
-WAS_GIVEN_UP = "has given this session up|this session is over|have another generation now|is unknown here"
+WAS_GIVEN_UP = "this session is over|have another generation now|is unknown here"
 """What a server hears that goes on after the other side took it for dead."""
 RETURNED = "sglang_ext_pd_returned_tokens"
 TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))

@@ -14,6 +14,7 @@ from sglang_ext.disagg.errors import (
     PeerProtocolError,
     RangeError,
     RefusedError,
+    SessionEndedError,
     TransferDeadlineError,
     TransferError,
 )
@@ -129,13 +130,18 @@ class Link:
         self._silence.doubted(self._interval / 2)
 
     async def ask(self, message: Any, seconds: float | None) -> Any:
-        """As `ControlClient.ask`; a session that the owner has given up is a peer that is gone."""
+        """As `ControlClient.ask`; a session that the owner has ended is a peer that is gone.
+
+        Raises:
+            SessionEndedError: it lives; connect again.
+        """
         try:
             return await self.client.ask(message, seconds)
         except RefusedError as error:
             if error.reason == "session":
-                self.fail(PeerGoneError("the owner has given this session up; connect again"))
-                raise PeerGoneError(str(error)) from None
+                ended = SessionEndedError(str(error))
+                self.fail(ended)
+                raise ended from None
             raise
 
     async def ask_for(self, kind: type[T], message: Any, seconds: float | None) -> T:

@@ -102,6 +102,10 @@ class Owner:
         """Connected readers."""
         return tuple(self._sessions.values())
 
+    def connected(self, session: bytes) -> bool:
+        """Whether a reader's session lives."""
+        return session in self._sessions
+
     @property
     def grants(self) -> int:
         """Grants that are live or quarantined."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, TransferError
+from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, SessionEndedError, TransferError
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import Claims, DecodeReceiver, MetadataRows
@@ -241,7 +241,15 @@ class Agent:
         for name, book in self._books.items():
             self.transfers.watch_leases(name, book.ended)
         self.sender = PrefillSender(
-            self.book, self._clock, loop, self.wake, self._claim, pushes, staged, pool.block_bytes
+            self.book,
+            self._clock,
+            loop,
+            self.endpoint.owner.connected,
+            self.wake,
+            self._claim,
+            pushes,
+            staged,
+            pool.block_bytes,
         )
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.joins = PrefillJoins(self._peers, self._clock)
@@ -278,11 +286,19 @@ class Agent:
         wanted = unpack_ids(target.pages)
         if not wanted.size:
             return None
-        instance = await self.endpoint.reach(target.control)
-        staging = self.transfers.staging
-        return await Writing.begin(
-            self.endpoint, instance, f"{handover:x}", wanted, self.calls, target.pool, staging
-        )
+
+        async def begin() -> Writing:
+            instance = await self.endpoint.reach(target.control)
+            name, staging = f"{handover:x}", self.transfers.staging
+            return await Writing.begin(
+                self.endpoint, instance, name, wanted, self.calls, target.pool, staging
+            )
+
+        try:
+            return await begin()
+        except SessionEndedError:
+            # While we stood still decode took us for dead, which we had not noticed when it named them.
+            return await begin()
 
     async def _answered(self, identity: bytes, message: Ask) -> Any:
         """As `_answer`, for as long as this rank takes part."""
@@ -306,7 +322,7 @@ class Agent:
                 self.sender.done(message.handover, message.reader)
                 return Ok()
             case Abort():
-                self.sender.peer_aborts(message.handover, message.reader, message.reason)
+                self.sender.peer_aborts(message.handover, message.reader, message.reason, message.rejoins)
                 return Ok()
             case Return():
                 if self.returns is None:
@@ -320,7 +336,7 @@ class Agent:
         while True:
             try:
                 self.joins.tick()
-                self.sender.tick([session.number for session in self.endpoint.owner.sessions])
+                self.sender.tick()
                 if metrics is not None:
                     metrics.update(self.state())
             except Exception:

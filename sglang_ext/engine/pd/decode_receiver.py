@@ -24,6 +24,7 @@ from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
     RefusedError,
+    SessionEndedError,
 )
 from sglang_ext.disagg.handover import (
     FACTS,
@@ -294,11 +295,13 @@ class DecodeReceiver:
         refused = False
         try:
             peer = await self._peers.get(handover.address)
-            if not handover.read:
-                await peer.meet(handover.number, self._epoch, self.weights)
-            self._moved(handover, Event.JOINED)
+            try:
+                ready = await self._take_part(handover, peer)
+            except SessionEndedError:
+                # While we stood still prefill took us for dead, which we had not noticed when we asked.
+                peer = await self._peers.get(handover.address)
+                ready = await self._take_part(handover, peer)
             if handover.read:
-                ready = await peer.join(handover.number, self._epoch, self.weights)
                 self._moved(handover, Event.OFFER)
                 offered = self._clock.monotonic()
                 await self._asked(handover, peer, ready)
@@ -325,6 +328,15 @@ class DecodeReceiver:
         # A hand-over that refused us may be another request's: leave it alone.
         if handover.state is ReceiverState.FAILED and not refused and peer is not None and not peer.gone:
             await peer.abort(handover.number, self._epoch, handover.reason)
+
+    async def _take_part(self, handover: ReceivingHandover, peer: PrefillPeer) -> list[Ready]:
+        """Say so to prefill; returns when it has computed the request, or, where it writes, knows of us."""
+        if not handover.read:
+            await peer.meet(handover.number, self._epoch, self.weights)
+        self._moved(handover, Event.JOINED)
+        if not handover.read:
+            return []
+        return await peer.join(handover.number, self._epoch, self.weights)
 
     async def _let_write(
         self, handover: ReceivingHandover, peer: PrefillPeer, claims: Claims, control: str

@@ -21,7 +21,7 @@ from sglang_ext.disagg.transfer.control import Messages
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 9
+PROTOCOL: Final = 10
 
 MAX_NUMBER: Final = (1 << 63) - 1
 
@@ -69,8 +69,8 @@ class Join(Message, frozen=True, tag="join"):
     """A decode rank takes part in a hand-over. Answered by Ready when prefill is done; that may take long.
 
     reader: epoch of its endpoint, which is connected already. session: of that connection; with it, its part
-    is over. ranks: how many decode ranks take part. reads: whether it needs bytes of this prefill rank.
-    weights: with which decode will go on.
+    is over, and one that is over is refused as `session`. ranks: how many decode ranks take part. reads:
+    whether it needs bytes of this prefill rank. weights: with which decode will go on.
     """
 
     handover: Number
@@ -132,11 +132,15 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """The request is over on decode. Answered by Ok."""
+    """The request is over on decode. Answered by Ok.
+
+    rejoins: it is not, and the reader takes part again by another connection: only what it has now is over.
+    """
 
     handover: Number
     reader: Epoch
     reason: Name
+    rejoins: bool = False
 
 
 class Return(Message, frozen=True, tag="return"):

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, TransferError
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    RefusedError,
+    SessionEndedError,
+    TransferDeadlineError,
+    TransferError,
+)
 from sglang_ext.disagg.handover import CONNECT_SECONDS
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
@@ -77,6 +84,7 @@ class PrefillPeer:
 
         Raises:
             RefusedError: a rank knows no such hand-over, or has lost it; no rank waits for us then.
+            SessionEndedError: a rank has ended our connection before; join by another one.
             PeerGoneError.
         """
         local = self._local
@@ -93,7 +101,7 @@ class PrefillPeer:
         """Take part, at every rank, in a hand-over whose KV will be pushed; `weights` are ours.
 
         Raises:
-            RefusedError, PeerGoneError: as `join`; no rank waits for us then.
+            RefusedError, SessionEndedError, PeerGoneError: as `join`; no rank waits for us then.
         """
         links, ranks = self.instance.links, self._local.ranks
         answers = await asyncio.gather(
@@ -104,7 +112,8 @@ class PrefillPeer:
         if errors:
             # Another decode server may have been first elsewhere: neither is to wait for the other.
             met = [link for link, answer in zip(links, answers, strict=True) if isinstance(answer, Ok)]
-            await _abort(met, Abort(handover, epoch, str(errors[0])[:500]))
+            rejoins = isinstance(errors[0], SessionEndedError)
+            await _abort(met, Abort(handover, epoch, str(errors[0])[:500], rejoins))
             raise errors[0]
 
     @property
@@ -144,10 +153,11 @@ class PrefillPeer:
             for ask in asks:
                 ask.cancel()
             answers = await asyncio.gather(*asks, return_exceptions=True)
-            if isinstance(error, RefusedError):
+            rejoins = isinstance(error, SessionEndedError)
+            if rejoins or isinstance(error, RefusedError):
                 links = zip(self.instance.links, answers, strict=True)
                 joined = [link for link, answer in links if not isinstance(answer, RefusedError)]
-                await _abort(joined, Abort(handover, epoch, str(error)[:500]))
+                await _abort(joined, Abort(handover, epoch, str(error)[:500], rejoins))
             raise
 
     def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:
@@ -270,12 +280,14 @@ class PrefillPeers:
             raise
 
     async def _lookup(self, address: str) -> tuple[RankInfo, ...]:
-        """The ranks behind a bootstrap port; waits while they are not all there."""
+        """The ranks behind a bootstrap port; asks for as long as nobody answers or they are not all there."""
         client = self._endpoint.client(address)
         try:
             while True:
                 try:
                     answer = await client.ask(Lookup(), LOOKUP_SECONDS)
+                except TransferDeadlineError:
+                    continue  # it stands still, or the question was lost with its connection
                 except RefusedError as error:
                     if error.reason != "incomplete":
                         raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -96,7 +96,8 @@ class SendingHandover:
 class PrefillSender:
     """All hand-overs of one prefill rank.
 
-    book: leases the pages. loop: where the other methods are called. wake: called when a hand-over has moved.
+    book: leases the pages. loop: where the other methods are called. connected: whether a session of a decode
+        rank lives. wake: called when a hand-over has moved.
     claim: makes a decode rank's pages ours to write (push); None when it lacks none.
     staging: where requests are packed before they are read, with the book of its leases; None: they are
         read from the engine's pages.
@@ -108,6 +109,7 @@ class PrefillSender:
         book: LeaseBook,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
+        connected: Callable[[bytes], bool],
         wake: Callable[[], None] = lambda: None,
         claim: Callable[[int, Push], Awaitable[Writing | None]] | None = None,
         pushes: bool = False,
@@ -123,6 +125,7 @@ class PrefillSender:
         self._book = book
         self._clock = clock
         self._loop = loop
+        self._connected = connected
         self._wake = wake
         self._lock = book.lock
         self._handovers: dict[int, SendingHandover] = {}
@@ -234,9 +237,10 @@ class PrefillSender:
         """A decode rank takes part; returns when the request is computed.
 
         Raises:
-            RefusedError: there is no such hand-over, or it ended without KV; the text says why.
+            RefusedError: there is no such hand-over, or it ended without KV; the text says why. Or, with the
+                reason `session`, its connection is over, and it may take part by another one.
         """
-        handover = await self._appears(message.handover, message.reader)
+        handover = await self._appears(message)
         with self._lock:
             if FACTS[handover.state].end:
                 raise RefusedError("handover", handover.reason or "the request is over")
@@ -259,7 +263,7 @@ class PrefillSender:
         Raises:
             RefusedError: as `join`.
         """
-        handover = await self._appears(message.handover, message.reader)
+        handover = await self._appears(message)
         with self._lock:
             if FACTS[handover.state].end:
                 raise RefusedError("handover", handover.reason or "the request is over")
@@ -321,8 +325,9 @@ class PrefillSender:
                 self._withdraw(reader)
             self._release_if_all_done(handover)
 
-    def peer_aborts(self, number: int, epoch: bytes, reason: str) -> None:
-        """The request is over on decode, perhaps before it could join.
+    def peer_aborts(self, number: int, epoch: bytes, reason: str, rejoins: bool = False) -> None:
+        """The request is over on decode, perhaps before it could join; or one of its ranks takes its part
+        back, and rejoins by another connection.
 
         Raises:
             RefusedError: there is no such hand-over, or other decode ranks have it.
@@ -330,15 +335,33 @@ class PrefillSender:
         with self._lock:
             handover = self._handovers.get(number)
             reason = f"decode gave the request up: {reason}"
-            if handover is None and self._leaves_parked(number, epoch, reason):
+            if handover is None and self._leaves_parked(number, epoch, reason, rejoins):
                 return
             if handover is None or (handover.readers and epoch not in handover.readers):
                 raise RefusedError("handover", f"hand-over {number} is unknown here")
+            if rejoins and self._leaves(handover, epoch):
+                return
         self._lose(handover, Event.PEER_ABORT, reason)
 
-    def _leaves_parked(self, number: int, epoch: bytes, reason: str) -> bool:
-        """A decode rank may wait for a hand-over no longer, which is over with the last of them. Returns
-        whether it waited. Under the lock."""
+    def _leaves(self, handover: SendingHandover, epoch: bytes) -> bool:
+        """A decode rank has no part in a hand-over any more; False where pages of it may be written already.
+        Under the lock."""
+        reader = handover.readers.get(epoch)
+        if reader is None:
+            return True
+        if reader.target is not None or handover.state is SenderState.WRITING:
+            return False
+        del handover.readers[epoch]
+        if reader.lease:
+            self._withdraw(reader)
+        if reader.answer is not None:
+            self._loop.call_soon_threadsafe(_fail, reader.answer, RefusedError("handover", "it was left"))
+        self._move(handover, Event.LEFT)
+        return True
+
+    def _leaves_parked(self, number: int, epoch: bytes, reason: str, rejoins: bool) -> bool:
+        """A decode rank may wait for a hand-over no longer, which is over with the last of them that does not
+        rejoin. Returns whether it waited. Under the lock."""
         parked = self._parked.get(number, [])
         left = [each for each in parked if each[0] != epoch]
         if len(left) == len(parked):
@@ -350,7 +373,8 @@ class PrefillSender:
             self._parked[number] = left
         else:
             del self._parked[number]
-            self._given_up[number] = reason, self._clock.monotonic()
+            if not rejoins:
+                self._given_up[number] = reason, self._clock.monotonic()
         return True
 
     def _lease_ended(self, handover: SendingHandover, reader: Reader, how: LeaseEnd) -> None:
@@ -363,9 +387,9 @@ class PrefillSender:
         event = Event.PEER_DEAD if how is LeaseEnd.READER_DEAD else Event.FAULT
         self._lose(handover, event, f"a decode rank did not take the KV: {how.value}")
 
-    def tick(self, connected: Iterable[bytes]) -> None:
-        """End what is overdue. connected: sessions of the decode ranks that live."""
-        now, live = self._clock.monotonic(), set(connected)
+    def tick(self) -> None:
+        """End what is overdue, and what decode ranks took part in whose sessions are over."""
+        now = self._clock.monotonic()
         with self._lock:
             for handover in [r for r in self._handovers.values() if FACTS[r.state].end]:
                 if now - handover.since > JOIN_SECONDS:
@@ -374,9 +398,8 @@ class PrefillSender:
                 del self._given_up[number]
             handovers = [r for r in self._handovers.values() if not FACTS[r.state].end]
         for handover in handovers:
-            if any(
-                not reader.done and reader.session not in live for reader in list(handover.readers.values())
-            ):
+            readers = list(handover.readers.values())
+            if any(not reader.done and not self._connected(reader.session) for reader in readers):
                 self._lose(handover, Event.PEER_DEAD, "the decode server is gone")
                 continue
             if not handover.read and handover.state is SenderState.COMPUTING and not handover.readers:
@@ -415,12 +438,22 @@ class PrefillSender:
     def _compare(self, handover: SendingHandover) -> None:
         """The weights of a request are known now: give it up if those who take part have others."""
         ours = handover.weights or ""
-        theirs = [reader.weights for reader in handover.readers.values() if not alike(ours, reader.weights)]
+        readers = list(handover.readers.values())
+        theirs = [reader.weights for reader in readers if not alike(ours, reader.weights)]
         if theirs or not ours:
             self._lose(handover, Event.FAULT, unlike(ours, theirs[0] if theirs else ""))
 
-    async def _appears(self, number: int, reader: bytes) -> SendingHandover:
-        """The hand-over; decode may hear of a request before prefill does."""
+    def _require_connected(self, message: Join | Meet) -> None:
+        """Raises:
+        RefusedError: `session`, as for whatever else is asked in a session that is over.
+        """
+        if not self._connected(message.session):
+            raise RefusedError("session", "this session is over; connect again")
+
+    async def _appears(self, message: Join | Meet) -> SendingHandover:
+        """The hand-over; decode may hear of a request before prefill does. Its session lives."""
+        self._require_connected(message)
+        number = message.handover
         with self._lock:
             handover = self._handovers.get(number)
             if handover is not None:
@@ -430,7 +463,7 @@ class PrefillSender:
                     "handover", f"hand-over {number} is unknown, and too many others are waited for"
                 )
             future: asyncio.Future[None] = self._loop.create_future()
-            self._parked.setdefault(number, []).append((reader, future))
+            self._parked.setdefault(number, []).append((message.reader, future))
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 await future
@@ -445,6 +478,7 @@ class PrefillSender:
             handover = self._handovers.get(number)
         if handover is None:
             raise RefusedError("handover", f"hand-over {number} is over")
+        self._require_connected(message)
         return handover
 
     def _part_of(self, number: int, epoch: bytes) -> tuple[SendingHandover, Reader]:

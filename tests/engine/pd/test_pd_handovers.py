@@ -492,11 +492,13 @@ def test_who_has_another_key_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
 def test_pushing_a_request_waits_for_decode_and_not_without_a_decode_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 3.0)
     with rig(mode="push") as servers:
         met, alone = next(NUMBERS), next(NUMBERS)
-        handovers = [servers.prefill[0].agent.sender.open(number) for number in (met, alone)]
+        handovers = [servers.prefill[0].agent.sender.open(met)]
         receiving = servers.decode[0].agent.receiver.open(servers.address, met)
+        servers.wait(lambda: receiving.state is ReceiverState.WAITING, "the meeting")
+        monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.0)
+        handovers.append(servers.prefill[0].agent.sender.open(alone))
         servers.wait(
             lambda: handovers[1].state is SenderState.LOST, "the end of the one that nobody takes part in"
         )

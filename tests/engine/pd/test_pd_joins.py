@@ -11,12 +11,13 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
+import zmq
 from pd_rig import METADATA, Rig, Rows, pool, rig, transfer_thread
 from test_pd_deaths import PAGE, Victim
 
 from sglang_ext.disagg.errors import PeerGoneError, RefusedError
 from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState
-from sglang_ext.engine.pd import joins
+from sglang_ext.engine.pd import joins, peers
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import Wanted
@@ -26,6 +27,7 @@ from sglang_ext.engine.pd.joins import (
     PrefillJoins,
     prefill_servers_of,
 )
+from sglang_ext.engine.pd.messages import MESSAGES, Topology
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.protocol.agent import TO_AGENT, Ping, PrefillServer, PrefillServers
 from sglang_ext.testing.fakes import FakeClock
@@ -283,6 +285,55 @@ def test_a_server_that_stands_still_while_it_is_connected_holds_up_nothing(ends:
             decode.prefill_servers(told())
             wait_until(lambda: decode.state().prefill_servers["awaited"] == 0, seconds=20, what="the end")
         # Closing the agent, at the end of the block, waits for no attempt either: it has CALL_SECONDS.
+
+
+@contextmanager
+def mute() -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A bootstrap port that answers nothing by itself, and its address."""
+    context = zmq.Context()
+    try:
+        port = context.socket(zmq.ROUTER)
+        yield port, f"127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}"
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_bootstrap_port_that_stood_still_for_a_look_up_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "LOOKUP_SECONDS", 0.2)
+    with rig() as servers, mute() as (port, address):
+        decode, sender = servers.decode[0].agent, servers.prefill[0].agent.sender
+        decode.prefill_servers(told(servers.address))
+        servers.wait(lambda: decode.peer(servers.address), "who is behind the port")
+        known = decode.peer(servers.address)
+        assert known is not None
+        given, taken = sender.open(1), decode.receiver.open(address, 1)
+        assert port.poll(20_000), "a look-up"
+        port.recv_multipart()
+        # Whatever is asked from now on is waited for.
+        monkeypatch.setattr(peers, "LOOKUP_SECONDS", 60.0)
+
+        def takes_part() -> bool:
+            while port.poll(0):
+                asker, question, _ = port.recv_multipart()
+                answer = MESSAGES.replies.encode(Topology(known.ranks))
+                port.send_multipart([asker, question, answer])
+            return bool(given.readers)
+
+        servers.wait(takes_part, "decode to take part")
+        assert taken.reason == ""
+
+
+def test_a_bootstrap_port_that_never_answers_is_asked_for_as_long_as_connecting_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "LOOKUP_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "CONNECT_SECONDS", 1.0)
+    with decode_alone() as decode, mute() as (_, address):
+        taken = decode.receiver.open(address, 1)
+        wait_until(lambda: taken.state is ReceiverState.FAILED, seconds=20, what="the end")
+        assert taken.reason == f"no prefill server answers at {address} within 1 s"
 
 
 def test_the_thread_may_have_ended() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -32,6 +33,7 @@ ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)
 HERE, THERE = [5, 3, 9], [40, 2, 7]
 ANOTHERS = 7.0
+FIXED = 0.2
 
 
 @pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
@@ -79,8 +81,8 @@ def test_how_long_a_request_may_travel_grows_with_its_bytes() -> None:
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "twin"])
 def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixed part is over before the first byte moves; what the bytes may take is not."""
-    monkeypatch.setattr(pd_taking, "READ_SECONDS", 0.2)
-    monkeypatch.setattr(remote, "WRITE_SECONDS", 0.2)
+    for module in (pd_taking, remote):
+        monkeypatch.setattr(module, "moving_seconds", lambda _, nbytes: moving_seconds(FIXED, nbytes))
     monkeypatch.setattr(handover, "SLOWEST_BYTES_PER_SECOND", 100.0 if counted else 1e12)
     with rig(mode=mode, transports=(TransportName.CMA,)) as servers:
         number = next(NUMBERS)
@@ -97,15 +99,25 @@ def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytes
             decode.receiver.read(taken, wanted)
             servers.wait(lambda: prefill.sender.granted(given) is not None, "decode's pages")
         (link,) = mover.endpoint.instances[0].links
-        gate = Gate(link.peer, "read" if mode == "pull" else "write")
+        gate, over = Gate(link.peer, "read" if mode == "pull" else "write"), threading.Event()
+        end_it = link.peer._abort
+
+        def ends(*how: Any) -> None:
+            end_it(*how)
+            over.set()
+
+        monkeypatch.setattr(link.peer, "_abort", ends)
         try:
             if mode == "pull":
                 decode.receiver.read(taken, wanted)
             else:
                 prefill.sender.complete(given, np.array(HERE), ROWS)
             servers.wait(gate.reached.is_set, "the transfer")
-            late = time.monotonic() + 0.6
+            late = time.monotonic() + 3 * FIXED
             servers.wait(lambda: time.monotonic() > late, "the fixed part to be over")
+            if not counted:
+                servers.wait(over.is_set, "the end of its time")
+            assert over.is_set() is not counted
         finally:
             gate.go.set()
         end = ReceiverState.HELD if counted else ReceiverState.FAILED

@@ -114,7 +114,6 @@ def key_of(tokens: list[int]) -> bytes:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests connect once; servers try again."""
-    monkeypatch.setattr("sglang_ext.engine.pd.peers.LOOKUP_SECONDS", 30.0)
     monkeypatch.setattr("sglang_ext.engine.pd.peers.CONNECT_SECONDS", 60.0)
 
 
