@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import Namespace, block_keys, tenant_salt
@@ -39,10 +39,10 @@ from sglang_ext.protocol.agent import (
     SnapshotPart,
 )
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.radix_global.edges import walk
+from sglang_ext.radix_global.edges import ends, walk
 from sglang_ext.radix_global.sync.events import Tenant
 from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
-from sglang_ext.radix_global.sync.runs import names_in
+from sglang_ext.radix_global.sync.runs import Piece, names_in
 from sglang_ext.router.index.history import Departure, History
 from sglang_ext.router.index.memory import TreeSize
 from sglang_ext.router.index.prompt_trees import MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
@@ -63,6 +63,7 @@ STOCK_SHARE: Final = 4
 GIVE_UP_BLOCKS: Final = 256
 WAIT_S: Final = 15.0
 MODES: Final = ("auto", "exact", "approximate")
+_TRUE: Final = (State.LIVE, State.FILLING)
 
 
 @dataclass(eq=False, slots=True)
@@ -329,7 +330,7 @@ class Index(PromptTrees):
     @staticmethod
     def _tells_truth(known: _Known) -> bool:
         """Whether what was told holds, be it all or a part of a snapshot."""
-        return known.heard and known.replica.state in (State.LIVE, State.FILLING)
+        return known.heard and known.replica.state in _TRUE
 
     # -- what requests tell -------------------------------------------------------------------------
 
@@ -382,55 +383,60 @@ class Index(PromptTrees):
         found: dict[str, Match],
     ) -> None:
         """One role's instances: a walk over the tree, which is not changed, then their tiers below memory."""
-        step = place.tree.block_bytes
+        tree = place.tree
+        size = tree.block_size
+        whole = len(key) // tree.block_bytes
         now = self._clock.monotonic()
-        ends: dict[Holder, tuple[int, Node]] = {}
-        in_hbm: dict[Holder, int] = {}
-        beyond: dict[Holder, dict[int, int]] = {}
-        """By holder and set of tiers without HBM: where the prefix that is in those ends, in blocks. A tier
-        that has a block has all before it, so sets only lose members along the way."""
-        hbm = Tier.HBM.bit
-        for blocks, node in walk(place.tree.roots.get(tenant), key, step):
+        path = list(walk(tree.roots.get(tenant), key, tree.block_bytes))
+        nodes = [node for _, node in path]
+        for node in nodes:
             node.last_access = now
-            for holder, piece in node.placements.items():
-                ends[holder] = (blocks, node)
-                bits = piece.run.tiers
-                if bits & hbm:
-                    in_hbm[holder] = blocks
-                elif (sets := beyond.get(holder)) is None:
-                    beyond[holder] = {bits: blocks}
-                else:
-                    sets[bits] = blocks
-        whole = len(key) // step
-        size = place.tree.block_size
+        groups = ends(nodes)
         # Who is not on the way may hold the prompt on a disk only.
-        named = [holder for holder in place.name_tellers if holder not in ends]
-        tails: dict[Node, Tail] = {}
-        for holder in (*ends, *named):
-            known = place.live.get(holder)
-            if known is None or not self._tells_truth(known) or not known.covers(tenant):
-                continue
-            held = in_hbm.get(holder, 0)
-            below: dict[Tier, int] = {}
-            # Of most instances, all that matches is in HBM.
-            if (sets := beyond.get(holder)) is not None:
-                held = _in_memory(held, sets, below)
-            if known.replica.named:
-                held += self._by_name(known.replica, tenant, key, held, names, below)
-            depth, end = ends.get(holder, (0, None))
-            most = whole
-            if isinstance(known.replica, StockReplica):
-                held -= held % known.replica.page_blocks
-                most -= most % known.replica.page_blocks
-            # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
-            own = held == most
-            if not own and held == depth and end is not None and known.replica.trusted:
-                if (tail := tails.get(end)) is None:
-                    tail = tails[end] = _tail(end)
-                own = depth == tail[0] and not any(holder in further for further in tail[1])
-            if held:
-                counts = {tier: count * size for tier, count in sorted(below.items())} if below else below
-                found[known.replica.instance] = Match(held * size, own, counts)
+        first = nodes[0].placements if nodes else {}
+        if named := [holder for holder in place.name_tellers if holder not in first]:
+            groups.append((-1, named))
+        live, hbm, complete = place.live, Tier.HBM.bit, State.LIVE
+        nothing: dict[Tier, int] = {}
+        for end, holders in groups:
+            blocks, node = path[end] if end >= 0 else (0, tree.root)
+            further = None if blocks == whole else _further(path, end, holders)
+            alike: dict[bool, Match] = {}
+            for holder in holders:
+                known = live.get(holder)
+                if known is None or not self._tells_truth(known) or not known.covers(tenant):
+                    continue
+                replica = known.replica
+                held = blocks
+                below = nothing
+                # Of most instances, all that matches is in HBM.
+                piece: Piece | None = node.placements.get(holder)
+                if piece is not None and not piece.run.tiers & hbm:
+                    below = {}
+                    held = _in_memory(path[: end + 1], holder, below)
+                if replica.named:
+                    below = below or {}
+                    held += self._by_name(replica, tenant, key, held, names, below)
+                most = whole
+                if isinstance(replica, StockReplica):
+                    held -= held % replica.page_blocks
+                    most -= most % replica.page_blocks
+                if not held:
+                    continue
+                # What a disk has after the last block that matches, nobody can say; nor what is yet to come.
+                own = held == most or (
+                    further is not None
+                    and held == blocks
+                    and holder not in further
+                    and replica.state is complete
+                )
+                if below or held != blocks:
+                    counts = {tier: count * size for tier, count in sorted(below.items())}
+                    found[replica.instance] = Match(held * size, own, counts)
+                else:
+                    if own not in alike:
+                        alike[own] = Match(held * size, own)
+                    found[replica.instance] = alike[own]
 
     def _by_name(
         self,
@@ -582,36 +588,39 @@ def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> lis
     return block_keys(namespace.digest(), key, block_size)
 
 
-def _in_memory(blocks: int, beyond: dict[int, int], below: dict[Tier, int]) -> int:
-    """Blocks of a prefix that are in memory.
-
-    Args:
-        blocks: that are in HBM.
-        beyond: sets of tiers, in the order of the way, and where the prefix in them ends. A set of which
-            nothing is known here, from a newer peer, ends what is held.
-        below: is told how many of them have which nearest tier below HBM.
-    """
+def _in_memory(path: Sequence[tuple[int, Node]], holder: Holder, below: dict[Tier, int]) -> int:
+    """Blocks that a holder has in memory, of a path of which it has all; ``below`` is told how many of them
+    have which nearest tier below HBM. A tier that has a block has all before it, so sets of tiers only lose
+    members along the way. One of which nothing is known here, from a newer peer, ends what is held."""
+    held = 0
+    beyond: dict[int, int] = {}
+    """By set of tiers without HBM: where the prefix that is in those ends, in blocks."""
+    for blocks, node in path:
+        bits = node.placements[holder].run.tiers
+        if bits & Tier.HBM.bit:
+            held = blocks
+        else:
+            beyond[bits] = blocks
     for bits, end in beyond.items():
         tier = nearest_in(bits)
         if tier is None:
             break
-        if end > blocks:
-            below[tier] = below.get(tier, 0) + end - blocks
-            blocks = end
-    return blocks
+        if end > held:
+            below[tier] = below.get(tier, 0) + end - held
+            held = end
+    return held
 
 
-Tail: TypeAlias = tuple[int, list[dict[Holder, Any]]]
-"""Where a node ends, in blocks from the top, and who holds what goes on from there. Of one with many
-continuations, which is a common beginning, no end."""
-
-
-def _tail(node: Node) -> Tail:
-    if len(node.children) > MANY_CHILDREN:
-        return -1, []
-    depth = 0
-    current = node
-    while current.parent is not None:
-        depth += current.blocks
-        current = current.parent
-    return depth, [child.placements for child in node.children.values()]
+def _further(path: Sequence[tuple[int, Node]], end: int, holders: Sequence[Holder]) -> set[Holder] | None:
+    """Those of the holders who have something that goes on after a place on the path; None where nobody's
+    prompt ends: in the midst of a node, or after one with many continuations, which is a common beginning."""
+    if end < 0:
+        return None
+    blocks, node = path[end]
+    before = path[end - 1][0] if end else 0
+    if blocks - before < node.blocks or len(node.children) > MANY_CHILDREN:
+        return None
+    if not node.children:
+        return set()
+    these = set(holders)
+    return set().union(*[child.placements.keys() & these for child in node.children.values()])

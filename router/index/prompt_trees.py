@@ -41,6 +41,8 @@ SLICE_BLOCKS = 512
 MANY_CHILDREN = 64
 """A node with more continuations than this is a common beginning, without looking at each."""
 
+NOTHING = Match(0)
+
 NODE_BYTES = 1200
 """Memory of a node with one holder, its key left out; measured, see the test of the bound."""
 PLACEMENT_BYTES = 250
@@ -151,27 +153,40 @@ class PromptTrees:
         """What each instance is believed to hold of ``key``; who holds nothing is left out."""
         self._expire()
         path = self._tree.match(namespace, key)
+        live, size = self._live, self._tree.block_size
+        whole = len(key) // (size * TOKEN_BYTES)
         found: dict[str, Match] = {}
-        blocks = path.blocks
-        whole = len(key) // (self._tree.block_size * TOKEN_BYTES)
+        blocks, deeper = path.blocks, 0
         for node in reversed(path.path):
-            for holder in node.placements:
-                generation = self._live.get(holder)
-                if generation is not None and generation.instance not in found:
-                    own = blocks == whole or self._ends_at(node, generation.instance)
-                    found[generation.instance] = Match(blocks * self._tree.block_size, own)
+            # Whoever has a node has those before it: where there are no more than in the next, nobody ends.
+            if len(node.placements) > deeper:
+                deeper = len(node.placements)
+                further: set[str] | None = None
+                match = NOTHING
+                for holder in node.placements:
+                    generation = live.get(holder)
+                    if generation is None or generation.instance in found:
+                        continue
+                    name = generation.instance
+                    own = blocks == whole
+                    if not own and len(node.children) <= MANY_CHILDREN:
+                        if further is None:
+                            further = self._further(node)
+                        own = name not in further
+                    if match is NOTHING or match.own is not own:
+                        match = Match(blocks * size, own)
+                    found[name] = match
             blocks -= node.blocks
         return found
 
-    def _ends_at(self, node: Node, instance: str) -> bool:
-        """Whether nothing that ``instance`` holds goes on after ``node``."""
-        if len(node.children) > MANY_CHILDREN:
-            return False
-        return not any(
-            (generation := self._live.get(holder)) is not None and generation.instance == instance
+    def _further(self, node: Node) -> set[str]:
+        """Instances that hold something that goes on after ``node``."""
+        return {
+            self._live[holder].instance
             for child in node.children.values()
             for holder in child.placements
-        )
+            if holder in self._live
+        }
 
     def tokens_of(self, instance: str) -> int:
         """Tokens ``instance`` is believed to hold, and what has just expired."""

@@ -74,7 +74,7 @@ class WholeFleet(tuple[Instance, ...]):
     least: Instance
     """The least loaded, by ``questions.load_of``."""
     most_in_flight: int
-    places: Mapping[str, int]
+    places: dict[str, int]
     """Where an instance of that name is."""
 
     def __new__(
@@ -85,7 +85,7 @@ class WholeFleet(tuple[Instance, ...]):
         awaited: bool,
         least: Instance,
         most_in_flight: int,
-        places: Mapping[str, int],
+        places: dict[str, int],
     ) -> WholeFleet:
         self = tuple.__new__(cls, instances)
         self.colocated, self.trusted, self.awaited = colocated, trusted, awaited

@@ -24,6 +24,7 @@ moved by rule 1 only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from sglang_ext.router.policies.base import (
@@ -37,10 +38,38 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
 )
-from sglang_ext.router.policies.questions import holders_among, in_flight_range, least_loaded
+from sglang_ext.router.policies.questions import (
+    holders_among,
+    in_flight_range,
+    least_loaded,
+    matched_tokens,
+    named,
+)
 
 NOTHING = Match(0)
 _CACHED = attrgetter("cached_tokens")
+
+
+class MatchedTokens(Mapping[str, float]):
+    """What each instance of a fleet holds, as scores; who holds nothing is left out. Few ask for them."""
+
+    def __init__(self, fleet: Fleet, matches: Matches) -> None:
+        self._fleet = fleet
+        self._matches = matches
+
+    def __getitem__(self, name: str) -> float:
+        if named(self._fleet, name) is None:
+            raise KeyError(name)
+        return float(self._matches[name].tokens)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([instance.name for instance, _ in holders_among(self._fleet, self._matches)])
+
+    def __len__(self) -> int:
+        return len(holders_among(self._fleet, self._matches))
+
+    def __repr__(self) -> str:
+        return f"MatchedTokens({dict(self)})"
 
 
 def prompt_tree(
@@ -48,49 +77,59 @@ def prompt_tree(
 ) -> Decision:
     """Choose by the rule in the module's docstring; scores are matched tokens."""
     held = holders_among(fleet, matches)
-    scores = {instance.name: float(match.tokens) for instance, match in held}
     least, most = in_flight_range(fleet)
     if most - least <= options.balance_abs_threshold:  # then nobody is ahead
         best, reason = _holders(prompt, fleet, held, options)
-        return _least_loaded(best or fleet, reason, scores)
+        return _least_loaded(best or fleet, reason, fleet, matches)
     level = tuple([instance for instance in fleet if not is_ahead(instance, least, options)])
     best, reason = _holders(prompt, level, holders_among(level, matches), options)
     if len(level) < len(fleet):
         wanted, _ = _holders(prompt, fleet, held, options)
         if wanted and not set(wanted) & set(level):
             reason = Reason.REBALANCED
-    return _least_loaded(best or level, reason, scores)
+    return _least_loaded(best or level, reason, fleet, matches)
 
 
 def _holders(
     prompt: Prompt, candidates: Fleet, held: list[tuple[Instance, Match]], options: PolicyOptions
-) -> tuple[Fleet, Reason]:
+) -> tuple[list[Instance], Reason]:
     """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does.
 
     Args:
         held: those that hold anything, and what.
     """
-    longest = max([match.tokens for _, match in held], default=0)
+    # Many may hold the same part of a prompt, and then have one and the same match.
+    longest = 0
+    seen: Match | None = None
+    for _, match in held:
+        if match is not seen:
+            seen = match
+            longest = max(longest, match.tokens)
     if longest <= 0:
-        return (), Reason.NO_PREFIX
-    if longest <= options.tie_tokens:
+        return [], Reason.NO_PREFIX
+    tie = options.tie_tokens
+    if longest <= tie:
         matches = {instance.name: match for instance, match in held}
         held = [(instance, matches.get(instance.name, NOTHING)) for instance in candidates]
     best = []
-    own = False
+    own = near = False
+    seen = None
     for instance, match in held:
-        if longest - match.tokens <= options.tie_tokens:
+        if match is not seen:
+            seen = match
+            near = longest - match.tokens <= tie
+            own = own or (near and match.own)
+        if near:
             best.append(instance)
-            own = own or match.own
     if not own:
         if longest < options.cache_threshold * prompt.tokens:
-            return (), Reason.SHORT_PREFIX
+            return [], Reason.SHORT_PREFIX
         emptiest = min(map(_CACHED, candidates))
         slack = options.balance_cache_factor * longest
         best = [instance for instance in best if instance.cached_tokens - emptiest <= slack]
         if not best:
-            return (), Reason.SPREAD
-    return tuple(best), Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
+            return [], Reason.SPREAD
+    return best, Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
 
 
 def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
@@ -101,6 +140,7 @@ def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
     )
 
 
-def _least_loaded(candidates: Fleet, reason: Reason, scores: dict[str, float]) -> Decision:
-    chosen = candidates[0] if len(candidates) == 1 else least_loaded(candidates)
-    return Decision(chosen.name, reason, int(scores.get(chosen.name, 0)), scores)
+def _least_loaded(candidates: Sequence[Instance], reason: Reason, fleet: Fleet, matches: Matches) -> Decision:
+    chosen = candidates[0] if len(candidates) == 1 else least_loaded(fleet, candidates)
+    held = matched_tokens(matches, chosen.name)
+    return Decision(chosen.name, reason, held, MatchedTokens(fleet, matches))

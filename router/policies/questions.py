@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from sglang_ext.router.policies.base import Fleet, Instance, Match, Matches, Reason, Role, WholeFleet
@@ -73,9 +73,19 @@ The size of what is cached spreads new conversations over the memory of an idle 
 """
 
 
-def least_loaded(fleet: Fleet) -> Instance:
-    """The first by ``load_of``."""
-    return fleet.least if isinstance(fleet, WholeFleet) else min(fleet, key=load_of)
+def least_loaded(fleet: Fleet, candidates: Sequence[Instance] | None = None) -> Instance:
+    """The first of a fleet by ``load_of``, or of some that are of it."""
+    if candidates is None:
+        candidates = fleet
+    if isinstance(fleet, WholeFleet):
+        least = fleet.least
+        # The least loaded of all is that of any that it is among.
+        if candidates is fleet:
+            return least
+        for one in candidates:
+            if one is least:
+                return least
+    return min(candidates, key=load_of)
 
 
 def in_flight_range(fleet: Fleet) -> tuple[int, int]:
@@ -89,8 +99,12 @@ def in_flight_range(fleet: Fleet) -> tuple[int, int]:
 def holders_among(fleet: Fleet, matches: Matches) -> list[tuple[Instance, Match]]:
     """Those that hold anything, and what."""
     if isinstance(fleet, WholeFleet):
-        found = [(named(fleet, name), match) for name, match in matches.items()]
-        return [(instance, match) for instance, match in found if instance is not None]
+        places = fleet.places
+        return [
+            (fleet[place], match)
+            for name, match in matches.items()
+            if (place := places.get(name)) is not None
+        ]
     held = [(instance, matches.get(instance.name)) for instance in fleet]
     return [(instance, match) for instance, match in held if match is not None]
 

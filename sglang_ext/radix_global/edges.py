@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from sglang_ext.radix_global.node import Node, cut_address
+from sglang_ext.radix_global.node import Address, Node, cut_address
+from sglang_ext.radix_global.placement import Holder
 
 
 def common_blocks(edge: bytes, key: bytes, position: int, block_bytes: int) -> int:
@@ -45,6 +46,20 @@ def walk(root: Node | None, key: bytes, block_bytes: int) -> Iterator[tuple[int,
         position += len(child.key)
         yield blocks, child
         node = child
+
+
+def ends(path: Sequence[Node]) -> list[tuple[int, list[Holder]]]:
+    """Who has which node of a path, and not the next: places on the path, the last first, each with those
+    that end there. Whoever has a node has those before it, so each holder is looked at only where it ends."""
+    found: list[tuple[int, list[Holder]]] = []
+    deeper: dict[Holder, Address] = {}
+    for place in range(len(path) - 1, -1, -1):
+        placements = path[place].placements
+        if len(placements) > len(deeper):
+            new = [holder for holder in placements if holder not in deeper] if deeper else list(placements)
+            found.append((place, new))
+        deeper = placements
+    return found
 
 
 def cut_node(node: Node, blocks: int, block_bytes: int) -> Node:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.fleet.standing import Standing
 from sglang_ext.router.policies import (
     POLICIES,
     Instance,
@@ -19,6 +24,7 @@ from sglang_ext.router.policies import (
     prompt_tree,
     round_robin,
 )
+from sglang_ext.router.policies.questions import load_of
 
 OPTIONS = PolicyOptions(
     cache_threshold=0.3, balance_abs_threshold=8, balance_rel_threshold=1.5, tie_tokens=16
@@ -89,6 +95,73 @@ def test_prompt_tree(loads, matches, tokens, chosen, reason) -> None:
     assert (decision.instance, decision.reason) == (chosen, reason)
     assert decision.matched == matches.get(chosen, 0)
     assert decision.scores == {name: float(tokens) for name, tokens in matches.items()}
+
+
+def by_the_rule(
+    tokens: int, instances: tuple[Instance, ...], matches: dict[str, Match]
+) -> tuple[str, Reason, int]:
+    """``prompt_tree``'s rule, as its docstring has it: every instance is asked everything."""
+    least = min(one.in_flight for one in instances)
+    level = [one for one in instances if one.in_flight - least <= 8 or one.in_flight <= 1.5 * least]
+
+    def holders(candidates: list[Instance]) -> tuple[list[Instance], Reason]:
+        held = {one.name: matches.get(one.name, Match(0)) for one in candidates}
+        longest = max(match.tokens for match in held.values())
+        if not longest:
+            return [], Reason.NO_PREFIX
+        best = [one for one in candidates if longest - held[one.name].tokens <= 16]
+        if not any(held[one.name].own for one in best):
+            if longest < 0.3 * tokens:
+                return [], Reason.SHORT_PREFIX
+            emptiest = min(one.cached_tokens for one in candidates)
+            best = [one for one in best if one.cached_tokens - emptiest <= 4 * longest]
+            if not best:
+                return [], Reason.SPREAD
+        return best, Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
+
+    best, reason = holders(level)
+    if len(level) < len(instances):
+        wanted, _ = holders(list(instances))
+        if wanted and not {one.name for one in wanted} & {one.name for one in level}:
+            reason = Reason.REBALANCED
+    chosen = min(best or level, key=load_of)
+    return chosen.name, reason, matches[chosen.name].tokens if chosen.name in matches else 0
+
+
+def agrees_with_the_rule(draw: random.Random, rule: Callable[..., tuple[str, Reason, int]]) -> Reason:
+    """One decision of a random fleet, of which many hold the same part and share what says so."""
+    standing, names = Standing(), [f"i{number}" for number in range(draw.choice((1, 2, 4, 12)))]
+    for name in names:
+        standing.put(Instance(name, draw.choice((0, 1, 20)), *(draw.choice((0, 30, 900)) for _ in range(3))))
+    shared = [Match(draw.choice((0, 16, 32, 200, 500)), draw.random() < 0.5) for _ in range(3)]
+    holders = draw.sample([*names, "gone"], draw.randrange(len(names) + 2))
+    matches = {name: draw.choice([*shared, Match(200), Match(216, own=True)]) for name in holders}
+    tokens = draw.choice((100, 600, 2000))
+    whole = standing.fleet()
+    for seen in (whole, tuple(whole)):
+        decision = prompt_tree(Prompt(tokens), seen, matches, COSTS, OPTIONS)
+        assert (decision.instance, decision.reason, decision.matched) == rule(tokens, tuple(whole), matches)
+        assert decision.scores == {
+            name: float(match.tokens) for name, match in matches.items() if name != "gone"
+        }
+    return decision.reason
+
+
+def decisions(rule: Callable[..., tuple[str, Reason, int]], count: int) -> set[Reason]:
+    draw = random.Random(3)
+    return {agrees_with_the_rule(draw, rule) for _ in range(count)}
+
+
+def test_prompt_tree_is_its_rule_however_many_share_a_match() -> None:
+    assert len(decisions(by_the_rule, 3000)) == 6
+
+
+def test_another_rule_is_found() -> None:
+    def generous(tokens: int, instances: tuple[Instance, ...], matches: dict[str, Match]) -> Any:
+        return by_the_rule(tokens, instances, own({name: match.tokens for name, match in matches.items()}))
+
+    with pytest.raises(AssertionError):
+        decisions(generous, 3000)
 
 
 def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:

@@ -1,0 +1,245 @@
+"""Matching looks at each holder only where its prefix ends, and finds what a look at every block finds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+
+import pytest
+from test_router_index import NAMING, NS, Told, key
+from test_stock_replica import Stock
+
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens
+from sglang_ext.protocol.agent import Hello, Moved, NamesRemoved, NamesStored
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.radix_global.sync.replica import State
+from sglang_ext.radix_global.sync.runs import path_key
+from sglang_ext.router.index.index import Index, names_of
+from sglang_ext.router.index.prompt_trees import MANY_CHILDREN
+from sglang_ext.router.index.stock_replica import StockReplica
+from sglang_ext.router.policies import Match
+from sglang_ext.router.policies.base import Role
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.tiers import Tier, nearest_in
+
+BLOCK = 4
+STEP = BLOCK * TOKEN_BYTES
+TENANT = (None, None)
+UNKNOWN = 1 << 5
+FAN = [key(9, number) for number in range(10, 12 + MANY_CHILDREN)]
+"""More continuations of one beginning than are looked at."""
+
+
+def held_by(tree: RadixTree, namespace: object, holders: Iterable[Holder]) -> dict[bytes, object]:
+    """Every prefix of whole blocks that any of the holders has, and where."""
+    found: dict[bytes, object] = {}
+    for node in tree.nodes():
+        for holder in holders:
+            if node.namespace == namespace and holder in node.placements:
+                path = path_key(node)
+                for end in range(len(path) - len(node.key) + STEP, len(path) + STEP, STEP):
+                    found[path[:end]] = node.placements[holder]
+    return found
+
+
+def ends_there(tree: RadixTree, namespace: object, prefix: bytes, held: Mapping[bytes, object]) -> bool:
+    """Whether nothing of what somebody holds goes on after a prefix, which is no common beginning."""
+    everybody = held_by(tree, namespace, tree.known_holders())
+    further = {path[: len(prefix) + STEP] for path in everybody if path.startswith(prefix)} - {prefix}
+    return len(further) <= MANY_CHILDREN and not any(path in held for path in further)
+
+
+def prefixes(prompt: bytes) -> list[bytes]:
+    return [prompt[:end] for end in range(STEP, len(prompt) + 1, STEP)]
+
+
+def believed(index: Index, prompt: bytes) -> dict[str, Match]:
+    """What the trees of what passed by say, instance by instance."""
+    found = {}
+    for name in {known.instance for known in index._live.values()}:
+        holders = [holder for holder, known in index._live.items() if known.instance == name]
+        held = held_by(index._tree, NS, holders)
+        mine = [prefix for prefix in prefixes(prompt) if prefix in held]
+        if mine:
+            own = len(mine) == len(prefixes(prompt)) or ends_there(index._tree, NS, mine[-1], held)
+            found[name] = Match(len(mine) * BLOCK, own)
+    return found
+
+
+def told(index: Index, prompt: bytes) -> dict[str, Match]:
+    """What each instance tells, block by block."""
+    found = {}
+    for name, known in index._known.items():
+        replica = known.replica
+        if not known.heard or replica.state not in (State.LIVE, State.FILLING) or not known.covers(TENANT):
+            continue
+        tree = index._trees[known.role].tree
+        held = held_by(tree, TENANT, [replica.holder])
+        memory = depth = 0
+        sets: dict[int, int] = {}
+        for depth, prefix in enumerate([prefix for prefix in prefixes(prompt) if prefix in held], 1):
+            tiers = held[prefix].run.tiers  # type: ignore[attr-defined]
+            if tiers & Tier.HBM.bit:
+                memory = depth
+            else:
+                sets[tiers] = depth
+        below: dict[Tier, int] = {}
+        for tiers, end in sets.items():
+            if (tier := nearest_in(tiers)) is None:
+                break
+            if end > memory:
+                below[tier] = below.get(tier, 0) + end - memory
+                memory = end
+        count = memory
+        names = names_of(replica.naming, TENANT, prompt, BLOCK)[memory:] if replica.naming else []
+        for block in names:
+            there = [tier for tier, has in sorted(replica.named.items()) if block in has]
+            if not there:
+                break
+            below[there[0]] = below.get(there[0], 0) + 1
+            count += 1
+        whole = len(prefixes(prompt))
+        if isinstance(replica, StockReplica):
+            count -= count % replica.page_blocks
+            whole -= whole % replica.page_blocks
+        own = count == whole or (
+            count == depth
+            and replica.state is State.LIVE
+            and ends_there(tree, TENANT, prompt[: depth * STEP], held)
+        )
+        if count:
+            found[name] = Match(count * BLOCK, own, {tier: blocks * BLOCK for tier, blocks in below.items()})
+    return found
+
+
+def agrees(index: Index, prompt: bytes, expected: Mapping[str, Match] | None = None) -> dict[str, Match]:
+    """An index finds what a plain look at everything does."""
+    if expected is None:
+        expected = told(index, prompt)
+        for name, guess in believed(index, prompt).items():
+            if name not in expected or guess.tokens > expected[name].tokens:
+                expected[name] = guess
+    assert index.match(NS, prompt) == expected
+    return dict(expected)
+
+
+class Filling(Told):
+    """A teller whose snapshots come in parts."""
+
+    def half(self) -> None:
+        """A snapshot begins, and half of it is in."""
+        sends, number = self.stream.hello(b"r", Hello("r"))
+        assert number is not None
+        events = self.log.truth()
+        half = len(events) // 2
+        self.rest = number, events[half:]
+        self._receive([*sends, *self.stream.begin(number), *self.stream.part(number, events[:half])])
+
+    def full(self) -> None:
+        """The other half is."""
+        number, events = self.rest
+        self._receive([*self.stream.part(number, events), *self.stream.end(number)])
+
+
+class Scene:
+    """An index to which happens what can."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = FakeClock()
+        self.index = Index(self.clock, block_size=BLOCK, ttl_s=20.0)
+        roles = [Role.COLOCATED, Role.COLOCATED, *self.rng.choices(list(Role), k=3)]
+        self.tellers = [
+            Filling(self.index, f"told-{number}", role, naming=NAMING) for number, role in enumerate(roles)
+        ]
+        self.filling: set[str] = set()
+        self.stock = [Stock(self.index, f"stock-{page}", page) for page in (2, BLOCK, 2 * BLOCK)]
+        self.prompts = [key(*self.rng.choices(range(3), k=self.rng.randrange(1, 9))) for _ in range(40)]
+        if seed % 2:
+            for prompt in FAN:
+                self.tellers[0].insert(prompt)
+            self.tellers[1].insert(key(9))
+            self.prompts += [key(9), key(9, 1)]
+
+    def step(self) -> None:
+        rng, prompt = self.rng, self.rng.choice(self.prompts)
+        teller, stock = rng.choice(self.tellers), rng.choice(self.stock)
+        passive = teller.name in self.filling
+        match rng.randrange(12):
+            case 0 | 1 | 2 if not passive:
+                teller.insert(prompt, dram=rng.random() < 0.3)
+            case 3 if not passive:
+                teller.evict(rng.randrange(1, 6), dram=rng.random() < 0.5)
+            case 4 if not passive and (runs := teller.log.truth()):
+                tiers = rng.choice([UNKNOWN, UNKNOWN | Tier.DRAM.bit, Tier.DRAM.bit, 3])
+                teller.tell(Moved(rng.choice(runs).run, tiers))
+            case 5 if not passive:
+                names = names_of(NAMING, TENANT, prompt, BLOCK)
+                kind = rng.choice([NamesStored, NamesStored, NamesRemoved])
+                teller.tell(kind(Tier.DISK.level, b"".join(names[: rng.randrange(9)])))
+            case 6 if passive:
+                teller.full()
+                self.filling.discard(teller.name)
+            case 6 if rng.random() < 0.3:
+                teller.half()
+                self.filling.add(teller.name)
+            case 7:
+                self.index.heard(teller.name, alive=rng.random() < 0.8)
+            case 8 | 9:
+                stock.store(decode_tokens(prompt).tolist())
+            case 10 if rng.random() < 0.5:
+                stock.evict(decode_tokens(prompt).tolist(), stock.page * rng.randrange(3))
+            case _:
+                name = rng.choice(["told-0", "stock-4", "other", "another"])
+                rng.choice([self.index.guess, self.index.confirm])(NS, prompt, name)
+        if rng.random() < 0.1:
+            self.clock.advance(rng.choice((0.5, 3.0)))
+        while self.index.tidy():  # what is dead counts as a continuation until it is taken out
+            pass
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_finds_what_a_look_at_every_block_finds(seed: int) -> None:
+    scene = Scene(seed)
+    seen: list[Match] = []
+    for _ in range(250):
+        scene.step()
+        seen += agrees(scene.index, scene.rng.choice(scene.prompts)).values()
+    scene.index.check()
+    assert {True, False} == {match.own for match in seen}
+    assert any(Tier.DRAM in match.below for match in seen)
+    assert any(Tier.DISK in match.below for match in seen)
+
+
+def test_a_change_that_is_not_looked_at_is_found() -> None:
+    """Whatever is damaged in what an index finds: tokens, whether it ends there, a tier, a holder."""
+    scene = Scene(0)
+    for _ in range(100):
+        scene.step()
+    prompt = next(p for p in scene.prompts if len(scene.index.match(NS, p)) > 2)
+    right = agrees(scene.index, prompt)
+    name, match = next(iter(right.items()))
+    for wrong in (
+        Match(match.tokens + BLOCK, match.own, match.below),
+        Match(match.tokens, not match.own, match.below),
+        Match(match.tokens, match.own, {Tier.DISK: 1}),
+        None,
+    ):
+        damaged = {other: found for other, found in right.items() if other != name}
+        if wrong is not None:
+            damaged[name] = wrong
+        with pytest.raises(AssertionError):
+            agrees(scene.index, prompt, damaged)
+
+
+def test_holders_of_the_same_part_share_one_match() -> None:
+    """A thousand instances that hold a system prompt are a thousand names of it."""
+    index = Index(FakeClock(), block_size=BLOCK)
+    for number in range(8):
+        teller = Told(index, str(number))
+        teller.insert(key(1, 2))
+        if number > 5:
+            teller.insert(key(1, 2, number))
+    found = index.match(NS, key(1, 2, 3))
+    assert [found[str(number)].own for number in range(8)] == [True] * 6 + [False] * 2
+    assert len({id(match) for match in found.values()}) == 2
