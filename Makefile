@@ -8,6 +8,8 @@ SGLANG ?=
 VENV := .venv$(SGLANG:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.setup/done
+# `make setup COMPILE=no` does without compiling the router's hot modules, which takes a minute or two.
+COMPILE ?=
 PYTEST_ARGS ?=
 SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache/test_same_answer.py \
 	tests/integration/pd/test_pd.py
@@ -24,7 +26,7 @@ $(READY): pyproject.toml $(wildcard requirements/*.txt) patches/versions.py scri
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "make: no Python 3.11 found as python3.11, python3 or python. Install it, or name it:" \
 			"make PYTHON=/path/to/python3.11" >&2; exit 1; fi
-	@"$(PYTHON)" scripts/setup.py --venv $(VENV) $(SGLANG:%=--sglang %)
+	@"$(PYTHON)" scripts/setup.py --venv $(VENV) $(SGLANG:%=--sglang %) $(if $(filter no,$(COMPILE)),--no-compile)
 
 demo: $(READY)  ## Hold conversations with servers that share their KV, then with prefill and decode apart
 	@$(BIN)/python -m sglang_ext.demo
@@ -34,7 +36,7 @@ check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/python scripts/check_types.py
 
-compile: $(READY)  ## Compile the router's hot modules, where there is a C compiler (minutes); again after edits
+compile: $(READY)  ## Compile the router's hot modules, where there is a C compiler (a minute or two); again after edits
 	$(BIN)/python scripts/compile_router.py
 
 test-compiled: $(READY)  ## The router's tests and the fuzz corpus with its hot modules compiled (minutes)

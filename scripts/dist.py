@@ -1,4 +1,7 @@
-"""``make dist``: build wheel and source distribution, and try each in a fresh environment beside SGLang.
+"""``make dist``: build wheels and source distribution, and try each in a fresh environment beside SGLang.
+
+One wheel is for any platform; where there is a C compiler, another has the router's hot modules compiled
+(`scripts/compile_router.py`), which pip prefers on the platform and the Python that it is of.
 
 Built from the files that git knows, in a folder of their own, so that nothing which lies about is shipped.
 Each is installed into an environment that has nothing of its own but sees the packages of the present one
@@ -19,10 +22,15 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from compile_router import compile_into, obstacle
+
 ROOT = Path(__file__).resolve().parent.parent
+NATIVE = "sglang_ext/_native"
 BUILD = (
-    "import sys; from setuptools import build_meta; to = sys.argv[1]; "
-    "build_meta.build_wheel(to); build_meta.build_sdist(to)"
+    "import sys; from setuptools import build_meta; to, *what = sys.argv[1:]; "
+    "[getattr(build_meta, f'build_{each}')(to) for each in what]"
 )
 """The backend takes ``sys.argv`` for itself, so it is read first."""
 
@@ -80,8 +88,8 @@ def copy_to(source: Path) -> list[str]:
     return tracked
 
 
-def build(scratch: Path) -> tuple[Path, Path]:
-    """Wheel and source distribution.
+def build(scratch: Path) -> list[Path]:
+    """Wheels and source distribution.
 
     Raises:
         DistError: something is missing from one, or is in it that should not be.
@@ -89,18 +97,32 @@ def build(scratch: Path) -> tuple[Path, Path]:
     source, out = scratch / "source", scratch / "out"
     out.mkdir()
     tracked = copy_to(source)
-    run(sys.executable, "-c", BUILD, out, cwd=source)
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    with zipfile.ZipFile(wheel) as archive:
-        missing, strange = lacking(shipped(tracked, package_dir), archive.namelist())
-    if missing or strange:
-        raise DistError(f"the wheel lacks {missing}, and has {strange} beside what is tracked")
+    wanted = shipped(tracked, package_dir)
+    run(sys.executable, "-c", BUILD, out, "sdist", "wheel", cwd=source)
+    compiled: set[str] = set()
+    if why := obstacle():
+        print(f"no wheel with compiled modules: {why}")
+    else:
+        compile_into(source / NATIVE)
+        compiled = {str(path.relative_to(source)) for path in (source / NATIVE).rglob("*") if path.is_file()}
+        run(sys.executable, "-c", BUILD, out, "wheel", cwd=source)
+    wheels, (sdist,) = sorted(out.glob("*.whl")), out.glob("*.tar.gz")
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            missing, strange = lacking(wanted | (set() if is_pure(wheel) else compiled), archive.namelist())
+        if missing or strange:
+            raise DistError(f"{wheel.name} lacks {missing}, and has {strange} beside what is tracked")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     if missing := {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} - names:
         raise DistError(f"the source distribution lacks {missing}")
-    return wheel, sdist
+    return [*wheels, sdist]
+
+
+def is_pure(package: Path) -> bool:
+    """Whether nothing in a package is compiled."""
+    return package.name.endswith(("-none-any.whl", ".tar.gz"))
 
 
 def install(package: Path, scratch: Path) -> Path:
@@ -109,7 +131,7 @@ def install(package: Path, scratch: Path) -> Path:
     Raises:
         DistError: it cannot be installed.
     """
-    venv = scratch / f"venv-{package.suffix[1:]}"
+    venv = scratch / f"venv-{package.name}"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
     (site,) = venv.glob("lib/python*/site-packages")
@@ -129,11 +151,12 @@ def try_out(package: Path, scratch: Path) -> None:
     """
     venv = install(package, scratch)
     version = package.name.removesuffix(".tar.gz").split("-")[1]
-    run(venv / "bin" / "python", "-P", ROOT / "scripts" / "smoke.py", venv, version, cwd=scratch)
+    how = "python" if is_pure(package) else "compiled"
+    run(venv / "bin" / "python", "-P", ROOT / "scripts" / "smoke.py", venv, version, how, cwd=scratch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Build and try out wheel and source distribution.")
+    parser = argparse.ArgumentParser(description="Build and try out wheels and source distribution.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
     out: Path = parser.parse_args(arguments).out
     try:

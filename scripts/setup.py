@@ -2,7 +2,8 @@
 
 Runs on a bare Python with nothing but the standard library. Every step leaves a mark, so that a run that
 was interrupted goes on where it stopped and a second run does nothing. Nothing here needs a C compiler: all
-packages come as wheels, and numba brings its own LLVM.
+packages come as wheels, and numba brings its own LLVM. Where there is one, the router's hot modules are
+compiled.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ROOT / "requirements" / "cpu.txt"
 TEST = ROOT / "requirements" / "test.txt"
+COMPILER = ROOT / "scripts" / "compile_router.py"
 _VERSIONS = runpy.run_path(str(ROOT / "patches" / "versions.py"))
 SGLANG: str = _VERSIONS["SGLANG_VERSION"]
 SUPPORTED: list[str] = [each.version for each in _VERSIONS["SUPPORTED"]]
@@ -108,7 +110,8 @@ class Step:
     name: str
     title: str
     mark: str
-    run: Callable[[], None]
+    run: Callable[[], str | None]
+    """What became of it, if that is not simply done."""
 
 
 class Environment:
@@ -122,19 +125,29 @@ class Environment:
         self.log = path / "setup.log"
         self.progress = progress
 
-    def steps(self) -> list[Step]:
-        """The steps in order; a step whose mark changed makes those after it run again."""
+    def steps(self, *, compiling: bool = True) -> list[Step]:
+        """The steps in order; a step whose mark changed makes those after it run again.
+
+        Args:
+            compiling: with the one that compiles.
+        """
         pins = read_pins(CPU) | read_pins(TEST) | read_pins(beside(self.sglang))
         first = [pins[name] for name in FIRST]
         rest = [pin for name, pin in pins.items() if name not in FIRST]
         version = ".".join(str(part) for part in sys.version_info[:3])
         project = (ROOT / "pyproject.toml").read_text()
-        return [
+        steps = [
             Step("venv", f"virtual environment {self.path.name}", digest(version), self.make_venv),
             Step("torch", ", ".join(first), digest(*first), lambda: self.pip("torch", *first)),
             Step("packages", f"{len(rest)} pinned packages", digest(*rest), lambda: self.install_rest(pins)),
             Step("project", "this project, editable", digest(project, str(ROOT)), self.install_project),
         ]
+        if compiling:
+            folders = (ROOT / "sglang_ext", ROOT / "router")
+            sources = [path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))]
+            title = "the router's hot modules, compiled (a minute or two; COMPILE=no leaves them as Python)"
+            steps.append(Step("compile", title, digest(version, *sources), self.compile))
+        return steps
 
     def make_venv(self) -> None:
         """Create the environment, or keep one that works."""
@@ -161,6 +174,18 @@ class Environment:
     def install_project(self) -> None:
         """Install the project so that SGLang finds its plugin."""
         self.pip("this project", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+    def compile(self) -> str:
+        """Compile the router's hot modules; or say why they run as Python, which serves as well, slower."""
+        with self.log.open("a+") as log:
+            before = log.tell()
+            process = subprocess.Popen([self.python, COMPILER], stdout=log, stderr=subprocess.STDOUT)
+            while process.poll() is None:
+                time.sleep(0.2)
+                self.progress.update("compiling")
+            log.seek(before)
+            said = log.readline().strip()
+        return said if said.endswith(".") else f"{said} {self.log} says why."
 
     def has(self, module: str) -> bool:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
@@ -228,11 +253,11 @@ def check_host(venv: Path) -> None:
             raise SetupError(f"{ROOT} has {free:.1f} GB free; the set-up needs {DISK_NEEDED_GB} GB.")
 
 
-def prepare(venv: Path, sglang: str) -> None:
+def prepare(venv: Path, sglang: str, *, compiling: bool) -> None:
     """Run what is not done yet."""
     check_host(venv)
-    environment = Environment(venv, Progress(4), sglang)
-    steps = environment.steps()
+    environment = Environment(venv, Progress(4 + compiling), sglang)
+    steps = environment.steps(compiling=compiling)
     redo = False
     for step in steps:
         mark = environment.marks / step.name
@@ -241,10 +266,10 @@ def prepare(venv: Path, sglang: str) -> None:
             environment.progress.done("is there")
             continue
         redo = True
-        step.run()
+        outcome = step.run()
         environment.marks.mkdir(exist_ok=True)
         mark.write_text(step.mark)
-        environment.progress.done("done")
+        environment.progress.done(outcome or "done")
     (environment.marks / "done").write_text("")
 
 
@@ -322,6 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Prepare the virtual environment of this project.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="DIR")
     parser.add_argument("--sglang", default=SGLANG, choices=SUPPORTED, help="its version (%(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="leave the router's hot modules as Python")
     parser.add_argument("--lock", action="store_true", help="write requirements/*.txt anew instead")
     options = parser.parse_args()
     # Two makes at once must not install into one environment at once; the lock ends with the process.
@@ -331,7 +357,7 @@ def main() -> int:
             if options.lock:
                 lock(ROOT / "build" / "lock-venv")
             else:
-                prepare(options.venv.resolve(), options.sglang)
+                prepare(options.venv.resolve(), options.sglang, compiling=not options.no_compile)
         except SetupError as error:
             print(f"\n{error}", file=sys.stderr)
             return 1

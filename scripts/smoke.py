@@ -1,4 +1,5 @@
-"""What an installed package must be able to do: ``python -P smoke.py PREFIX VERSION`` inside its environment.
+"""What an installed package must be able to do: ``python -P smoke.py PREFIX VERSION compiled|python`` inside
+its environment.
 
 Nothing is downloaded and no server is started. Ends with an error that says what does not work.
 """
@@ -43,8 +44,9 @@ def import_all(package: ModuleType) -> None:
                 import_all(module)
 
 
-def main(prefix: str, wanted: str) -> None:
+def main(prefix: str, wanted: str, how: str) -> None:
     import sglang_ext
+    from sglang_ext.native import is_compiled
 
     assert sglang_ext.__file__ is not None
     here = Path(sglang_ext.__file__).resolve()
@@ -52,6 +54,8 @@ def main(prefix: str, wanted: str) -> None:
     assert version("sglang-ext") == wanted, f"{version('sglang-ext')} is installed, {wanted} was built"
 
     import_all(sglang_ext)
+    runs = "compiled" if is_compiled(sys.modules["sglang_ext.router.http.reader"]) else "python"
+    assert runs == how, f"the router's hot modules run {runs}, not {how}"
 
     for name in ("router/static/ui/index.html", "testing/static/vocabulary.txt.xz", "py.typed"):
         assert files("sglang_ext").joinpath(name).is_file(), f"{name} is missing"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# The sources are what is tested, whatever `make compile` has left; `make test-compiled` names its own folder.
+os.environ.setdefault("SGLANG_EXT_NATIVE", "0")
 
 pytest_plugins = ["sglang_ext.testing.strict"]
 

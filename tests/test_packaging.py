@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -85,6 +87,46 @@ def test_sglangs_own_pins_are_constraints_of_the_lock(tmp_path: Path) -> None:
         packed.writestr("sglang-1.dist-info/METADATA", f"Name: sglang\n{lines}")
     setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
     assert setup["asked_by_sglang"](wheel) == ["openai==2.8.0", "kernels<0.15,>=0.14"]
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        ("53 modules are compiled.", "53 modules are compiled."),
+        (
+            "Nothing is compiled: there is no C compiler (cc).",
+            "Nothing is compiled: there is no C compiler (cc).",
+        ),
+        ("Nothing is compiled:\nerror: a long story", "Nothing is compiled: {log} says why."),
+    ],
+)
+def test_setup_says_what_became_of_compiling(said: str, outcome: str, tmp_path: Path) -> None:
+    """And goes on, whatever that was: the sources serve as well."""
+    setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
+    environment = setup["Environment"](tmp_path, setup["Progress"](1))
+    environment.log.write_text("what pip has said\n")
+    environment.python = tmp_path / "python"
+    environment.python.write_text(f"#!/bin/sh\ncat <<EOF\n{said}\nEOF\nexit 1\n")
+    environment.python.chmod(0o700)
+    assert environment.compile() == outcome.format(log=environment.log)
+    assert environment.log.read_text().endswith(f"{said}\n")
+
+
+def test_setup_compiles_last_and_not_when_told_not_to(tmp_path: Path) -> None:
+    setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
+    environment = setup["Environment"](tmp_path, setup["Progress"](1))
+    names = [step.name for step in environment.steps()]
+    assert names[-1] == "compile"
+    assert [step.name for step in environment.steps(compiling=False)] == names[:-1]
+
+
+def test_without_a_compiler_it_is_said(tmp_path: Path) -> None:
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['obstacle']())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, ROOT / "scripts" / "compile_router.py"],
+        env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("there is no C compiler (")
 
 
 def test_every_package_is_installed() -> None:
