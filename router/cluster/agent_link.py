@@ -185,8 +185,6 @@ class Link:
         """Ask, ping, and watch the time, until the agent has been silent for too long on this channel.
         Returns whether it has been for the verdict, on however many."""
         made = self._clock.monotonic()
-        anew = self._agents.verdict_s - HEARTBEAT_S / 2
-        limit = self._agents.verdict_of(self.registration) - HEARTBEAT_S / 2
         while True:
             if receiving.done():
                 receiving.result()
@@ -202,9 +200,10 @@ class Link:
             if (late := woken - now - pause) > HEARTBEAT_S / 2:
                 # It was this process that stood still: what the agent has sent waits in our socket.
                 made, self._silent_from = made + late, self._silent_from + late
-            if woken - self._silent_from > limit:
+            verdict_s, silent_s = self._agents.verdict_s, woken - self._silent_from + HEARTBEAT_S / 2
+            if silent_s > verdict_s and silent_s > self._agents.verdict_of(self.registration):
                 return True
-            if woken - made > anew:
+            if woken - made + HEARTBEAT_S / 2 > verdict_s:
                 return False
 
     def _ask(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The channel to an agent that says nothing: however it ends, its socket is closed."""
+"""The channel to a silent agent: when it is made anew, and that its socket is closed however it ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.agent_link import Link
 from sglang_ext.router.cluster.agents import Agents
 from sglang_ext.router.index.index import Index
+from sglang_ext.testing.fakes import FakeClock
 
 SILENT = Registration(url="http://127.0.0.1:1", instance="a", epoch="0" * 32, agent="tcp://127.0.0.1:1")
 
@@ -57,3 +58,28 @@ async def test_a_channel_that_is_ended_while_it_is_made_anew_leaves_no_socket(
         socket.close(linger=0)
     await agents.close()
     assert not left
+
+
+async def pass_by(clock: FakeClock, seconds: int) -> None:
+    """In one step it would be this process that stood still."""
+    for step in range(10 * seconds + 1):
+        while not clock.sleepers:  # noqa: ASYNC110 - by whom, nothing tells
+            await asyncio.sleep(0)
+        if step:
+            clock.advance(0.1)
+            await asyncio.sleep(0)
+
+
+async def test_another_verdict_counts_for_a_channel_that_stands(sockets: list[Any]) -> None:
+    clock = FakeClock()
+    agents = Agents(Index(clock, block_size=16, max_bytes=1 << 20), clock, router="r")
+    agents.connect(SILENT.url, SILENT)
+    try:
+        await pass_by(clock, 0)
+        agents.verdict_s = 20.0
+        for channels, seconds in ((1, 19), (2, 2)):
+            await pass_by(clock, seconds)
+            assert len(sockets) == channels
+    finally:
+        agents.disconnect(SILENT.url)
+        await agents.close()
