@@ -160,7 +160,7 @@ def test_no_rank_waits_for_a_decode_server_that_another_refuses(
         sending = [side.agent.sender.open(number) for side in servers.prefill]
         second = servers.prefill[1].agent
         # Nobody is connected as the other decode server, which is not to be missed here.
-        monkeypatch.setattr(second.sender, "tick", lambda _: None)
+        monkeypatch.setattr(second.sender, "_connected", lambda session: True)
 
         async def other_comes() -> None:
             if mode == "push":
