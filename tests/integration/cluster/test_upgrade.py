@@ -70,7 +70,7 @@ def released(folder: Path, version: str, *changes: tuple[str, str, str]) -> str:
         text, count = re.subn(before, after, (source / name).read_text())
         assert count == 1, (name, before)
         (source / name).write_text(text)
-    DIST["run"](sys.executable, "-c", DIST["BUILD"], out, cwd=source)
+    DIST["run"](sys.executable, "-c", DIST["BUILD"], out, "wheel", cwd=source)
     (wheel,) = out.glob(f"sglang_ext-{version}-*.whl")
     return str(Path(DIST["install"](wheel, folder)) / "bin" / "python")
 
