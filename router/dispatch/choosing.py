@@ -28,7 +28,7 @@ from sglang_ext.router.policies import (
 )
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
-from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.policies.base import NOTHING
 from sglang_ext.router.policies.questions import matched_tokens, named
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote

@@ -27,8 +27,7 @@ from sglang_ext.router.dispatch.costs import RouterCosts, Sending
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.base import Fetch, Matches
-from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.policies.base import NOTHING, Fetch, Matches
 from sglang_ext.router.policies.questions import load_of, named
 from sglang_ext.router.policies.spans import Plan, Span, best_plan, given_plan
 from sglang_ext.router.policies.splitting import SplitTerms, best_split

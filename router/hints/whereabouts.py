@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_ext.router.policies import Match
-from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.policies.base import NOTHING
 from sglang_ext.tiers import Tier, all_tiers, tiers_below
 
 

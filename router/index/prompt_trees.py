@@ -27,6 +27,7 @@ from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.router.policies import Match
+from sglang_ext.router.policies.base import NOTHING
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier
 
@@ -40,8 +41,6 @@ SLICE_BLOCKS = 512
 
 MANY_CHILDREN = 64
 """A node with more continuations than this is a common beginning, without looking at each."""
-
-NOTHING = Match(0)
 
 NODE_BYTES = 1200
 """Memory of a node with one holder, its key left out; measured, see the test of the bound."""

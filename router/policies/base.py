@@ -122,6 +122,9 @@ class Match(msgspec.Struct, frozen=True):
         return {tier: self.below.get(tier, 0) if tier.level else self.hbm for tier in all_tiers()}
 
 
+NOTHING = Match(0)
+"""Of an instance that holds nothing."""
+
 Matches: TypeAlias = Mapping[str, Match]
 """By instance name; those that hold nothing may be left out."""
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from sglang_ext.router.policies.assembly import assembled, choose_decode, trusted_matches
 from sglang_ext.router.policies.base import (
+    NOTHING,
     Costs,
     Decision,
     Fetch,
@@ -40,7 +41,7 @@ from sglang_ext.router.policies.base import (
     Reason,
     Role,
 )
-from sglang_ext.router.policies.prompt_tree import NOTHING, prompt_tree
+from sglang_ext.router.policies.prompt_tree import prompt_tree
 from sglang_ext.router.policies.questions import beginners, for_want_of, load_of
 from sglang_ext.router.policies.spans import alone_s, best_plan
 

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from sglang_ext.router.policies.base import (
+    NOTHING,
     Costs,
     Decision,
     Fleet,
@@ -46,7 +47,6 @@ from sglang_ext.router.policies.questions import (
     named,
 )
 
-NOTHING = Match(0)
 _CACHED = attrgetter("cached_tokens")
 
 

@@ -19,10 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_ext.router.policies.base import Costs, Fetch, Instance, Match, Matches
+from sglang_ext.router.policies.base import NOTHING, Costs, Fetch, Instance, Match, Matches
 from sglang_ext.tiers import Tier, all_tiers
 
-NOTHING = Match(0)
 MOST_ENDS: Final = 4
 """Places where the KV of holders ends that are tried, from the farthest on: each is a reader's round trip."""
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_ext.router.policies.base import Costs, Instance, Matches
-from sglang_ext.router.policies.spans import NOTHING, alone_s
+from sglang_ext.router.policies.base import NOTHING, Costs, Instance, Matches
+from sglang_ext.router.policies.spans import alone_s
 
 CUTS: Final = 32
 """Places to cut that are tried, evenly spaced, beside the ends of the helper's chunks."""
