@@ -38,6 +38,7 @@ from sglang_ext.patches.cpu import (
 from sglang_ext.patches.hooks import (
     durability,
     early_send,
+    exact_abort,
     flags,
     load_details,
     migration,
@@ -90,6 +91,7 @@ PATCHES: tuple[Patch, ...] = (
     durability.PATCH,
     commands.PATCH,
     migration.PATCH,
+    exact_abort.PATCH,
     role_switch.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,

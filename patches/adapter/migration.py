@@ -411,14 +411,14 @@ class Migration:
         scheduler.output_streamer.stream_output([req], req.return_logprob)
 
     def aborted(self, rid: str, *, every: bool) -> None:
-        """Somebody aborts requests whose names begin so, or all of them."""
+        """A client aborts the request of this name, or all."""
         for parked in list(self._parked.values()):
-            if every or parked.req.rid.startswith(rid):
+            if every or parked.req.rid == rid:
                 with self._guarded():
                     self._unpark(parked, stay=False)
         for name, arriving in list(self._arriving.items()):
             # SGLang drops one that waits without a word; on decode, whatever ends it says so.
-            if (every or name.startswith(rid)) and not _is_receiving(arriving.req):
+            if (every or name == rid) and not _is_receiving(arriving.req):
                 del self._arriving[name]
 
     # -- the target -----------------------------------------------------------------------------------------

@@ -227,6 +227,32 @@ async def test_sixteen_at_a_time(cluster: tuple[PdServers, ServerProcess]) -> No
         assert await asyncio.gather(*(ask(number) for number in range(16))) == [200] * 16
 
 
+async def test_an_abort_ends_the_named_request_only(cluster: tuple[PdServers, ServerProcess]) -> None:
+    """Not those whose names begin with the same characters."""
+    pd, _ = cluster
+    config = RouterConfig(worker_urls=tuple(server.url for server in pd.servers), port=0)
+    async with (
+        Router(config) as router,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as client,
+    ):
+
+        async def ask(rid: str, tokens: int) -> Json:
+            sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+            body = {"text": f"Visitor {rid}. {TEXT}", "rid": rid, "sampling_params": sampling}
+            async with client.post(router.url + "/generate", json=body) as answer:
+                value: Json = await answer.json()
+                return value
+
+        named = asyncio.create_task(ask("job-1", 6000))
+        others = [asyncio.create_task(ask(rid, 64)) for rid in ("job-10", "job-11")]
+        await until(lambda: len(router.flights) == 3)
+        async with client.post(router.url + "/abort_request", json={"rid": "job-1"}) as answer:
+            assert await answer.json() == {"aborted": 1}
+        for value in await asyncio.gather(*others):
+            assert value["meta_info"]["finish_reason"] == {"type": "length", "length": 64}
+        assert "abort" in json.dumps(await named).lower()
+
+
 @pytest.mark.parametrize(
     "kit",
     [
