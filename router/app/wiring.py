@@ -13,16 +13,18 @@ from sglang_ext.router.app.service import Service
 from sglang_ext.router.cluster.agents import Agents
 from sglang_ext.router.cluster.joins import Joins
 from sglang_ext.router.cluster.members import Members, new_router_name
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.setup import open_membership
 from sglang_ext.router.cluster.shared_limits import SharedLimits
 from sglang_ext.router.cluster.stock_links import StockLinks
 from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.advisory_book import HintBook
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.explain import Stories
+from sglang_ext.router.dispatch.explain import Explainer, Stories
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
@@ -41,6 +43,7 @@ from sglang_ext.router.endpoints.indexer_api import IndexerApi
 from sglang_ext.router.endpoints.information import Information
 from sglang_ext.router.endpoints.pages import page_routes
 from sglang_ext.router.endpoints.routes import RouteTable
+from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.worker import WorkerApi
@@ -183,8 +186,9 @@ class Parts:
             split=config.split_terms(),
             block_size=config.block_size,
         )
+        self.queries = Queries(name)
         sessions = SessionMemory(config.session_memory_bytes)
-        shared_sessions = SharedSessions(sessions, name)
+        shared_sessions = SharedSessions(sessions, self.queries)
         elsewhere = HintsElsewhere()
         self.advisor = Advisor(
             self.fleet,
@@ -230,6 +234,13 @@ class Parts:
         self.stories = Stories(config.explain_max_bytes)
         self.flights = Flights()
         self.homes = Homes()
+        aborting = Aborting(self.flights, self.api)
+        shared = SharedRequests(
+            self.queries,
+            aborting,
+            Explainer(self.stories, self.trees, self.fleet.rows.keys, self.spilling.told_of),
+            self.homes,
+        )
         self.background = Background(self.api, self.fleet, self.admission, clock, config.request_timeout_secs)
         forwarding = Forwarding(
             self.upstream,
@@ -275,7 +286,7 @@ class Parts:
             documents=self.documents,
             speakers=(
                 SharedHints(self.advisor, name, clock),
-                shared_sessions,
+                self.queries,
                 SharedLimits(self.keys, name, clock, self.cluster_key),
             ),
             on_drain=self.mover.empty,
@@ -312,7 +323,7 @@ class Parts:
             part.measure(self.metrics)
 
         # What clients can ask.
-        self.advisory = AdvisoryApi(self.advisor, self.fleet, self.documents, clock)
+        self.advisory = AdvisoryApi(self.advisor, self.fleet, self.documents, clock, self.queries)
         self.generation = Generation(
             Rules(
                 cache_details=config.cache_details,
@@ -326,7 +337,8 @@ class Parts:
             self.tokenizers,
             self.admission,
             self.flights,
-            self.homes,
+            shared,
+            self.queries,
             self.stories,
             self.advisory,
             self.documents,
@@ -342,25 +354,26 @@ class Parts:
             self.admission,
             self.api,
             self.metrics,
-            self.stories,
-            self.spilling,
+            shared,
             clock,
             policy=config.policy,
             asks_for_key=asks_for_key,
             metrics_open=config.metrics_open,
             wait_s=config.index_wait_secs,
         )
-        control = Control(self.fleet, self.trees, self.api, self.flights, self.homes)
+        control = Control(self.fleet, self.trees, self.api, aborting, shared)
         cluster = ClusterApi(
             self.members,
             self.role_changes,
             self.roles,
+            self.queries,
             self.cluster_key,
             self.keys,
             clock,
             sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=False),
             local=is_loopback(config.host),
         )
+        documents = DocumentsApi(self.documents, self.fleet, clock, config.document_ttl_secs, self.queries)
         self.routes = RouteTable(
             [
                 *generation_routes(self.generation),
@@ -368,7 +381,7 @@ class Parts:
                 *control.routes(),
                 *cluster.routes(),
                 *self.advisory.routes(),
-                *DocumentsApi(self.documents, self.fleet, clock, config.document_ttl_secs).routes(),
+                *documents.routes(),
                 *IndexerApi(self.fleet, self.trees).routes(),
                 *page_routes(),
             ]

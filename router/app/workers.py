@@ -3,8 +3,8 @@
 The first process binds the port and forks the workers. Each is a whole router; they share members, sessions,
 hints, documents and what of limits is used through sockets in a folder of their own (``membership_local``),
 and the kernel gives a connection to one that is free. A worker that dies is forked again; connections that it
-had not accepted go to another one. What only one of them knows (``/metrics``, ``/explain``) is asked at its
-own port on loopback, which the log names.
+had not accepted go to another one. Each has its own ``/metrics``, at its own port on loopback, which the log
+names.
 
 The first process does nothing else, has no threads and no event loop, so that it can fork at any time.
 """

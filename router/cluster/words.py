@@ -1,4 +1,4 @@
-"""What routers tell each other at once and keep nowhere: hints, the use of limits, questions for sessions.
+"""What routers tell each other at once and keep nowhere: hints, the use of limits, queries.
 
 Records of members and documents have to outlive whoever wrote them; these have not. A word that is lost is
 made good by a later one of the same hint or limit, and by ``Speaker.words`` for a router that begins.
@@ -65,19 +65,94 @@ class HintRepeated(_Word, frozen=True, tag="hint-repeated"):
     lives_s: Seconds
 
 
-class SessionAsked(_Word, frozen=True, tag="session-asked"):
-    """Does anybody know what a session sent last?"""
+class Query(_Word, frozen=True):
+    """A question to all other routers, each of which sends a ``Reply`` with the same id."""
 
     id: Name
+
+
+class Reply(_Word, frozen=True):
+    """The answer of one router."""
+
+    id: Name
+
+    @property
+    def found(self) -> bool:
+        """Whether this router had what the query names."""
+        return False
+
+
+class SessionAsked(Query, frozen=True, tag="session-asked"):
+    """Does anybody know what a session sent last?"""
+
     session: str
 
 
-class SessionKnown(_Word, frozen=True, tag="session-known"):
+class SessionKnown(Reply, frozen=True, tag="session-known"):
     """It sent this; ``key`` is None from a router that does not know."""
 
-    id: Name
     namespace: Namespace
     key: bytes | None
+
+    @property
+    def found(self) -> bool:
+        return self.key is not None
+
+
+class AbortAsked(Query, frozen=True, tag="abort-asked"):
+    """Abort the requests of one scope that have this name; all of them without a name."""
+
+    scope: str
+    name: str | None
+
+
+class Aborted(Reply, frozen=True, tag="aborted"):
+    """So many requests were aborted."""
+
+    requests: Count
+
+
+class ExplainAsked(Query, frozen=True, tag="explain-asked"):
+    """Explain the request of this id to a caller."""
+
+    request_id: str
+    tenant: str | None
+    admin: bool
+
+
+class Explained(Reply, frozen=True, tag="explained"):
+    """The explanation as JSON, compressed with zlib; None from a router that did not serve the request."""
+
+    body: bytes | None
+
+    @property
+    def found(self) -> bool:
+        return self.body is not None
+
+
+class ResponseAsked(Query, frozen=True, tag="response-asked"):
+    """Which instance keeps a response of this scope?"""
+
+    scope: str
+    response_id: str
+
+
+class ResponseKept(Reply, frozen=True, tag="response-kept"):
+    """The instance's URL; None from a router that does not know the response."""
+
+    instance: str | None
+
+    @property
+    def found(self) -> bool:
+        return self.instance is not None
+
+
+class SyncAsked(Query, frozen=True, tag="sync-asked"):
+    """Reply when everything sent before has been sent."""
+
+
+class Synced(Reply, frozen=True, tag="synced"):
+    """Everything that this router sent before has arrived, because messages keep their order."""
 
 
 class LimitUsed(_Word, frozen=True, tag="limit"):
@@ -99,7 +174,23 @@ class Begun(_Word, frozen=True, tag="begun"):
     """This router begins, or was cut off for a while, and wants to be told everything."""
 
 
-Word: TypeAlias = HintSaid | HintTaken | HintRepeated | SessionAsked | SessionKnown | LimitUsed | Begun
+Word: TypeAlias = (
+    HintSaid
+    | HintTaken
+    | HintRepeated
+    | SessionAsked
+    | SessionKnown
+    | AbortAsked
+    | Aborted
+    | ExplainAsked
+    | Explained
+    | ResponseAsked
+    | ResponseKept
+    | SyncAsked
+    | Synced
+    | LimitUsed
+    | Begun
+)
 
 
 class Speaker(Protocol):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import Fleet, Match
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
@@ -305,3 +306,48 @@ def told(
         },
         "error": record.error,
     }
+
+
+class Explainer:
+    """Explains requests that this router has served.
+
+    Args:
+        stories: recent requests.
+        trees: the index, with what it remembers of evictions.
+        instances: names of the instances that there are.
+        spilled: see ``told``.
+    """
+
+    def __init__(
+        self,
+        stories: Stories,
+        trees: Index,
+        instances: Callable[[], Iterable[str]],
+        spilled: Callable[[Any, bytes, float], list[dict[str, Any]]],
+    ) -> None:
+        self._stories = stories
+        self._trees = trees
+        self._instances = instances
+        self._spilled = spilled
+
+    def explain(self, request_id: str, *, tenant: str | None, admin: bool) -> dict[str, Any] | None:
+        """The answer of ``GET /explain/{request_id}``; None for a request that is not known to the caller."""
+        story = self._stories.find(request_id, tenant=tenant, admin=admin)
+        if story is None:
+            return None
+        return told(
+            story,
+            self._stories,
+            self._history(),
+            self._spilled,
+            block_size=self._trees.block_size,
+            admin=admin,
+        )
+
+    def _history(self) -> History | None:
+        """What the index remembers of evictions; nothing where no instance tells of them."""
+        tells = any(self._trees.tells(name) for name in self._instances())
+        return self._trees.history if tells and self._trees.mode != "approximate" else None
+
+    def __repr__(self) -> str:
+        return f"Explainer({self._stories})"

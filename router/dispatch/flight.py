@@ -84,7 +84,7 @@ class Flights:
         return [
             flight
             for flight in self.of(scope)
-            if name == flight.record.request_id or name in flight.admitted.rids
+            if name in (flight.record.request_id, flight.admitted.called) or name in flight.admitted.rids
         ]
 
     def of(self, scope: str) -> list[Flight]:
@@ -153,27 +153,29 @@ class Homes:
         response_id, _, scope = session.partition("\n")
         self._keep(scope, response_id, name)
 
+    def found(self, scope: str, response_id: str, instance: str) -> None:
+        """Another router was asked, and keeps this response."""
+        self._keep(scope, response_id, instance)
+
     def _keep(self, scope: str, response_id: str, instance: str) -> None:
         self._homes[scope, response_id] = instance
         self._homes.move_to_end((scope, response_id))
         while len(self._homes) > self._size:
             self._homes.popitem(last=False)
 
-    def find(self, scope: str, response_id: str) -> str:
-        """Where a response is.
-
-        Raises:
-            RequestRefused: 404, for one that is not known, or is another tenant's.
-        """
-        instance = self._homes.get((scope, response_id))
-        if instance is None:
-            raise RequestRefused(
-                f"there is no response {response_id[:80]!r} here",
-                status=404,
-                param="response_id",
-                code="response_not_found",
-            )
-        return instance
+    def get(self, scope: str, response_id: str) -> str | None:
+        """Where a response is; None for one that is not known here, or is another tenant's."""
+        return self._homes.get((scope, response_id))
 
     def __len__(self) -> int:
         return len(self._homes)
+
+
+def no_response(response_id: str) -> RequestRefused:
+    """The refusal of a response that is not known."""
+    return RequestRefused(
+        f"there is no response {response_id[:80]!r} here",
+        status=404,
+        param="response_id",
+        code="response_not_found",
+    )

@@ -19,6 +19,7 @@ from sglang_ext.router.api.documents import DOCUMENT_IDS, hinting_dialect
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, check_length, parse_json_object
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.advisory_book import Verdict
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.hint import ENDED, Entry, Hint, State
@@ -54,13 +55,17 @@ class AdvisoryApi:
         fleet: knows the model, against which hints are checked.
         documents: puts documents that a hint names in front of its prompt.
         clock: seconds.
+        queries: to other routers.
     """
 
-    def __init__(self, advisor: Advisor, fleet: Fleet, documents: Documents, clock: Clock) -> None:
+    def __init__(
+        self, advisor: Advisor, fleet: Fleet, documents: Documents, clock: Clock, queries: Queries
+    ) -> None:
         self._advisor = advisor
         self._documents = documents
         self._fleet = fleet
         self._clock = clock
+        self._queries = queries
         self._noting = Tasks()
 
     def routes(self) -> Iterator[Route]:
@@ -71,14 +76,15 @@ class AdvisoryApi:
     # -- hints ------------------------------------------------------------------------------------
 
     async def _take(self, request: Request, responder: Responder, record: Record) -> None:
-        payload = self._with_documents(parse_json_object(request.body), record)
+        payload = await self._with_documents(parse_json_object(request.body), record)
         told = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
         await _send(responder, record, 200, told)
 
-    def _with_documents(self, payload: Json, record: Record) -> Json:
+    async def _with_documents(self, payload: Json, record: Record) -> Json:
         if DOCUMENT_IDS not in payload:
             return payload
-        return self._documents.compose(hinting_dialect(payload), payload, record)
+        dialect = hinting_dialect(payload)
+        return await self._queries.found(lambda: self._documents.compose(dialect, payload, record))
 
     async def _offer(self, admitted: AdmittedHint, record: Record) -> dict[str, Any]:
         """Take a hint, and say what is told of it.
@@ -114,13 +120,7 @@ class AdvisoryApi:
 
     async def _one(self, request: Request, responder: Responder, record: Record) -> None:
         id = request.path.removeprefix(PATH + "/")
-        entry = self._advisor.find(id, record.caller)
-        if entry is None:
-            raise RequestRefused(
-                f"there is no hint {id[:80]!r} here, or it ended long ago",
-                status=404,
-                code="no_such_hint",
-            )
+        entry = await self._queries.found(lambda: self._find(id, record))
         if request.method == "DELETE":
             self._advisor.withdraw(entry)
         elif EVENT_STREAM_TYPE in request.headers.get("accept", ""):
@@ -129,6 +129,21 @@ class AdvisoryApi:
         elif wait := _wait_of(request):
             await self._wait(entry, wait)
         await _send(responder, record, 200, self._advisor.told(entry))
+
+    def _find(self, id: str, record: Record) -> Entry | Copy:
+        """A hint of the caller's.
+
+        Raises:
+            RequestRefused: 404, for one that is not known here.
+        """
+        entry = self._advisor.find(id, record.caller)
+        if entry is None:
+            raise RequestRefused(
+                f"there is no hint {id[:80]!r} here, or it ended long ago",
+                status=404,
+                code="no_such_hint",
+            )
+        return entry
 
     async def _wait(self, entry: Entry | Copy, seconds: float) -> None:
         """Until the hint is ready or has ended, but no longer than so."""
@@ -195,7 +210,7 @@ class AdvisoryApi:
     async def _note(self, body: Json, caller: Caller) -> None:
         own = Record("", "POST", PATH, self._clock.monotonic(), caller=caller)
         try:
-            body = self._with_documents(body, own)
+            body = await self._with_documents(body, own)
             await self._offer(admit_hint(body, caller, self._limits()), own)
         except RequestRefused as refused:
             logger.info("a hint in a request was not taken: %s", refused.message)

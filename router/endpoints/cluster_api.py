@@ -17,6 +17,7 @@ from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Registration, decode, encode
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown
 from sglang_ext.router.cluster.members_view import cluster, instance_view, instances
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.roster import Taken
@@ -37,6 +38,7 @@ class ClusterApi:
         members: who is asked and told.
         roles: changes them.
         controller: wishes changes.
+        queries: to other routers.
         key: of the cluster; ``None`` when there is none.
         keys: API keys; those of administrators are good here.
         local: whether the router listens on loopback only.
@@ -49,6 +51,7 @@ class ClusterApi:
         members: Members,
         roles: RoleChanges,
         controller: RoleController,
+        queries: Queries,
         key: ClusterKey | None,
         keys: KeyRing,
         clock: Clock,
@@ -59,6 +62,7 @@ class ClusterApi:
         self._members = members
         self._roles = roles
         self._controller = controller
+        self._queries = queries
         self._key = key
         self._keys = keys
         self._replays = Replays()
@@ -116,7 +120,7 @@ class ClusterApi:
         else:
             self._check_admin(request)
         try:
-            member = self._members.member(name)
+            member = await self._queries.found(lambda: self._members.member(name))
             if request.method == "DELETE" and not action:
                 self._members.leave(member.instance)
             elif request.method == "POST" and action == "drain":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,17 +19,16 @@ from sglang_ext.router.api.validation import (
     take_string,
     wrong,
 )
+from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.choosing import no_worker
-from sglang_ext.router.dispatch.flight import Flight, Flights, Homes, abort
 from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S, ask_any, send_json
 from sglang_ext.router.endpoints.routes import Access, Handler, Route
+from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
 from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.telemetry.record import Record
-
-logger = logging.getLogger("router.control")
 
 PROFILE_TIMEOUT_S = 60.0
 _POST = frozenset({"POST"})
@@ -45,18 +43,23 @@ class Control:
         fleet: the instances.
         trees: forgets what was flushed.
         api: reaches the instances.
-        flights: requests that can be aborted.
-        homes: where responses are kept.
+        aborting: aborts requests at instances.
+        shared: requests and responses, of all routers.
     """
 
     def __init__(
-        self, fleet: Fleet, trees: PromptTrees, api: WorkerApi, flights: Flights, homes: Homes
+        self,
+        fleet: Fleet,
+        trees: PromptTrees,
+        api: WorkerApi,
+        aborting: Aborting,
+        shared: SharedRequests,
     ) -> None:
         self._fleet = fleet
         self._trees = trees
         self._api = api
-        self._flights = flights
-        self._homes = homes
+        self._aborting = aborting
+        self._shared = shared
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -124,46 +127,22 @@ class Control:
     # -- aborting ---------------------------------------------------------------------------------
 
     async def _abort(self, request: Request, responder: Responder, record: Record) -> None:
-        """End a request by its ``rid`` or ``x-request-id``, or all of them.
-
-        A request that the client named by ``rid`` is aborted by its worker, whose answer then says so. Of
-        others the connection is closed, and their clients get a 499, or the end of their stream.
-        """
+        """End a request by its ``rid`` or ``x-request-id``, or all of them, whichever routers serve them."""
         payload = parse_json_object(request.body)
         rid = take_string(payload, "rid")
         caller = record.caller
         if take_bool(payload, "abort_all"):
-            flights = self._flights.of(caller.scope)
             if caller.tenant is None:
                 everybody = self._fleet.usable()
                 body = {"rid": "", "abort_all": True}
-                await asyncio.gather(*(self._tell(instance.name, body) for instance in everybody))
+                await asyncio.gather(*(self._aborting.tell(instance.name, body) for instance in everybody))
+            aborted = await self._shared.abort(None, caller)
         elif rid:
-            flights = self._flights.named(rid, caller.scope)
+            aborted = await self._shared.abort(rid, caller)
         else:
             raise RequestRefused("give rid, or abort_all", param="rid", code="missing")
-        for flight in flights:
-            await self._abort_flight(flight, rid)
         record.status = 200
-        await send_json(responder, 200, {"aborted": len(flights)})
-
-    async def _abort_flight(self, flight: Flight, rid: str | None) -> None:
-        record = flight.record
-        if rid is not None and rid in flight.admitted.rids and record.instance is not None:
-            body = {"rid": record.caller.scope + rid}
-            names = [name for name in (record.instance, record.prefill_instance) if name is not None]
-            if all(await asyncio.gather(*(self._tell(name, body) for name in names))):
-                return
-        abort(flight)
-
-    async def _tell(self, name: str, body: Json) -> bool:
-        """Whether an instance has taken an abort."""
-        try:
-            answer = await self._api.call(name, "POST", "/abort_request", body=body, timeout_s=INFO_TIMEOUT_S)
-        except (PeerError, DeadlineError) as error:
-            logger.warning("%s", error)
-            return False
-        return answer.status == 200
+        await send_json(responder, 200, {"aborted": aborted})
 
     # -- one instance -----------------------------------------------------------------------------
 
@@ -203,7 +182,7 @@ class Control:
             name, _, action = request.path.removeprefix(prefix).partition("/")
             if (request.method, action) not in (("GET", ""), ("POST", "cancel")):
                 raise RequestRefused(f"there is no {request.path[:200]} here", status=404, code="not_found")
-            home = self._homes.find(record.caller.scope, name)
+            home = await self._shared.home(record.caller.scope, name)
             record.instance = home
             try:
                 answer = await self._api.call(home, request.method, request.target, timeout_s=INFO_TIMEOUT_S)

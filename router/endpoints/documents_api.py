@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from sglang_ext.clock import Clock
 from sglang_ext.router.api.documents import take_document
 from sglang_ext.router.api.validation import parse_json_object
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.endpoints.advisory_api import check_size
 from sglang_ext.router.endpoints.information import send_json
@@ -29,13 +30,17 @@ class DocumentsApi:
         fleet: knows the model, against which contents are checked.
         clock: seconds.
         ttl_s: how long a document lives unless it says.
+        queries: to other routers.
     """
 
-    def __init__(self, documents: Documents, fleet: Fleet, clock: Clock, ttl_s: float) -> None:
+    def __init__(
+        self, documents: Documents, fleet: Fleet, clock: Clock, ttl_s: float, queries: Queries
+    ) -> None:
         self._documents = documents
         self._fleet = fleet
         self._clock = clock
         self._ttl_s = ttl_s
+        self._queries = queries
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -53,7 +58,7 @@ class DocumentsApi:
             meter = record.caller.meter
             with nullcontext() if meter is None else meter.request():
                 await self._put(id, request, record)
-        entry = self._documents.find(id, record.caller)
+        entry = await self._queries.found(lambda: self._documents.find(id, record.caller))
         told = self._documents.told(entry)
         if request.method == "DELETE":
             self._documents.remove(entry)

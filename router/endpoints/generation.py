@@ -29,14 +29,16 @@ from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
 from sglang_ext.router.api.documents import DOCUMENT_IDS
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
-from sglang_ext.router.dispatch.flight import Flight, Flights, Homes
+from sglang_ext.router.dispatch.flight import Flight, Flights
 from sglang_ext.router.dispatch.pairs import HalfFailed
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
 from sglang_ext.router.endpoints.routes import Handler, Route
+from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
@@ -75,7 +77,8 @@ class Generation:
         tokenizers: from prompts to keys.
         admission: where requests wait for room.
         flights: requests on their way.
-        homes: where responses are kept.
+        shared: finds the instances that keep responses.
+        queries: to other routers.
         stories: recent requests, to be explained.
         hinting: takes the hints in requests.
         documents: puts documents that a request names in front of its prompt.
@@ -94,7 +97,8 @@ class Generation:
         tokenizers: TokenizerService,
         admission: Admission,
         flights: Flights,
-        homes: Homes,
+        shared: SharedRequests,
+        queries: Queries,
         stories: Stories,
         hinting: Hinting,
         documents: Documents,
@@ -111,7 +115,8 @@ class Generation:
         self._tokenizers = tokenizers
         self._admission = admission
         self._flights = flights
-        self._homes = homes
+        self._shared = shared
+        self._queries = queries
         self._stories = stories
         self._hinting = hinting
         self._documents = documents
@@ -164,7 +169,7 @@ class Generation:
         if model is None:
             raise no_worker(self._fleet)
         if DOCUMENT_IDS in payload:
-            payload = self._documents.compose(dialect, payload, record)
+            payload = await self._composed(dialect, payload, record)
             request = msgspec.structs.replace(request, body=orjson.dumps(payload))
         if dialect.only_warms(payload):
             await self._hinting.serve_prewarm(dialect, payload, responder, record)
@@ -205,6 +210,9 @@ class Generation:
             except QueueTimeout as late:
                 raise _no_room(str(late), "queue_timeout") from late
 
+    async def _composed(self, dialect: Dialect, payload: Json, record: Record) -> Json:
+        return await self._queries.found(lambda: self._documents.compose(dialect, payload, record))
+
     async def _parsed(self, body: bytes) -> Json:
         # Nothing else runs while JSON is parsed, in no thread: between two large bodies others get a turn.
         async with self._parsing:
@@ -217,10 +225,13 @@ class Generation:
         excluded: frozenset[str] = frozenset()
         failure: PeerError | None = None
         lost = 0
+        previous, home = flight.admitted.job.pinned_to, None
+        if previous is not None:
+            home = await self._shared.home(flight.record.caller.scope, previous)
         while len(excluded) <= self._max_retries:
             if failure is not None and not self._may_retry(failure):
                 break
-            chosen = self._choose(flight, excluded)
+            chosen = self._choose(flight, excluded, home)
             if chosen is None:
                 break
             decision, choice = chosen
@@ -257,13 +268,13 @@ class Generation:
         self._retries.labels("connect" if isinstance(failure, ConnectFailed) else "lost").inc()
         return True
 
-    def _choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Decision, Choice] | None:
+    def _choose(
+        self, flight: Flight, excluded: frozenset[str], home: str | None
+    ) -> tuple[Decision, Choice] | None:
         start = self._clock.monotonic()
-        previous = flight.admitted.job.pinned_to
-        if previous is None:
+        if home is None:
             chosen = self._chooser.choose(flight, excluded)
         else:
-            home = self._homes.find(flight.record.caller.scope, previous)
             chosen = None if home in excluded else self._chooser.pinned(flight, home, excluded)
         stages = flight.record.stages
         stages["route"] = stages.get("route", 0.0) + self._clock.monotonic() - start

@@ -16,10 +16,9 @@ from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.api.openapi import description
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
-from sglang_ext.router.dispatch.explain import History, Stories, told
 from sglang_ext.router.dispatch.queueing import Admission
-from sglang_ext.router.dispatch.spilling import Spilling
 from sglang_ext.router.endpoints.routes import Access, Route
+from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
 from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
@@ -47,7 +46,7 @@ class Information:
         fleet, trees, tokenizers, admission: looked at.
         api: asks the workers.
         metrics: shown at ``/metrics``.
-        stories: recent requests, for ``/explain``.
+        shared: explains recent requests, for ``/explain``.
         clock: seconds.
         policy: how instances are chosen, for people.
         asks_for_key: whether clients need a key, as the description of the API says.
@@ -63,8 +62,7 @@ class Information:
         admission: Admission,
         api: WorkerApi,
         metrics: RouterMetrics,
-        stories: Stories,
-        spilling: Spilling,
+        shared: SharedRequests,
         clock: Clock,
         *,
         policy: str,
@@ -81,8 +79,7 @@ class Information:
         self._admission = admission
         self._api = api
         self._metrics = metrics
-        self._stories = stories
-        self._spilling = spilling
+        self._shared = shared
         self._clock = clock
         self._readiness = Readiness(wait_s)
         self._serves = False
@@ -202,29 +199,15 @@ class Information:
 
     async def _explain(self, request: Request, responder: Responder, record: Record) -> None:
         name = request.path.removeprefix("/explain/")
-        caller = record.caller
-        story = self._stories.find(name, tenant=caller.tenant, admin=caller.admin)
-        if story is None:
+        value = await self._shared.explain(name, record.caller)
+        if value is None:
             raise RequestRefused(
                 f"nothing is known of request {name[:128]!r}: it is none of yours, or too long ago",
                 status=404,
                 code="request_not_found",
             )
         record.status = 200
-        value = told(
-            story,
-            self._stories,
-            self._history(),
-            self._spilling.told_of,
-            block_size=self._trees.block_size,
-            admin=caller.admin,
-        )
         await send_json(responder, 200, value)
-
-    def _history(self) -> History | None:
-        """What the index remembers of evictions; nothing where no instance tells of them."""
-        tells = any(self._trees.tells(name) for name in self._fleet.rows)
-        return self._trees.history if tells and self._trees.mode != "approximate" else None
 
     async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:
         record.status = 200

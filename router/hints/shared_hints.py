@@ -1,16 +1,14 @@
-"""What routers tell each other of hints, and of the sessions that hints name. Both are ``Speaker``s."""
+"""What routers tell each other of hints (a ``Speaker``), and ask of the sessions that hints name."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import uuid
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from sglang_ext.clock import Clock
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.cluster.words import (
     HintRepeated,
     HintSaid,
@@ -126,68 +124,33 @@ class SharedHints:
         """The hints of a router that is gone are good until they expire."""
 
 
-@dataclass(slots=True)
-class _Question:
-    """What a session sent last: who has not answered yet."""
-
-    answer: asyncio.Future[Known | None]
-    waiting: set[str]
-
-
 class SharedSessions:
     """Asks other routers what a session sent last, and answers them.
 
     Args:
         sessions: what this router knows.
-        router: which it is.
+        queries: to other routers.
     """
 
-    def __init__(self, sessions: SessionMemory, router: str) -> None:
+    def __init__(self, sessions: SessionMemory, queries: Queries) -> None:
         self._sessions = sessions
-        self._router = router
-        self._routers: frozenset[str] = frozenset()
-        self._asked: dict[str, _Question] = {}
-        self.said: Signal[[Word]] = Signal()
+        self._queries = queries
+        queries.answer(SessionAsked, self._answer)
 
     def __repr__(self) -> str:
-        return f"SharedSessions({len(self._asked)} asked)"
+        return f"SharedSessions({self._queries})"
 
     async def ask(self, session: str) -> Known | None:
         """What a session sent last to another router; None if none of them knows, or says so in time."""
-        if not self._routers:
-            return None
-        id = uuid.uuid4().hex
-        question = _Question(asyncio.get_running_loop().create_future(), set(self._routers))
-        self._asked[id] = question
-        try:
-            self.said(SessionAsked(self._router, id, session))
-            async with asyncio.timeout(ASKING_S):
-                return await question.answer
-        except TimeoutError:
-            return None
-        finally:
-            del self._asked[id]
+        query = SessionAsked("", self._queries.new_id(), session)
+        for reply in await self._queries.ask(query, within_s=ASKING_S):
+            if isinstance(reply, SessionKnown) and reply.key is not None:
+                return reply.namespace, reply.key
+        return None
 
-    def hear(self, word: Word) -> None:
-        """Another router asks, or answers."""
-        if word.router == self._router:
-            return
-        if isinstance(word, SessionAsked):
-            namespace, key = self._sessions.find(word.session) or ((), None)
-            self.said(SessionKnown(self._router, word.id, namespace, key))
-        elif isinstance(word, SessionKnown) and (question := self._asked.get(word.id)) is not None:
-            question.waiting.discard(word.router)
-            known = None if word.key is None else (word.namespace, word.key)
-            if not question.answer.done() and (known is not None or not question.waiting):
-                question.answer.set_result(known)
-
-    def words(self) -> Iterable[Word]:
-        """Nothing: who wants to know asks."""
-        return ()
-
-    def on_routers(self, names: Collection[str]) -> None:
-        """Whom there is to ask."""
-        self._routers = frozenset(names)
+    async def _answer(self, query: SessionAsked) -> SessionKnown:
+        namespace, key = self._sessions.find(query.session) or ((), None)
+        return SessionKnown("", query.id, namespace, key)
 
 
 def _seconds(value: float) -> float:

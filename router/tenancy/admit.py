@@ -86,7 +86,8 @@ def admit(
         priority,
         session=None if named is None else caller.scope + named,
         rid=_one_name(job, {**payload, **fields} if fields else payload, new_rid),
-        rids=rids_of(payload),
+        rids=rids_of(payload, job),
+        called=_given_rid(payload),
         tells_cached=tells_cached,
         hides_usage=hides_usage,
         hints=tuple(prefetch_actions(payload)) if HINTS in payload else (),
@@ -215,13 +216,21 @@ def session_of(headers: Mapping[str, str], payload: Json, rules: Rules) -> str |
     return None
 
 
-def rids_of(payload: Json) -> tuple[str, ...]:
-    """What the client calls the request at the worker."""
+def rids_of(payload: Json, job: Job) -> tuple[str, ...]:
+    """The names by which the worker can abort the request, or one prompt of it. SGLang numbers the prompts
+    of a batch that has one name, and gives each of several choices a name of its own."""
     value = payload.get("rid")
-    if value is None:
+    if value is None or job.choices != 1:
         return ()
+    if isinstance(value, str) and job.batch:
+        return tuple(f"{value}_{index}" for index in range(len(job.prompts))) if value else ()
     items = value if isinstance(value, list) else [value]
     return tuple(item for item in items if isinstance(item, str) and item)
+
+
+def _given_rid(payload: Json) -> str:
+    value = payload.get("rid")
+    return value if isinstance(value, str) else ""
 
 
 def _one_name(job: Job, payload: Json, new_rid: str) -> str:

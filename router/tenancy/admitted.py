@@ -46,6 +46,8 @@ class Admitted(msgspec.Struct, frozen=True):
     """Its session, under a name that no other tenant's has."""
     rid: str = ""
     """What a worker is to call the request, so that it can be spoken of; empty for a batch."""
+    called: str = ""
+    """The client's ``rid`` of the whole request, where it has one."""
     rids: tuple[str, ...] = ()
     """What the client calls it at the worker."""
     tells_cached: bool = False

@@ -456,7 +456,7 @@ async def test_a_response_is_found_through_any_router(redis, start, start_worker
         return len(two.homes) == 1
 
     await eventually(known)
-    assert two.homes.find("tenant", "resp_1") == worker.url
+    assert two.homes.get("tenant", "resp_1") == worker.url
 
 
 @needs_redis

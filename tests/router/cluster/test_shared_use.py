@@ -1,4 +1,4 @@
-"""What several routers know of each other's hints, sessions and limits: over one folder, and over Redis."""
+"""What routers share: hints, sessions, limits, requests by their ids; over one folder, and over Redis."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from test_tenants import A, B, bearer, keys_file
 
 from sglang_ext.protocol.agent import Advised
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.cluster.words import SyncAsked
 from sglang_ext.router.dispatch.hint import State
 from sglang_ext.testing.servers.redis_server import RedisServer
 from sglang_ext.testing.servers.workers import Gate
@@ -250,3 +251,138 @@ async def test_the_requests_of_a_router_that_is_gone_run_no_more(
     worker.before_head.open()
     await eventually(lambda: meter(two).elsewhere == 0)
     assert await generate(client, two) == 200
+
+
+# -- requests, and everything else that has a name ---------------------------------------------------------
+
+
+async def named(client: Any, url: str, method: str = "GET", **options: Any) -> tuple[int, Any]:
+    async with client.request(method, url, **options) as answer:
+        return answer.status, await answer.json()
+
+
+async def abort(client: Any, router: Router, rid: str) -> tuple[int, Any]:
+    return await named(client, f"{router.url}/abort_request", "POST", json={"rid": rid})
+
+
+async def test_an_abort_ends_exactly_the_named_request_at_any_router(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    """By ``rid`` at its worker, by ``x-request-id`` or the name of a batch by its connection."""
+    worker = await start_worker()
+    one, two = await pair(start_router, shared, worker)
+    await eventually(lambda: both_see(one, two))
+    worker.before_head = Gate()
+
+    def start(name: str, **body: Any) -> Any:
+        headers = {"x-request-id": f"id-{name}"}
+        asked = client.post(one.url + "/generate", json={**BODY, "rid": name, **body}, headers=headers)
+        return asyncio.create_task(asked)
+
+    ids = {"input_ids": [list(range(8)), list(range(9))]}
+    running = {name: start(name) for name in ("job-1", "job-10", "job-2", "job-20")}
+    running["batch"] = start("batch", **ids)
+    await eventually(lambda: len(one.flights) == 5)
+    assert await abort(client, two, "job-1") == (200, {"aborted": 1})
+    assert worker.rids_aborted == [{"rid": "job-1"}]
+    assert await abort(client, two, "batch_1") == (200, {"aborted": 1})
+    assert worker.rids_aborted[1:] == [{"rid": "batch_1"}]
+    for name, ended in (("id-job-2", "job-2"), ("batch", "batch")):
+        assert await abort(client, two, name) == (200, {"aborted": 1})
+        async with await running.pop(ended) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (499, "aborted")
+    assert len(worker.rids_aborted) == 2
+    assert await abort(client, two, "job") == (200, {"aborted": 0})
+    assert (await abort(client, two, ""))[0] == 400
+    assert len(one.flights) == 3
+    worker.before_head.open()
+    for request in running.values():
+        async with await request as answer:
+            assert answer.status == 200
+
+
+async def test_a_tenant_aborts_its_own_requests_at_all_routers(
+    shared, start_worker, start_router, client, eventually, tmp_path
+) -> None:
+    worker = await start_worker()
+    keys = keys_file(tmp_path, {"key": A, "tenant": "a"}, {"key": B, "tenant": "b"})
+    one, two = await pair(start_router, shared, worker, api_keys_file=keys)
+    await eventually(lambda: both_see(one, two))
+    worker.before_head = Gate()
+    running = [
+        asyncio.create_task(generate(client, router, key, rid="same"))
+        for router, key in ((one, A), (two, A), (one, B))
+    ]
+    await eventually(lambda: (len(one.flights), len(two.flights)) == (2, 1))
+    body = {"json": {"abort_all": True}, "headers": bearer(A)}
+    assert await named(client, f"{two.url}/abort_request", "POST", **body) == (200, {"aborted": 2})
+    assert await asyncio.gather(*running[:2]) == [499, 499]
+    assert len(one.flights) == 1
+    worker.before_head.open()
+    assert await running[2] == 200
+
+
+async def test_a_request_is_explained_by_any_router(
+    shared, start_worker, start_router, client, eventually, tmp_path
+) -> None:
+    """To its tenant only."""
+    keys = keys_file(tmp_path, {"key": A, "tenant": "a"}, {"key": B, "tenant": "b"})
+    one, two = await pair(start_router, shared, await start_worker(), api_keys_file=keys)
+    await eventually(lambda: both_see(one, two))
+    headers = {**bearer(A), "x-request-id": "q"}
+    async with client.post(one.url + "/generate", json=BODY, headers=headers) as answer:
+        assert answer.status == 200
+    here = await named(client, one.url + "/explain/q", headers=bearer(A))
+    assert here[0] == 200
+    assert await named(client, two.url + "/explain/q", headers=bearer(A)) == here
+    for router in (one, two):
+        assert (await named(client, router.url + "/explain/q", headers=bearer(B)))[0] == 404
+    assert (await named(client, two.url + "/explain/none", headers=bearer(A)))[0] == 404
+
+
+async def test_what_one_router_has_just_answered_is_known_at_the_other(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    """Hints, documents, responses and instances: asked at once at the router that was not told yet."""
+    worker = await start_worker()
+    one, two = await pair(start_router, shared, worker)
+    link(one)
+    await eventually(lambda: both_see(one, two))
+    for number in range(20):
+        told = await advise(client, one, text=f"Conversation {number}. " * 20)
+        assert (await named(client, f"{two.url}/v1/advisory/{told['id']}"))[0] == 200
+        document = f"/v1/documents/d{number}"
+        body = {"json": {"text": f"Document {number}. " * 20}}
+        assert (await named(client, one.url + document, "PUT", **body))[0] == 200
+        assert (await named(client, two.url + document))[0] == 200
+        asked = {"json": {"input": "Hello", "max_output_tokens": 2}}
+        status, response = await named(client, f"{one.url}/v1/responses", "POST", **asked)
+        assert status == 200
+        assert (await named(client, f"{two.url}/v1/responses/{response['id']}"))[0] == 200
+    # One that the other router has forgotten, or was never told, is asked for, also to go on from it.
+    two.homes._homes.clear()
+    assert (await named(client, f"{two.url}/v1/responses/{response['id']}"))[0] == 200
+    two.homes._homes.clear()
+    again = {"json": {**asked["json"], "previous_response_id": response["id"]}}
+    assert (await named(client, f"{two.url}/v1/responses", "POST", **again))[0] == 200
+    for path in ("/v1/responses/none", "/v1/documents/none", "/v1/advisory/none", "/cluster/instances/none"):
+        assert (await named(client, two.url + path))[0] == 404
+
+
+async def test_a_router_that_died_is_not_waited_for(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    one = await start_router(worker, cluster=shared)
+    async with Router(RouterConfig(worker_urls=(worker.url,), cluster=shared, port=0)) as two:
+        await eventually(lambda: both_see(one, two))
+        asking = asyncio.create_task(one.queries.ask(SyncAsked("", "1"), every=True, within_s=600.0))
+        two.queries._answering.clear()
+        two.queries._answering[SyncAsked] = never
+        await eventually(lambda: bool(one.queries._asked) or asking.done())
+    async with asyncio.timeout(60):
+        await asking
+
+
+async def never(_query: Any) -> Any:
+    await asyncio.Event().wait()

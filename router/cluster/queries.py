@@ -1,0 +1,141 @@
+"""Queries to all other routers: what one router did not find, another one may have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from sglang_ext.errors import UserError
+from sglang_ext.router.cluster.words import Query, Reply, SyncAsked, Synced, Word
+from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.signals import Signal
+from sglang_ext.tasks import Tasks
+
+logger = logging.getLogger("router.queries")
+T = TypeVar("T")
+Answering: TypeAlias = Callable[[Any], Awaitable[Reply]]
+
+REPLY_S = 10.0
+"""Longest wait for replies. A router that dies is left out of the membership before, and not waited for."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A query under way: the routers that have not replied, and the replies."""
+
+    waiting: set[str]
+    every: bool
+    replies: list[Reply] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def look(self) -> None:
+        if not self.waiting or (not self.every and any(reply.found for reply in self.replies)):
+            self.ended.set()
+
+
+class Queries:
+    """Sends queries to all other routers, and replies to theirs. A ``Speaker``.
+
+    Args:
+        router: which router this is.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._routers: frozenset[str] = frozenset()
+        self._asked: dict[str, _Asked] = {}
+        self._answering: dict[type[Query], Answering] = {SyncAsked: _sync}
+        self._replying = Tasks(lambda error: logger.error("a router got no reply", exc_info=error))
+        self.said: Signal[[Word]] = Signal()
+
+    def __repr__(self) -> str:
+        return f"Queries({len(self._asked)} asked of {len(self._routers)} routers)"
+
+    def answer(self, kind: type[Query], answering: Answering) -> None:
+        """Reply to queries of a kind with what ``answering`` returns. Its ``router`` is set here."""
+        self._answering[kind] = answering
+
+    def new_id(self) -> str:
+        """An id for a query."""
+        return uuid.uuid4().hex
+
+    async def ask(self, query: Query, *, every: bool = False, within_s: float = REPLY_S) -> list[Reply]:
+        """The replies of the other routers, those without a result included.
+
+        Args:
+            query: its ``router`` is set here.
+            every: wait for all routers, not only for the first with a result.
+            within_s: longest wait.
+        """
+        asked = _Asked(set(self._routers), every)
+        self._asked[query.id] = asked
+        try:
+            # Also to routers that are not known yet: they are not waited for.
+            self.said(_signed(query, self._router))
+            asked.look()
+            async with asyncio.timeout(within_s):
+                await asked.ended.wait()
+        except TimeoutError:
+            logger.warning("no reply to %s within %g s from %s", query, within_s, sorted(asked.waiting))
+        finally:
+            del self._asked[query.id]
+        return asked.replies
+
+    async def found(self, look: Callable[[], T]) -> T:
+        """What ``look`` returns. If it finds nothing, it looks again once everything that other routers have
+        sent so far is here.
+
+        Raises:
+            RequestRefused, UserError: what ``look`` raises.
+        """
+        try:
+            return look()
+        except (RequestRefused, UserError) as refused:
+            if not self._routers or (isinstance(refused, RequestRefused) and refused.status != 404):
+                raise
+        await self.ask(SyncAsked(self._router, self.new_id()), every=True)
+        return look()
+
+    def hear(self, word: Word) -> None:
+        """Another router asks or replies."""
+        if word.router == self._router:
+            return
+        if isinstance(word, Query):
+            if (answering := self._answering.get(type(word))) is not None:
+                self._replying.start(self._reply(word, answering), name=f"reply to {word.router}")
+        elif isinstance(word, Reply) and (asked := self._asked.get(word.id)) is not None:
+            asked.waiting.discard(word.router)
+            asked.replies.append(word)
+            asked.look()
+
+    async def _reply(self, query: Query, answering: Answering) -> None:
+        self.said(_signed(await answering(query), self._router))
+
+    def words(self) -> Iterable[Word]:
+        """Nothing: a router that begins asks."""
+        return ()
+
+    def on_routers(self, names: Collection[str]) -> None:
+        """A router that is gone is not waited for."""
+        self._routers = frozenset(names)
+        for asked in self._asked.values():
+            asked.waiting &= self._routers
+            asked.look()
+
+    async def stop(self) -> None:
+        """End what other routers still wait for."""
+        await self._replying.cancel()
+
+
+def _signed(word: Any, router: str) -> Any:
+    return msgspec.structs.replace(word, router=router)
+
+
+async def _sync(query: SyncAsked) -> Synced:
+    return Synced("", query.id)

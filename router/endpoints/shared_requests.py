@@ -1,0 +1,88 @@
+"""Requests by their names, whichever router has served them: aborted, explained, their responses found."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Any
+
+import orjson
+
+from sglang_ext.router.cluster.queries import Queries
+from sglang_ext.router.cluster.words import (
+    AbortAsked,
+    Aborted,
+    ExplainAsked,
+    Explained,
+    ResponseAsked,
+    ResponseKept,
+)
+from sglang_ext.router.dispatch.aborting import Aborting
+from sglang_ext.router.dispatch.explain import Explainer
+from sglang_ext.router.dispatch.flight import Homes, no_response
+from sglang_ext.router.tenancy.tenants import Caller
+
+
+class SharedRequests:
+    """Looks here first, then asks the other routers.
+
+    Args:
+        queries: to other routers.
+        aborting, explainer, homes: requests and responses of this router.
+    """
+
+    def __init__(self, queries: Queries, aborting: Aborting, explainer: Explainer, homes: Homes) -> None:
+        self._queries = queries
+        self._aborting = aborting
+        self._explainer = explainer
+        self._homes = homes
+        queries.answer(AbortAsked, self._answer_abort)
+        queries.answer(ExplainAsked, self._answer_explain)
+        queries.answer(ResponseAsked, self._answer_response)
+
+    async def abort(self, name: str | None, caller: Caller) -> int:
+        """Abort the caller's requests of this name, or all of them; how many there were."""
+        query = AbortAsked("", self._queries.new_id(), caller.scope, name)
+        here, replies = await asyncio.gather(
+            self._aborting.abort(name, caller.scope), self._queries.ask(query, every=True)
+        )
+        return here + sum(reply.requests for reply in replies if isinstance(reply, Aborted))
+
+    async def explain(self, request_id: str, caller: Caller) -> dict[str, Any] | None:
+        """The answer of ``GET /explain/{request_id}``; None where no router knows the request."""
+        tenant, admin = caller.tenant, caller.admin
+        if (here := self._explainer.explain(request_id, tenant=tenant, admin=admin)) is not None:
+            return here
+        query = ExplainAsked("", self._queries.new_id(), request_id, tenant, admin)
+        for reply in await self._queries.ask(query):
+            if isinstance(reply, Explained) and reply.body is not None:
+                there: dict[str, Any] = orjson.loads(zlib.decompress(reply.body))
+                return there
+        return None
+
+    async def home(self, scope: str, response_id: str) -> str:
+        """The instance that keeps a response.
+
+        Raises:
+            RequestRefused: 404, for one that no router knows, or that is another tenant's.
+        """
+        if (here := self._homes.get(scope, response_id)) is not None:
+            return here
+        query = ResponseAsked("", self._queries.new_id(), scope, response_id)
+        for reply in await self._queries.ask(query):
+            if isinstance(reply, ResponseKept) and reply.instance is not None:
+                self._homes.found(scope, response_id, reply.instance)
+                return reply.instance
+        raise no_response(response_id)
+
+    # -- other routers ask ----------------------------------------------------------------------------
+
+    async def _answer_abort(self, query: AbortAsked) -> Aborted:
+        return Aborted("", query.id, await self._aborting.abort(query.name, query.scope))
+
+    async def _answer_explain(self, query: ExplainAsked) -> Explained:
+        found = self._explainer.explain(query.request_id, tenant=query.tenant, admin=query.admin)
+        return Explained("", query.id, None if found is None else zlib.compress(orjson.dumps(found)))
+
+    async def _answer_response(self, query: ResponseAsked) -> ResponseKept:
+        return ResponseKept("", query.id, self._homes.get(query.scope, query.response_id))
