@@ -378,7 +378,9 @@ class RouterConfig(Flagged):
     )
     max_header_bytes: int = flag(64 << 10, "The largest head of a request.", SIZE.positive())
     max_connections: int = flag(
-        16_384, "The most connections of clients. One more gets a 503.", COUNT.positive()
+        16_384,
+        "The most connections of clients; fewer where ulimit -n allows fewer. One more gets a 503.",
+        COUNT.positive(),
     )
     max_concurrent_requests: int = flag(
         4096, "The most requests at a time. One more gets a 429.", COUNT.positive()

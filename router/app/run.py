@@ -20,7 +20,6 @@ from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.router.app.wiring import Parts
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.fleet.fleet import USABLE
-from sglang_ext.router.http.server import raise_file_limit
 from sglang_ext.router.telemetry.logs import configure_logging
 from sglang_ext.router.tenancy.key_file import read_key_file
 from sglang_ext.tasks import Tasks
@@ -309,6 +308,5 @@ def run(config: RouterConfig) -> None:
         ConfigError, InternalError: as ``serve``.
     """
     configure_logging(config.log_level, config.log_format)
-    raise_file_limit(config.max_connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))

@@ -14,9 +14,11 @@ from sglang_ext.clock import Clock
 from sglang_ext.router.api.dialect import error_body
 from sglang_ext.router.endpoints.generation import new_request_id
 from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable, found
+from sglang_ext.router.http.state import RETRY_AFTER_S
 from sglang_ext.router.http.types import (
     JSON_TYPE,
     ClientGone,
+    NoFilesLeft,
     Request,
     RequestRefused,
     RequestTimeout,
@@ -109,6 +111,9 @@ class Service:
         except RequestRefused as refused:
             record.error = refused.message
             await self._send_error(responder, record, refused)
+        except NoFilesLeft as error:
+            record.error = str(error)
+            await self._send_error(responder, record, no_files(str(error)))
         except RequestTimeout as error:
             record.error = str(error)
             timeout = RequestRefused(str(error), status=504, kind="server_error", code="timeout")
@@ -180,6 +185,17 @@ class Service:
                 kind="permission_error",
                 code="not_an_admin",
             )
+
+
+def no_files(why: str) -> RequestRefused:
+    """The refusal of a request for which this process has no file left."""
+    return RequestRefused(
+        f"{why}; raise ulimit -n",
+        status=503,
+        kind="server_error",
+        code="too_many_connections",
+        headers={"retry-after": str(RETRY_AFTER_S)},
+    )
 
 
 async def _answer_preflight(request: Request, responder: Responder, record: Record) -> None:

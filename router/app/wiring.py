@@ -53,7 +53,7 @@ from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.hints.hints_elsewhere import HintsElsewhere
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.hints.shared_hints import SharedHints, SharedSessions
-from sglang_ext.router.http.server import HttpServer
+from sglang_ext.router.http.server import HttpServer, limits_within, raise_file_limit
 from sglang_ext.router.http.tls import server_context, worker_context
 from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.router.http.web_sites import sites_of
@@ -390,9 +390,10 @@ class Parts:
         self.service = Service(self.routes, self.keys, sites, self.metrics, clock, self.tracing)
         if self.roles.is_on:
             self.service.ended.subscribe(self.roles.ended)
+        limits = config.http_limits()
         self.server = HttpServer(
             self.service,
-            config.http_limits(),
+            limits_within(limits, raise_file_limit(limits)),
             tls=server_context(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None,
             clock=clock,
             on_crash=on_crash,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import resource
 import socket
@@ -27,6 +28,8 @@ BACKLOG = 2048
 HANDSHAKE_TIMEOUT_S = 10.0
 OTHER_FILES = 256
 """Open files of a router that are no connections of clients, and none for their requests."""
+OTHER_SHARE = 5
+"""Such files have one of so many, where few may be open."""
 
 
 class HttpServer:
@@ -166,21 +169,47 @@ class HttpServer:
         return f"HttpServer({len(state.connections)} connections, {state.active} active, {state.bodies})"
 
 
-def raise_file_limit(connections: int) -> int:
-    """Let this process have as many open files as it may; returns how many that is.
-
-    Args:
-        connections: of clients that are to be served; each may need one to a worker besides.
-    """
+def raise_file_limit(limits: HttpLimits) -> int | None:
+    """Let this process have as many open files as ``limits`` need, or as it may; returns how many that is,
+    None for any number."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + OTHER_FILES
+    wanted = _files_for(limits)
     if most != resource.RLIM_INFINITY:
         wanted = min(wanted, most)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         soft = wanted
-    if soft != resource.RLIM_INFINITY and soft < 2 * connections:
-        logger.warning(
-            "only %d files may be open (ulimit -n), too few for --max-connections %d", soft, connections
-        )
-    return soft
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def limits_within(limits: HttpLimits, files: int | None) -> HttpLimits:
+    """The limits, lowered to what so many open files serve: none is lacking to answer a client, if only with
+    a 503. A request takes a file for its client and one for its worker; most of the rest is for clients that
+    get a 503, because a connection that is not accepted is reset.
+
+    Args:
+        files: see ``raise_file_limit``.
+    """
+    if files is None or files >= _files_for(limits):
+        return limits
+    spare = files - min(OTHER_FILES, files // OTHER_SHARE)
+    requests = max(1, min(limits.max_concurrent_requests, spare // 4))
+    refused = max(1, min(limits.more_refused, (spare - requests) // 4))
+    connections = max(1, min(limits.max_connections, spare - requests - refused))
+    logger.warning(
+        "only %d files may be open (ulimit -n): at most %d connections and %d requests at a time",
+        files,
+        connections,
+        requests,
+    )
+    return dataclasses.replace(
+        limits,
+        max_connections=connections,
+        max_concurrent_requests=requests,
+        more_refused=refused,
+        open_files=files,
+    )
+
+
+def _files_for(limits: HttpLimits) -> int:
+    return limits.max_connections + limits.more_refused + limits.max_concurrent_requests + OTHER_FILES

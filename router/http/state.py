@@ -14,8 +14,6 @@ from sglang_ext.router.http.body import BodyBudget
 from sglang_ext.router.http.messages import answer_head
 from sglang_ext.router.http.types import Handler, Request, RequestRefused
 
-MORE_REFUSED = 256
-"""Connections beyond the limit that are told so at any time; further ones are only closed."""
 RETRY_AFTER_S = 1
 ALWAYS_ADMITTED = frozenset({"/health", "/ready", "/metrics"})
 """Answered however busy the router is: who watches it has to see that."""
@@ -31,6 +29,10 @@ class HttpLimits:
     max_head_bytes: int = 1 << 16
     max_connections: int = 16_384
     max_concurrent_requests: int = 4096
+    more_refused: int = 256
+    """Connections beyond ``max_connections`` that get a 503 at any time; further ones are only closed."""
+    open_files: int | None = None
+    """How many files may be open (``ulimit -n``), where that is why the limits are lower than configured."""
     idle_timeout_s: float = 75.0
     """Between requests."""
     head_timeout_s: float = 10.0
@@ -92,10 +94,10 @@ class ServerState:
         if len(self.connections) <= allowed:
             return None
         self.refused_connections += 1
-        if len(self.connections) > allowed + MORE_REFUSED:
+        if len(self.connections) > allowed + self.limits.more_refused:
             transport.abort()
             return b""
-        refused = _busy(503, f"all {allowed} connections are taken (--max-connections)")
+        refused = _busy(503, f"all {allowed} connections are taken ({self._bound('--max-connections')})")
         body = orjson.dumps(refused.payload())
         return (
             answer_head(503, refused.headers, date=self.date, length=len(body), chunked=False, keep=False)
@@ -112,7 +114,14 @@ class ServerState:
         if self.active < allowed or request.path in ALWAYS_ADMITTED:
             return None
         self.refused_requests += 1
-        return _busy(429, f"{allowed} requests are being answered already (--max-concurrent-requests)")
+        status = 429 if self.limits.open_files is None else 503
+        why = self._bound("--max-concurrent-requests")
+        return _busy(status, f"{allowed} requests are being answered already ({why})")
+
+    def _bound(self, flag: str) -> str:
+        """What sets a limit: a flag, or the open files of the process."""
+        files = self.limits.open_files
+        return flag if files is None else f"only {files} files may be open: raise ulimit -n"
 
 
 def _busy(status: int, message: str) -> RequestRefused:
@@ -120,6 +129,6 @@ def _busy(status: int, message: str) -> RequestRefused:
         message,
         status=status,
         kind="server_error" if status == 503 else "rate_limit_error",
-        code="too_many_connections" if status == 503 else "too_many_requests",
+        code="too_many_requests" if status == 429 else "too_many_connections",
         headers={"retry-after": str(RETRY_AFTER_S)},
     )

@@ -161,6 +161,10 @@ class RequestTimeout(DeadlineError):
     """The worker did not answer within the time that was allowed."""
 
 
+class NoFilesLeft(RequestTimeout):
+    """This process lacks files or memory for a connection, which says nothing of the worker."""
+
+
 class RequestRefused(UserError):
     """A request that is answered with an error of ours, in OpenAI's form.
 

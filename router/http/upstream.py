@@ -24,6 +24,7 @@ from sglang_ext.router.http.messages import request_head
 from sglang_ext.router.http.types import (
     ConnectFailed,
     ConnectionLost,
+    NoFilesLeft,
     RequestTimeout,
     Upstream,
     UpstreamResponse,
@@ -101,7 +102,7 @@ class HttpUpstream(Upstream):
         limit, hurried = self._connect_timeout_s, False
         if timeout_s is not None and timeout_s < limit:
             limit, hurried = timeout_s, True
-        connecting = asyncio.ensure_future(pool.connect())
+        connecting = asyncio.ensure_future(self._connected(pool))
         try:
             for _ in range(SLICES):
                 if not connecting.done():
@@ -111,7 +112,7 @@ class HttpUpstream(Upstream):
         except OSError as error:  # ssl.SSLError is one
             if error.errno in OURS:
                 # Not ConnectFailed: it says nothing of the worker, which must not be taken for dead.
-                raise RequestTimeout(f"no connection to {origin} can be made now: {error}") from error
+                raise NoFilesLeft(f"no connection to {origin} can be made now: {error}") from error
             raise ConnectFailed(f"cannot connect to {origin}: {error}") from error
         except asyncio.CancelledError:
             _give_up(connecting)
@@ -120,6 +121,23 @@ class HttpUpstream(Upstream):
         if hurried:
             raise RequestTimeout(f"{origin} did not answer within {limit} s")
         raise ConnectFailed(f"cannot connect to {origin} within {limit} s")
+
+    async def _connected(self, pool: _Pool) -> WorkerConnection:
+        """A new connection; where files are lacking for it, the idle ones of all workers make room."""
+        try:
+            return await pool.connect()
+        except OSError as error:
+            if error.errno not in OURS or not self._drop_idle():
+                raise
+        await asyncio.sleep(0)  # closed transports end in the next turn of the loop
+        return await pool.connect()
+
+    def _drop_idle(self) -> bool:
+        """Close all idle connections; whether there were any."""
+        idle = [connection for pool in self._pools.values() for connection in pool.idle]
+        for connection in idle:
+            connection.transport.abort()
+        return bool(idle)
 
     async def _new_pool(self, origin: str) -> _Pool:
         parts = urlsplit(origin)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
 
+import aiohttp
 import pytest
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.__main__ import main
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.testing.servers.ports import free_port
+from sglang_ext.testing.servers.workers import Gate
 
 
 def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:
@@ -182,3 +185,45 @@ async def test_hanging_up_reads_the_keys_again(start_worker, client, tmp_path) -
     assert "sk-first-key" not in log
     assert "sk-second-key" not in log
     assert "not valid TOML" in log
+
+
+async def test_few_open_files_refuse_requests_and_reset_no_connection(start_worker, client) -> None:
+    """150 requests at once with ``ulimit -n 256``: each is answered, those too many with 503."""
+    worker = await start_worker()
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", 'ulimit -n 256 && exec "$0" "$@"', sys.executable, "-m", "sglang_ext.router"),
+        *("--worker-urls", worker.url, "--port", str(port)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 2}}
+
+    async def ready() -> bool:
+        try:
+            async with client.get(url + "/ready") as answer:
+                return bool(answer.status == 200)
+        except aiohttp.ClientError:
+            return False
+
+    async def ask(number: int) -> tuple[int, str | None]:
+        async with many.post(f"{url}/generate", json={**body, "rid": str(number)}) as answer:
+            await answer.read()
+            return answer.status, answer.headers.get("retry-after")
+
+    try:
+        while not await ready():
+            assert process.returncode is None
+            await asyncio.sleep(0.05)
+        worker.before_head = Gate()
+        patience = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patience) as many:
+            asked = [asyncio.create_task(ask(number)) for number in range(150)]
+            refused = [await answer for answer in itertools.islice(asyncio.as_completed(asked), 90)]
+            assert set(refused) == {(503, "1")}
+            worker.before_head.open()
+            answers = await asyncio.gather(*asked)
+        assert set(answers) == {(503, "1"), (200, None)}
+    finally:
+        await killed(process)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from http_rig import CLOSE, GET, Rig, chunked, post, running
 
-from sglang_ext.router.http.server import raise_file_limit
+from sglang_ext.router.http.server import OTHER_FILES, limits_within, raise_file_limit
 from sglang_ext.router.http.state import HttpLimits
 
 
@@ -370,7 +370,36 @@ def test_as_many_files_as_connections_need() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 900), before[1]))
-        assert raise_file_limit(400) == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 900
-        assert raise_file_limit(1) >= 900, "it is never lowered"
+        wanted = HttpLimits(max_connections=400, max_concurrent_requests=200, more_refused=100)
+        raised = raise_file_limit(wanted)
+        assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 700 + OTHER_FILES
+        assert limits_within(wanted, raised) is wanted
+        few = HttpLimits(max_connections=1, max_concurrent_requests=1, more_refused=1)
+        assert raise_file_limit(few) == raised, "it is never lowered"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("files", [64, 256, 1024, 4096, 16_384])
+def test_limits_are_what_open_files_serve(files: int) -> None:
+    asked = HttpLimits()
+    limits = limits_within(asked, files)
+    for_clients = limits.max_connections + limits.more_refused
+    assert for_clients + limits.max_concurrent_requests + min(OTHER_FILES, files // 5) <= files
+    assert min(limits.max_connections, limits.max_concurrent_requests, limits.more_refused) > 0
+    assert for_clients > files // 2, "a connection that is not accepted is reset"
+    assert limits.open_files == files
+    assert limits_within(asked, None) == limits_within(asked, 1 << 20) == asked
+
+
+async def test_beyond_what_open_files_serve_is_a_503() -> None:
+    async with running(HttpLimits(max_concurrent_requests=1, open_files=64)) as rig:
+        first, second = await rig.connect(), await rig.connect()
+        first.send(b"GET /gate HTTP/1.1\r\nHost: h\r\n\r\n")
+        await rig.until(lambda: rig.server.state.active == 1)
+        second.send(GET)
+        status, headers, body = await second.answer()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert b"ulimit -n" in body
+        rig.echo.gate.open()
+        assert (await first.answer())[0] == 200
