@@ -13,9 +13,12 @@ COMPILE ?=
 PYTEST_ARGS ?=
 SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache/test_same_answer.py \
 	tests/integration/pd/test_pd.py
+# Tests of the modules that `make setup` compiles.
+HOT := tests/fuzz tests/cost_model tests/radix_global tests/engine/cache tests/engine/events \
+	$(addprefix tests/router/,http index policies dispatch fleet telemetry tenancy api tokens app endpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compiled smoke test-long test-rdma check compile format docs docs-serve dist lock clean distclean
+.PHONY: help setup demo test test-fast test-sources smoke test-long test-rdma check compile current format docs docs-serve dist lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -39,20 +42,26 @@ check: $(READY)  ## Lint, formatting and types
 compile: $(READY)  ## Compile the router's hot modules, where there is a C compiler (a minute or two); again after edits
 	$(BIN)/python scripts/compile_router.py
 
-test-compiled: $(READY)  ## The router's tests and the fuzz corpus with its hot modules compiled (minutes)
-	$(BIN)/python scripts/test_compiled.py -q $(PYTEST_ARGS)
+test-sources: $(READY)  ## Tests of the compiled modules, without compiling: what runs where there is no C compiler
+	SGLANG_EXT_NATIVE=0 $(BIN)/python -m pytest -q $(HOT) $(PYTEST_ARGS)
 
 format: $(READY)  ## Put the formatting right
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test: check  ## All tests in their short form (after `make check`)
+test: check current  ## All tests in their short form (after `make check`), with the hot modules compiled
 	$(BIN)/python scripts/run_tests.py $(PYTEST_ARGS)
+
+test-fast: $(READY) current  ## Tests that start no server and take seconds, in under two minutes
+	$(BIN)/python scripts/run_tests.py --fast $(PYTEST_ARGS)
+
+current: $(READY)  # Compiled modules of these sources, where there is a C compiler
+	@$(BIN)/python scripts/compile_router.py || true
 
 smoke: $(READY)  ## What touches SGLang, a server and a prefill-decode pair; for SGLANG=VERSION
 	$(BIN)/python -m pytest $(SMOKE) $(PYTEST_ARGS)
 
-test-long: check  ## All tests in their long form: full matrices and counts, hours
+test-long: check current  ## All tests in their long form: full matrices and counts, hours
 	$(BIN)/python -m pytest --long --durations=30 $(PYTEST_ARGS)
 
 test-rdma: $(READY)  ## The RDMA transport in a virtual machine with Soft-RoCE; skips where qemu cannot run

@@ -8,6 +8,7 @@ done.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from sglang_ext.native import LIST, SUFFIX, digest, found, source
@@ -71,6 +73,33 @@ def is_done() -> bool:
     }
 
 
+def imported(package: Path, modules: Iterable[str]) -> set[str]:
+    """The modules that some modules of a package import, directly or not, and these themselves.
+
+    Args:
+        package: its folder, named as the package is.
+        modules: names relative to the package, as in `MODULES`; so are those returned.
+    """
+    found: set[str] = set()
+    waiting = [f"{package.name}/{name}" for name in modules]
+    while waiting:
+        path = package.parent / waiting.pop()
+        path = path / "__init__" if path.is_dir() else path
+        name = str(path.relative_to(package.parent))
+        if name in found or not path.with_suffix(".py").exists():
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            waiting += [each.replace(".", "/") for each in names if each.split(".")[0] == package.name]
+    return {name.removeprefix(f"{package.name}/") for name in found}
+
+
 def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
     """Compile modules of the package.
 
@@ -82,7 +111,8 @@ def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
         ignore = shutil.ignore_patterns("__pycache__", "_native", "*.so")
         shutil.copytree(PACKAGE, folder / "sglang_ext", ignore=ignore)
         shutil.copytree(ROOT / "router", folder / "sglang_ext" / "router", ignore=ignore)
-        sources = {name: digest(source(folder / "sglang_ext", name)) for name in modules}
+        package = folder / "sglang_ext"
+        sources = {name: digest(source(package, name)) for name in sorted(imported(package, modules))}
         config = folder / "mypy.ini"
         config.write_text(
             "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
@@ -101,7 +131,8 @@ def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
         for module in modules:
             (built / module).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(folder / "sglang_ext" / f"{module}{SUFFIX}", (built / module).parent)
-        (built / LIST).write_text(json.dumps({"suffix": SUFFIX, "group": group, "sources": sources}))
+        listed = {"suffix": SUFFIX, "group": group, "modules": modules, "sources": sources}
+        (built / LIST).write_text(json.dumps(listed), encoding="utf-8")
         beside = target.with_name(f"{target.name}.{os.getpid()}")
         shutil.move(built, beside)
         shutil.rmtree(target, ignore_errors=True)

@@ -5,9 +5,11 @@ commands and other programs, moving and keeping KV, and all others (`part_of` in
 
 Each waits much of the time. Each has a temporary folder of its own, because tests look for what they leave
 there. The output of the first is shown as it comes, that of the others when they have ended. Unless arguments
-select tests, the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute) when the others
-are through. No test runs a second time: one that fails is a finding. How each part ended is said at the end,
-and the worst status of all is the run's.
+select tests, two more runs follow when the tests without servers have ended: the RDMA transport's tests in a
+virtual machine (tests/rdma, under a minute), and some tests of the compiled modules with their sources, which
+is what runs where there is no C compiler. No test runs a second time: one that fails is a finding. How each
+part ended is said at the end, and the worst status of all is the run's. `--fast` runs the parts without
+servers, and of those what takes seconds.
 
 Processes that a part has left fail the run, also those that have no parent any more. SIGINT, SIGTERM and
 SIGHUP end all that the run has started: first the parts as Ctrl-C does, so that they take down what they set
@@ -36,8 +38,18 @@ PARTS = {
     "others": "all other tests",
 }
 """Parts of the run, the one whose output is shown as it comes first, and what to call them."""
+EXTRA = {"rdma": "RDMA tests", "sources": "tests of the compiled modules, with their sources"}
+"""Further runs, of all tests only."""
 NEW_EXAMPLES = "--new-examples"
 """The one argument that selects no tests."""
+FAST = "--fast"
+WITHOUT_SERVERS = ("servers", "moving", "others")
+"""Parts that have tests without SGLang servers."""
+SOURCES = (
+    "tests/radix_global/test_tree.py", "tests/router/policies", "tests/router/http", "tests/router/dispatch",
+    "tests/router/app/test_service.py",
+)  # fmt: skip
+"""Tests of compiled modules that run with the sources, too; `make test-sources` has all of them."""
 RDMA = Path(__file__).resolve().parent.parent / "tests" / "rdma" / "run.sh"
 SKIPPED = 77
 """The status of the RDMA tests where they cannot run; the last line of their output says why."""
@@ -52,12 +64,14 @@ ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 
 
-def start(arguments: Sequence[str], folder: Path, log: Path | None = None) -> subprocess.Popen[bytes]:
+def start(
+    arguments: Sequence[str], folder: Path, log: Path | None = None, **variables: str
+) -> subprocess.Popen[bytes]:
     """pytest, with a folder of its own."""
     folder.mkdir()
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder / 'cache'}", *arguments]
     # Each has less than a core to itself: torch's threads would spin while they wait for one another.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder), **variables}
     # Ctrl-C reaches this process alone, which tells the parts once: a second one would end their tidying up.
     if log is None:
         return subprocess.Popen(command, env=environment, process_group=0)
@@ -160,12 +174,12 @@ def end_the_run(number: int, _: object) -> None:
 def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as name:
         folder = Path(name)
-        logs = {part: folder / f"{part}.log" for part in list(PARTS)[1:]}
-        rdma_log = folder / "rdma.log"
-        folders = {part: folder / part[0] for part in PARTS}
+        parts = list(WITHOUT_SERVERS if FAST in arguments else PARTS)
+        logs = {part: folder / f"{part}.log" for part in parts[1:]}
+        rdma_log, sources_log = folder / "rdma.log", folder / "sources.log"
         running = {
-            part: start(["--part", part, "--durations=15", *arguments], folders[part], logs.get(part))
-            for part in PARTS
+            part: start(["--part", part, "--durations=15", *arguments], folder / part[0], logs.get(part))
+            for part in parts
         }
         starting, over = threading.Lock(), threading.Event()
         reaper = threading.Thread(target=reap_orphans, args=(running, starting, over), name="reaper")
@@ -175,16 +189,21 @@ def main(arguments: Sequence[str]) -> int:
             if not set(arguments) - {NEW_EXAMPLES}:
                 with starting:
                     running["rdma"] = start_rdma(rdma_log)
-            statuses = [running[part].wait() for part in PARTS]
+                    running["sources"] = start(
+                        [*SOURCES, "-q"], folder / "u", sources_log, SGLANG_EXT_NATIVE="0"
+                    )
+            statuses = [running[part].wait() for part in parts]
             for part, log in logs.items():
                 show(PARTS[part], log)
             if rdma := running.get("rdma"):
                 statuses.append(rdma_status(rdma.wait(), rdma_log))
+                statuses.append(running["sources"].wait())
+                show(EXTRA["sources"], sources_log)
             over.set()
             reaper.join()
             left = end_orphans(END_SECONDS)
             for part, status in zip(running, statuses, strict=True):
-                print(f"{PARTS.get(part, 'RDMA tests')}: {outcome(status)}", flush=True)
+                print(f"{(PARTS | EXTRA)[part]}: {outcome(status)}", flush=True)
             if left:
                 print("\n".join(["The run left behind:", *(f"process {each}" for each in left)]), flush=True)
                 statuses.append(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The sources are what is tested, whatever `make compile` has left; `make test-compiled` names its own folder.
-os.environ.setdefault("SGLANG_EXT_NATIVE", "0")
-
-pytest_plugins = ["sglang_ext.testing.strict"]
+pytest_plugins = ["sglang_ext.testing.strict", "sglang_ext.testing.cpu_seconds"]
 
 # The machine is shared: how long an example takes says nothing. Examples are the same in each run at a desk,
 # so that a change is judged by its own faults. Nightly and long runs look for new ones, and print how to
@@ -55,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--new-examples", action="store_true", help="property tests look for new examples (`.ci/run nightly`)"
     )
-    parser.addoption("--no-integration", action="store_true", help="leave out what starts SGLang servers")
+    parser.addoption("--fast", action="store_true", help="no SGLang servers, nothing slow (`make test-fast`)")
     parser.addoption("--part", choices=PARTS, help="only the tests of this part of a run")
 
 
@@ -69,20 +65,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     part = config.getoption("--part")
+    if config.getoption("--fast") and collection_path == INTEGRATION:
+        return True
     return True if part and collection_path.is_file() and part not in parts_of(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if part := config.getoption("--part"):
-        config.hook.pytest_deselected(items=[item for item in items if part_of(item) != part])
-        items[:] = [item for item in items if part_of(item) == part]
+    part, fast = config.getoption("--part"), config.getoption("--fast")
+    left_out = [
+        item
+        for item in items
+        if (part and part_of(item) != part) or (fast and {"slow", "long"} & item.keywords.keys())
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.integration)
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long form; give --long"))
-        if "integration" in item.keywords and config.getoption("--no-integration"):
-            item.add_marker(pytest.mark.skip(reason="starts servers; --no-integration was given"))
 
 
 @pytest.fixture(scope="session")

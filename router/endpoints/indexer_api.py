@@ -86,10 +86,10 @@ class IndexerApi:
         found = self._trees.match(namespace, encode_tokens(ids[: limits.context_length]))
         only = take_string(payload, "instance_id")
         usable = [instance.name for instance in self._fleet.usable() if only in (None, "", instance.name)]
-        return {tenant: {name: _told(found.get(name, Match(0)), block) for name in usable}}
+        return {tenant: {name: tokens_by_medium(found.get(name, Match(0)), block) for name in usable}}
 
 
-def _told(match: Match, block: int) -> Json:
+def tokens_by_medium(match: Match, block: int) -> Json:
     """One instance's part of the answer: tokens of the prefix that are in a medium or a nearer one."""
     told: Json = {}
     tokens = match.tokens - sum(match.below.values())

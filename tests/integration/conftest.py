@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
+from sglang_ext import native
+from sglang_ext.native import is_compiled
+from sglang_ext.router.http import reader
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers import preloaded
 from sglang_ext.testing.servers.server import ServerPool, ServerProcess, ServerSpec
@@ -28,7 +32,18 @@ sys.path.append(str(Path(__file__).parents[1] / "fuzz"))  # for http_bodies.py
 
 
 @pytest.fixture(scope="session", autouse=True)
-def preloaded_servers(leak_guard: LeakGuard) -> Iterator[None]:
+def compiled_modules() -> Iterator[None]:
+    """Servers and routers run compiled modules, as users do, where there is a C compiler."""
+    obstacle = runpy.run_path(str(HERE.parents[1] / "scripts" / "compile_router.py"))["obstacle"]
+    with pytest.MonkeyPatch.context() as patch:
+        if native.SWITCH not in os.environ and not obstacle():
+            patch.setenv(native.SWITCH, native.REQUIRED)
+            assert is_compiled(reader), f"run `make compile`, or set {native.SWITCH}=0 to test the sources"
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_servers(leak_guard: LeakGuard, compiled_modules: None) -> Iterator[None]:
     """Servers are forked from one process, unless SGLANG_EXT_TESTS_PRELOAD=0 asks for fresh ones."""
     if os.environ.get("SGLANG_EXT_TESTS_PRELOAD") == "0":
         yield

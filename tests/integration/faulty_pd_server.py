@@ -1,8 +1,8 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose hand-overs can be stopped and damaged.
 
-Its folder (`hooked_server`) says what is wrong now. With a file ``hold-STEP`` in it, hand-overs wait at that
-step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. On a prefill server ``reading`` is
-the read of a return, and ``layers`` the forward pass, when the first layer has been sent (push by layer).
+Its folder (`hooked_server`) says what is wrong now. `hooked_server.holding` has hand-overs wait at one of
+``STEPS``. On a prefill server ``reading`` is the read of a return, and ``layers`` the forward pass, when the
+first layer has been sent (push by layer).
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
 is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
 server changes its role. With a file ``slow``, each pass of the scheduler takes longer, so that requests run
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hooked_server import serve
+from hooked_server import is_held, serve
 
 STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed")
 SLOW_PASS_SECONDS = 0.05
@@ -34,8 +34,7 @@ def make_faulty(folder: Path) -> None:
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     async def gate(step: str) -> None:
-        while (folder / f"hold-{step}").exists():
-            (folder / f"at-{step}").touch()
+        while is_held(folder, step):  # noqa: ASYNC110 - the test is another process
             await asyncio.sleep(0.02)
 
     def held(step: str, function: Any) -> Any:
@@ -55,8 +54,7 @@ def make_faulty(folder: Path) -> None:
 
     def held_layer(self: LayerFeed, layer: int) -> None:
         layer_begins(self, layer)
-        while self._now and layer == self._first + 1 and (folder / "hold-layers").exists():
-            (folder / "at-layers").touch()
+        while self._now and layer == self._first + 1 and is_held(folder, "layers"):
             time.sleep(0.02)
 
     LayerFeed.layer_begins = held_layer  # type: ignore[method-assign]
@@ -65,19 +63,17 @@ def make_faulty(folder: Path) -> None:
 
     def sender_poll(self: GlobalKVSender) -> int:
         found = send(self)
-        if found == 3 and (folder / "hold-computed").exists():
-            (folder / "at-computed").touch()
+        if found == 3:
+            is_held(folder, "computed")
         return found
 
     def receiver_poll(self: GlobalKVReceiver) -> int:
         found = poll(self)
-        if found == 2 and (folder / "hold-ready").exists():
+        if found == 2 and is_held(folder, "ready"):
             # To SGLang the request is not ready yet, so nothing is allocated.
-            (folder / "at-ready").touch()
             return 1
-        if found == 4 and (folder / "hold-held").exists():
-            # The KV is there, and SGLang is not told.
-            (folder / "at-held").touch()
+        if found == 4 and is_held(folder, "held"):
+            # The KV has arrived; SGLang does not learn it yet.
             return 3
         return found
 

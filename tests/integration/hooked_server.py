@@ -9,14 +9,43 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 import os
+import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_ext import launch_server
 
 FOLDER = "SGLANG_EXT_TEST_FOLDER"
 """Nothing reads it while modules are imported, so that servers which have it can be forked (`preloaded`)."""
+
+
+@contextmanager
+def holding(folder: Path, step: str) -> Iterator[Path]:
+    """Hold a scheduler at a step; yields the file that appears when the scheduler has arrived there.
+
+    Each use has a file of its own: a scheduler that is stopped between looking for the hold and reporting
+    may report after this block has ended, which must not count as an arrival of the next block.
+    """
+    hold, use = folder / f"hold-{step}", secrets.token_hex(4)
+    unfinished = folder / f"{use}.part"
+    unfinished.write_text(use)
+    unfinished.rename(hold)
+    try:
+        yield folder / f"at-{step}-{use}"
+    finally:
+        hold.unlink()
+
+
+def is_held(folder: Path, step: str) -> bool:
+    """Whether a test holds this scheduler at a step; if so, reports the arrival."""
+    try:
+        use = (folder / f"hold-{step}").read_text()
+    except FileNotFoundError:
+        return False
+    (folder / f"at-{step}-{use}").touch()
+    return True
 
 
 def serve(change: Callable[[Path], None]) -> None:

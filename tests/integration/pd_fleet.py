@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hooked_server import FOLDER
+from hooked_server import FOLDER, holding
 from places import Outside
 from tuned_model import tuned
 
@@ -63,15 +63,17 @@ class FaultySpec(ServerSpec):
 
 @contextmanager
 def fault(folder: Path, what: str) -> Iterator[Path]:
-    """Something is wrong at the server that looks there; yields the file by which a held step shows."""
+    """Place a fault into the server that uses a folder. `hold-STEP` yields the file that reports the step."""
+    kind, _, step = what.partition("-")
+    if kind == "hold":
+        with holding(folder, step) as arrival:
+            yield arrival
+        return
     (folder / what).touch()
-    marker = folder / what.replace("hold-", "at-")
     try:
-        yield marker
+        yield folder / what
     finally:
         (folder / what).unlink()
-        if marker.name.startswith("at-"):
-            marker.unlink(missing_ok=True)
 
 
 @dataclass

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from tree_oracle import Lock, Oracle, Units, full_key, units_of
 
 from sglang_ext.keys import encode_tokens
-from sglang_ext.native import is_compiled
-from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree, policy_by_name, tree
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree, policy_by_name
+from sglang_ext.testing.sources import from_sources
 from sglang_ext.tiers import Tier
 
 HOLDERS = [
@@ -63,13 +63,14 @@ class TreeMachine(RuleBasedStateMachine):
     """Every operation of the tree, each judged by the oracle, and ``check()`` after each."""
 
     tree_class: ClassVar[type[RadixTree]] = RadixTree
+    policy_by_name: ClassVar[Callable[[str], Any]] = staticmethod(policy_by_name)
     steps: ClassVar[int] = 0
 
     @initialize(block_size=st.sampled_from([1, 2, 16]), policy=st.sampled_from(["lru", "slru", "priority"]))
     def start(self, block_size: int, policy: str) -> None:
         clock = itertools.count(1)
         self.tree = self.tree_class(
-            block_size, policy=policy_by_name(policy), clock=lambda: float(next(clock))
+            block_size, policy=self.policy_by_name(policy), clock=lambda: float(next(clock))
         )
         self.oracle = Oracle(block_size, policy)
         self.units = itertools.count()
@@ -268,7 +269,10 @@ class TreeMachine(RuleBasedStateMachine):
 
 def run(tree_class: type[RadixTree], examples: int, steps: int, **settings: Any) -> int:
     """Run the machine on a tree. Returns the steps made; raises what a judgement raises."""
-    machine = type("Machine", (TreeMachine,), {"tree_class": tree_class, "steps": 0})
+    changed: dict[str, Any] = {"tree_class": tree_class, "steps": 0}
+    if tree_class is not RadixTree:
+        changed["policy_by_name"] = staticmethod(PYTHON_POLICIES)
+    machine = type("Machine", (TreeMachine,), changed)
     run_state_machine_as_test(
         machine,
         settings=hypothesis.settings(
@@ -295,13 +299,16 @@ def test_model_long() -> None:
 
 # -- twins: trees with one fault each, which the same run must find ---------------------------------
 
+PythonTree: Any = from_sources("sglang_ext.radix_global.tree").RadixTree
+PYTHON_POLICIES = from_sources("sglang_ext.radix_global.eviction").policy_by_name
 
-class SplitsOneBlockOff(RadixTree):
+
+class SplitsOneBlockOff(PythonTree):
     def _split(self, node: Node, blocks: int) -> Node:
         return super()._split(node, min(blocks + 1, node.blocks - 1))
 
 
-class LocksTheEndOnly(RadixTree):
+class LocksTheEndOnly(PythonTree):
     def lock(self, node: Node, holder: Holder) -> int:
         parent, node.parent = node.parent, None if node.parent is None else self.root
         try:
@@ -310,7 +317,7 @@ class LocksTheEndOnly(RadixTree):
             node.parent = parent
 
 
-class ForgetsLocks(RadixTree):
+class ForgetsLocks(PythonTree):
     def lock(self, node: Node, holder: Holder) -> int:
         newly = super().lock(node, holder)
         self._forgotten = [*getattr(self, "_forgotten", []), (node, holder)]
@@ -323,7 +330,7 @@ class ForgetsLocks(RadixTree):
         return super().evict(holder, blocks, **options)
 
 
-class ReplacesWhatWasHeld(RadixTree):
+class ReplacesWhatWasHeld(PythonTree):
     def insert(self, namespace: Any, key: bytes, holder: Holder, address: Any = None, **options: Any) -> Any:
         result = super().insert(namespace, key, holder, address, **options)
         if address is not None and result.held_blocks == result.blocks > 0 and result.node.parent is not None:
@@ -331,7 +338,7 @@ class ReplacesWhatWasHeld(RadixTree):
         return result
 
 
-class CutsAddressesElsewhere(RadixTree):
+class CutsAddressesElsewhere(PythonTree):
     """Splits between the same blocks, but gives each part the other's slots."""
 
     def _split(self, node: Node, blocks: int) -> Node:
@@ -342,7 +349,7 @@ class CutsAddressesElsewhere(RadixTree):
         return upper
 
 
-class EvictsTheNewest(RadixTree):
+class EvictsTheNewest(PythonTree):
     def __init__(self, block_size: int, *, policy: Any, clock: Any) -> None:
         super().__init__(block_size, policy=lambda node: tuple(-part for part in policy(node)), clock=clock)
 
@@ -350,7 +357,7 @@ class EvictsTheNewest(RadixTree):
         """The reversed policy breaks the queue's order, which is not what this twin is for."""
 
 
-class EvictsWholeNodes(RadixTree):
+class EvictsWholeNodes(PythonTree):
     def evict(self, holder: Holder, blocks: int, **options: Any) -> list[Evicted]:
         gone = super().evict(holder, blocks, **options)
         if gone and gone[-1].node.parent is not None and holder in gone[-1].node.parent.placements:
@@ -360,17 +367,17 @@ class EvictsWholeNodes(RadixTree):
         return gone
 
 
-class MixesNamespaces(RadixTree):
+class MixesNamespaces(PythonTree):
     def match(self, namespace: Any, key: bytes) -> Any:
         return super().match(namespace if namespace in self.roots else next(iter(self.roots), None), key)
 
 
-class CountsOneTokenLess(RadixTree):
+class CountsOneTokenLess(PythonTree):
     def holders(self, namespace: Any, key: bytes) -> dict[Holder, int]:
         return {holder: max(0, tokens - 1) for holder, tokens in super().holders(namespace, key).items()}
 
 
-class LeavesQueueMarks(RadixTree):
+class LeavesQueueMarks(PythonTree):
     """A holder that is dropped and comes back would never be evicted again."""
 
     def drop_holder(self, holder: Holder) -> int:
@@ -381,7 +388,6 @@ class LeavesQueueMarks(RadixTree):
         return dropped
 
 
-@pytest.mark.skipif(is_compiled(tree), reason="derives classes from compiled ones, which these do not let")
 @pytest.mark.parametrize(
     "twin",
     [

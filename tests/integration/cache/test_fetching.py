@@ -162,7 +162,7 @@ async def routing(
         await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
         await until(lambda: len(router.fleet.usable()) == 2, 30, "both servers")
         # The machine that runs tests may be busy: what is waited for comes, however long that takes.
-        router.fetching.least_wait_s = 8.0
+        router.fetching.least_wait_s = 60.0
         router.agents.verdict_s = verdict_s
         yield router
         router.check()

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
+from hooked_server import holding, is_held
 from pd_faults import Cell, ended, place, serves, stopped
 from pd_fleet import (
     ANSWER_TOKENS,
@@ -64,6 +65,18 @@ def rig(tmp_path_factory: pytest.TempPathFactory, truth: ServerProcess) -> Itera
     specs = [spec.looking_at(each) for each in folders]
     with pd_servers(specs[:2], specs[2:]) as (servers, _):
         yield Rig(servers, truth, folders[:2], folders[2:])
+
+
+def test_a_late_report_of_one_hold_is_no_arrival_at_the_next(tmp_path: Path) -> None:
+    """A scheduler that is stopped between looking for a hold and reporting it reports too late."""
+    with holding(tmp_path, "writing") as late:
+        pass
+    late.touch()
+    with holding(tmp_path, "writing") as arrival:
+        assert not arrival.exists()
+        assert is_held(tmp_path, "writing")
+        assert arrival.exists()
+    assert not is_held(tmp_path, "writing")
 
 
 def test_any_pair_serves_and_some_at_the_same_time(rig: Rig) -> None:

@@ -11,10 +11,8 @@ import pytest
 import requests
 from api_fuzz import BROKEN, fuzz, is_ours, operations, send_broken
 
-from sglang_ext.native import is_compiled
 from sglang_ext.router import RouterConfig
 from sglang_ext.router.api.openapi import description
-from sglang_ext.router.tenancy import admit
 
 
 async def test_every_endpoint_is_described_and_there(start_worker, start_router, client) -> None:
@@ -99,7 +97,6 @@ async def test_broken_requests_find_no_bug(start_worker, start_router, eventuall
     await eventually(lambda: router.admission.admitted == 0)
 
 
-@pytest.mark.skipif(is_compiled(admit), reason="replaces a function, which compiled modules do not let")
 async def test_a_bug_would_be_found(start_worker, start_router, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: with a bug in the router, the very same corpus finds it."""
     router = await start_router(await start_worker())
@@ -107,7 +104,7 @@ async def test_a_bug_would_be_found(start_worker, start_router, monkeypatch: pyt
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("sglang_ext.router.tenancy.admit.check_reserved", broken)
+    monkeypatch.setattr("sglang_ext.router.api.chat.take_objects", broken)
     with pytest.raises(AssertionError, match="internal error"):
         await asyncio.to_thread(send_broken, router.url, never_ours)
 

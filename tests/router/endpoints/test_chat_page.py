@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from browser import Page, browser_page, find_browser
 
-from sglang_ext.native import is_compiled
 from sglang_ext.protocol.agent import Advise, Advised, Beat, Fill, Withdraw
-from sglang_ext.router.index import index
+from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 
@@ -37,6 +36,20 @@ class Listening:
         if isinstance(message, Advise):
             self.hints.append(message)
         return True
+
+
+class AllInDram:
+    """The router's index, by which all cached KV is in DRAM."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.block_size = index.block_size
+
+    def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
+        return {
+            name: Match(each.tokens, each.own, below={Tier.DRAM: each.tokens})
+            for name, each in self._index.match(namespace, key).items()
+        }
 
 
 @pytest.fixture
@@ -120,7 +133,6 @@ async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
     assert "HBM" in await page.evaluate("document.getElementById('legend').textContent")
 
 
-@pytest.mark.skipif(is_compiled(index), reason="replaces a method, which compiled classes do not let")
 async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     page, start_worker, start_router, monkeypatch
 ) -> None:
@@ -128,15 +140,7 @@ async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     worker = await start_worker()
     router = await start_router(worker)
     links = router.advisor._links = Listening()
-    real = router.trees.match
-    monkeypatch.setattr(
-        router.trees,
-        "match",
-        lambda namespace, key: {
-            name: Match(each.tokens, each.own, below={Tier.DRAM: each.tokens})
-            for name, each in real(namespace, key).items()
-        },
-    )
+    monkeypatch.setattr(router.advisor, "_trees", AllInDram(router.trees))
     await page.open(router.url + "/ui")
     await page.until("document.getElementById('model').textContent !== ''")
     await say(page, "Tell me of the sea. " * 5, 1)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.keys import encode_tokens
-from sglang_ext.native import is_compiled
-from sglang_ext.router.index import index
+from sglang_ext.router.endpoints.indexer_api import tokens_by_medium
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 
@@ -22,10 +21,7 @@ async def ask(client, router, key: str = "", **body: Any) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-@pytest.mark.skipif(is_compiled(index), reason="replaces a method, which compiled classes do not let")
-async def test_each_instance_is_told_with_its_media(
-    start_worker, start_router, client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_instance_is_told_with_its_media(start_worker, start_router, client) -> None:
     one, two = await start_worker(name="m"), await start_worker(name="m")
     router = await start_router(one, two)
     router.trees.confirm(("tokens", None, None, None), encode_tokens(TOKENS), one.url)
@@ -39,9 +35,10 @@ async def test_each_instance_is_told_with_its_media(
     assert (await ask(client, router, token_ids=TOKENS, lora_name="x", instance_id=one.url))[1] == {
         "default": {one.url: none}
     }
-    matches = {one.url: Match(64, below={Tier.DRAM: 16, Tier.DISK: 32})}
-    monkeypatch.setattr(router.trees, "match", lambda namespace, key: matches)
-    told = (await ask(client, router, token_ids=TOKENS, instance_id=one.url))[1]["default"][one.url]
+
+
+def test_a_medium_has_what_is_in_it_or_in_a_nearer_one() -> None:
+    told = tokens_by_medium(Match(64, below={Tier.DRAM: 16, Tier.DISK: 32}), 16)
     assert told == {"longest_matched": 64, "GPU": 16, "CPU": 32, "DISK": 64, "DP": {"0": 64}}
 
 

@@ -9,9 +9,7 @@ import pytest
 from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import Batching
 from sglang_ext.errors import ConfigError
-from sglang_ext.native import is_compiled
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.fleet import fleet as fleet_module
 from sglang_ext.router.fleet.fleet import Fleet, State
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
@@ -202,15 +200,14 @@ async def test_mixed_models_stop_the_start(start_worker) -> None:
     assert caught.value.field == "--worker-urls"
 
 
-@pytest.mark.skipif(is_compiled(fleet_module), reason="replaces a method, which compiled classes do not let")
 async def test_a_watch_that_dies_takes_the_router_down(start_worker, start_router, monkeypatch) -> None:
     worker = await start_worker()
     router = await start_router(worker)
 
-    def broken(name: str) -> State:
+    async def broken(name: str, timeout_s: float) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(router.fleet, "alive", broken)
+    monkeypatch.setattr(router.watch._api, "probe", broken)
     with pytest.raises(Exception, match="a task of the router died"):
         await asyncio.wait_for(router.ended(), 5)
 

@@ -6,9 +6,6 @@ from typing import Any
 import pytest
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.native import is_compiled
-from sglang_ext.router.dispatch import choosing
-from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.hint import Place
 from sglang_ext.router.policies import (
@@ -22,10 +19,10 @@ from sglang_ext.router.policies import (
 )
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote, SpanNote
 from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.testing.sources import from_sources
 
-pytestmark = pytest.mark.skipif(
-    is_compiled(choosing), reason="has stand-ins for parts, which compiled code does not take for them"
-)
+choosing = from_sources("sglang_ext.router.dispatch.choosing")
+"""Compiled code checks the types of its parts, and here some are stand-ins."""
 
 KEY = bytes(4 * 1000)
 FLEET = tuple(Instance(name, 0, 0, 0, 0) for name in ("a", "b"))
@@ -62,10 +59,11 @@ def choose(
         match=lambda namespace, key: dict(HELD), guess=lambda namespace, key, name: None, block_size=16
     )
     costs = RouterCosts(CostModel(), lambda: 0.0)
-    routing = Routing(name="prompt-tree", policy=policy_named("prompt-tree"), options=PolicyOptions())
+    policy = policy_named("prompt-tree")
+    routing = choosing.Routing(name="prompt-tree", policy=policy, options=PolicyOptions())
     fetching: Any = None if end is None else Fetches(end)
     expectations = Announced() if announced else None
-    chooser = Chooser(routing, fleet, trees, costs, metrics, fetching, expectations)
+    chooser = choosing.Chooser(routing, fleet, trees, costs, metrics, fetching, expectations)
     record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000)
     flight: Any = SimpleNamespace(
         admitted=SimpleNamespace(session="s"),
