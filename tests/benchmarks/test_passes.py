@@ -1,6 +1,7 @@
 """Every benchmark runs from its command line to its report, on sizes at which its figures mean nothing.
 
-Those that need no SGLang server run always, the others in the long form: each starts two to eight servers.
+Those that need no SGLang server and take seconds run always, the others in the long form. The short twins of
+"index" and "router" are test_index.py and test_router.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ ALONE: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "tiers": (("--parts", "copy", "disk"), {"dram_to_hbm_vs_copy", "disk_read_vs_lmdb_cold"}),
     "transfer": ((), {"shm_vs_copy", "cma_vs_raw", "tcp_vs_raw_worst_case"}),
 }
-"""Flags, and figures that have to be measured, of what needs nothing else."""
+"""Flags, and figures that have to be measured, of benchmarks without SGLang servers."""
+SLOW = ("index", "router")
+"""Of these: tens of seconds of CPU time."""
 WITH_SERVERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "advisory": (("--systems", "ours"), set()),
     "cost_model": ((), {"op_mean_error", "batch_mean_error"}),
@@ -62,7 +65,9 @@ def check(name: str, flags: tuple[str, ...], figures: set[str], folder: Path) ->
         assert (verdict["met"] is None) == (measured is None), key
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in ALONE]
+)
 def test_a_benchmark_runs_whole(name: str, tmp_path: Path) -> None:
     if name == "policies":
         try:

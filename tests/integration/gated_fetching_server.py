@@ -3,21 +3,26 @@
 While there is a file ``hold`` in its folder (`hooked_server`), each read waits after it was offered its
 blocks, and a file ``held`` says how many do. They go on when ``hold`` is gone. What comes layer by layer
 waits at the layer that ``hold`` names, or at the first. A file ``dead`` appears when the server has taken the
-holder of one that waits for dead. Elsewhere that moment is too short to hit.
+holder of one that waits for dead. Elsewhere that moment is too short to hit. With a file ``slow`` each pass
+of the scheduler takes longer, so that a request keeps the server busy and uses little CPU time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 from hooked_server import serve
 
+SLOW_PASS_SECONDS = 0.03
+
 
 def hold_reads(folder: Path) -> None:
-    """Look for the file before each read of this process's scheduler."""
+    """Look for the files before each read and each pass of this process's scheduler."""
     from sglang_ext.engine.peers.fetch_link import FetchLink
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     reading = FetchLink._read
     waiting = 0
@@ -41,7 +46,15 @@ def hold_reads(folder: Path) -> None:
                 (folder / "held").unlink(missing_ok=True)
         await reading(self, job, *arguments)
 
+    events = GlobalRadixCache.check_hicache_events
+
+    def each_pass(self: GlobalRadixCache) -> None:
+        if (folder / "slow").exists():
+            time.sleep(SLOW_PASS_SECONDS)
+        events(self)
+
     FetchLink._read = held  # type: ignore[method-assign]
+    GlobalRadixCache.check_hicache_events = each_pass  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +188,20 @@ def signal_to(server: ServerProcess, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+@contextmanager
+def slowly(server: ServerProcess) -> Iterator[None]:
+    """While the block runs, a server computes little in a second."""
+    slow = Path(server.spec.environment[FOLDER], "slow")
+    slow.touch()
+    try:
+        yield
+    finally:
+        slow.unlink(missing_ok=True)  # two blocks may slow one server
+
+
 @asynccontextmanager
 async def busy(client: aiohttp.ClientSession, router: Router, pair: Pair) -> AsyncIterator[ServerProcess]:
-    """Somebody's long answer keeps one of the servers busy while the block runs: that one."""
+    """A long answer keeps one of the servers busy while the block runs. Yields this server."""
     body = {
         "text": "Go on. ",
         "stream": True,
@@ -198,7 +209,9 @@ async def busy(client: aiohttp.ClientSession, router: Router, pair: Pair) -> Asy
     }
     async with client.post(f"{router.url}/generate", json=body) as response:
         row = router.fleet.rows[response.headers["x-kv-instance"]]
-        yield pair.at(row.name)
+        server = pair.at(row.name)
+        with slowly(server):
+            yield server
         before = row.in_flight
         response.close()
     await until(lambda: row.in_flight < max(1, before), 30, "the end of it")

@@ -86,6 +86,7 @@ def _scale(server: ServerProcess, profile: Profile, path: Path, capsys) -> None:
     assert told.arch.seconds(512, 0) == other.arch.seconds(512, 0)
 
 
+@pytest.mark.long
 def test_a_server_is_started_measured_and_ended(tmp_path, capsys) -> None:
     path = tmp_path / "profile.json"
     flags = "--dtype float32 --mem-fraction-static 0.5 --max-total-tokens 8000 --chunked-prefill-size -1"

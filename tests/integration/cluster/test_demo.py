@@ -1,7 +1,7 @@
-"""`make demo` in a short form: the report is complete, both tiers were used, KV came back to prefill.
+"""`make demo`: the report is complete, both tiers were used, KV came back to prefill.
 
-The part with both tiers is of the long form: test_cluster starts such a cluster, test_same_answer asks tiers
-for the same answers, and tests/demo has the report.
+Of the long form. Its short twins: test_cluster starts such a cluster, test_same_answer compares the answers
+from all tiers, test_pd has the KV that comes back, and tests/demo the report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 
 def lines_of(*arguments: str) -> list[str]:
@@ -29,7 +29,6 @@ def lines_of(*arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.long
 def test_both_tiers_are_reused_and_the_answers_are_the_same() -> None:
     lines = lines_of("--part", "together", "--conversations", "6", "--turns", "2")
     turns = [line.split() for line in lines if re.match(r"[A-F]  +[12]  +server-[01] ", line)]

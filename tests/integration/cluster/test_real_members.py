@@ -116,7 +116,7 @@ class Load:
         while not self._ending:
             await self._one()
 
-    async def more(self, count: int = 32) -> None:
+    async def more(self, count: int = 16) -> None:
         """Wait until so many more have ended."""
         enough = self.ends.total() + count
         async with asyncio.timeout(120):

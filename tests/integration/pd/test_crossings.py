@@ -89,6 +89,7 @@ async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerP
         await handed_over_damaged(shortened(programme, Ask((FIRST,))), fleet, front, truth)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.seed))
 async def test_what_has_failed_once(kept: Kept, fleet: Fleet, truth: ServerProcess) -> None:
     programme = draw(kept.seed, kept.steps)

@@ -44,7 +44,8 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
-TOKENS = 192
+TOKENS, MANY_TOKENS = 96, 192
+"""Of an answer; many where it has to last for as long as a command takes."""
 RUNS_S, STANDS_S = 0.01, 0.03
 """Seconds for which a scheduler that is made slow runs and stands still, in turns."""
 DRAM = ("--kv-dram-size", "64MiB", "--enable-metrics")
@@ -136,11 +137,11 @@ async def router(fleet: Fleet) -> AsyncIterator[Router]:
         router.check()
 
 
-def bodies(seed: int = 0, *, short: bool = False) -> list[tuple[str, Json]]:
+def bodies(seed: int = 0, *, short: bool = False, tokens: int = TOKENS) -> list[tuple[str, Json]]:
     """Eight requests in every form that can be moved, with answers so long that a busy router finds them
     running. Short prompts are moved at once, others are copied while their requests run."""
     found: list[tuple[str, Json]] = []
-    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     for number in range(8):
         text = f"Visitor {seed}-{number}. " + STORY * (1 if short else 3)
         stream = number != 3 and number != 6
@@ -148,10 +149,10 @@ def bodies(seed: int = 0, *, short: bool = False) -> list[tuple[str, Json]]:
             body: Json = {"text": text, "sampling_params": sampling}
             found.append(("/generate", {**body, "stream": stream}))
         elif number % 4 == 1:
-            body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
             found.append(("/v1/completions", {**body, "stream": stream}))
         elif number % 4 == 2:
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0}
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             found.append(("/v1/chat/completions", {**body, "ignore_eos": True, "stream": stream, **usage}))
         else:
@@ -473,7 +474,7 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
     assert status == 1
     assert "last prefill" in complaint
     async with client_of(router) as client:
-        asked = bodies(seed=1)
+        asked = bodies(seed=1, tokens=MANY_TOKENS)
         expected = await asyncio.gather(*(client.ask(*each) for each in asked))
         url = router.members.member("b").url
         at_b = [each for each, heard in zip(asked, expected, strict=True) if heard.instance == url]
@@ -547,9 +548,13 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
     await until(lambda: len(router.fleet.usable()) == len(fleet.servers))
 
 
+@pytest.mark.long
 @with_servers("decode")
 async def test_roles_change_by_themselves(fleet: Fleet) -> None:
-    """Long prompts: one of two decode servers is had to prefill, under load, and finds what it had."""
+    """Long prompts: one of two decode servers is made a prefill server, under load, and finds what it had.
+
+    Its short twins: `tests/router/cluster/test_role_policy.py` (the decision) and the change of a role above.
+    """
     if fleet.kind not in ("decode", "decode-push", "decode-lab"):
         pytest.skip("its servers do not change their roles")
     config = RouterConfig(
@@ -563,7 +568,7 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
     async with Router(config) as router, client_of(router) as client:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
         await until(lambda: router.tokenizers.trust == EVERYTHING, seconds=60)
-        asked = bodies(seed=5)
+        asked = bodies(seed=5, tokens=MANY_TOKENS)
         expected = await asyncio.gather(*(client.ask(*each) for each in asked))
         # Its client is told where an answer began; it may end at another.
         decoded_by = {heard.instance: each for each, heard in zip(asked, expected, strict=True)}
