@@ -22,8 +22,9 @@ from benchmarks.policies.workloads import (
     sharegpt,
     tokens_of,
 )
-from sglang_ext.cost_model import Batching, CostModel, Passes
-from sglang_ext.cost_model.batch import ANY
+from sglang_ext.cost_model import Batching, CostModel
+from sglang_ext.cost_model.batch import Batch
+from sglang_ext.cost_model.model import Execution
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.policies import POLICIES
 
@@ -99,13 +100,19 @@ def test_conversations_find_their_past_again() -> None:
 def test_wrong_beliefs_are_corrected() -> None:
     """The fleet is ten times as slow as the router believes at first."""
 
-    class Slow(CostModel):
-        def passes(self, batching: Batching = ANY, running: int = 0) -> Passes:
-            return Passes(lambda batch: 10 * self.execution.batch_s(batch), batching=batching)
+    class TenTimes:
+        def __init__(self, execution: Execution) -> None:
+            self.around_s = 0.0
+            self._execution = execution
 
+        def batch_s(self, batch: Batch) -> float:
+            return 10 * self._execution.batch_s(batch)
+
+    slow = CostModel()
+    slow.execution = TenTimes(slow.execution)
     sessions = documents(2, per_second=1.6)
-    right = simulate(sessions, POLICIES["cost"], FleetPlan(4, model=Slow()))
-    wrong = simulate(sessions, POLICIES["cost"], FleetPlan(4, model=Slow(), believed=CostModel()))
+    right = simulate(sessions, POLICIES["cost"], FleetPlan(4, model=slow))
+    wrong = simulate(sessions, POLICIES["cost"], FleetPlan(4, model=slow, believed=CostModel()))
     assert wrong.ttft(99) < 1.25 * right.ttft(99)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from browser import Page, browser_page, find_browser
+from index_views import in_dram
 
 from sglang_ext.protocol.agent import Advise, Advised, Beat, Fill, Withdraw
-from sglang_ext.router.index.index import Index
-from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 
 EPOCH = bytes(16)
@@ -36,20 +35,6 @@ class Listening:
         if isinstance(message, Advise):
             self.hints.append(message)
         return True
-
-
-class AllInDram:
-    """The router's index, by which all cached KV is in DRAM."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self.block_size = index.block_size
-
-    def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
-        return {
-            name: Match(each.tokens, each.own, below={Tier.DRAM: each.tokens})
-            for name, each in self._index.match(namespace, key).items()
-        }
 
 
 @pytest.fixture
@@ -140,7 +125,7 @@ async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     worker = await start_worker()
     router = await start_router(worker)
     links = router.advisor._links = Listening()
-    monkeypatch.setattr(router.advisor, "_trees", AllInDram(router.trees))
+    in_dram(router, monkeypatch)
     await page.open(router.url + "/ui")
     await page.until("document.getElementById('model').textContent !== ''")
     await say(page, "Tell me of the sea. " * 5, 1)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from test_hinting import CHAT, EPOCH, NEXT, Links, advise, in_dram, link, post
+from index_views import in_dram
+from test_hinting import CHAT, EPOCH, NEXT, Links, advise, link, post
 
 from sglang_ext.protocol.agent import Advise, Advised
 from sglang_ext.router import Router

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_hinting import Links, in_dram, post
+from index_views import in_dram
+from test_hinting import Links, post
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.keys import encode_tokens

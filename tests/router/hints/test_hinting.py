@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from index_views import Matches, in_dram, see
 
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, Advise, Advised, Withdraw
 from sglang_ext.router import Router
@@ -54,19 +55,6 @@ def link(router: Router) -> Links:
     links = Links()
     router.advisor._links = links
     return links
-
-
-def in_dram(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the index say that what it knows lies in DRAM."""
-    real = router.trees.match
-
-    def match(namespace: Any, key: bytes) -> dict[str, Match]:
-        found = real(namespace, key)
-        return {
-            name: Match(each.tokens, each.own, below={Tier.DRAM: each.tokens}) for name, each in found.items()
-        }
-
-    monkeypatch.setattr(router.trees, "match", match)
 
 
 async def post(client: Any, router: Router, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
@@ -539,16 +527,15 @@ async def test_a_hint_whose_placing_fails_gives_its_budget_back(
     start_worker, start_router, client, monkeypatch
 ) -> None:
     router = await start_router(await start_worker(), hint_tokens=600)
-    real = router.trees.match
 
-    def broken(namespace: Any, key: bytes) -> Any:
+    def broken(matches: Matches) -> Matches:
         raise RuntimeError("the tree fails")
 
-    for number in range(3):
-        monkeypatch.setattr(router.trees, "match", broken)
-        status, _, _ = await post(client, router, "/v1/advisory", {"input_ids": [number] * 500})
-        assert status == 500
-    monkeypatch.setattr(router.trees, "match", real)
+    with monkeypatch.context() as patch:
+        see(router, patch, broken)
+        for number in range(3):
+            status, _, _ = await post(client, router, "/v1/advisory", {"input_ids": [number] * 500})
+            assert status == 500
     told = await advise(client, router, input_ids=[9] * 500)
     assert told["state"] != "waiting", "the budget of the others is free"
     assert len(list(router.advisor.book.live())) == 1
