@@ -33,6 +33,7 @@ from sglang_ext.router.dispatch.profiles import load_named
 from sglang_ext.router.dispatch.queueing import Admission, queue_policy_named
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.spilling import Spilling
+from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
@@ -233,6 +234,7 @@ class Parts:
         # Requests on their way.
         self.stories = Stories(config.explain_max_bytes)
         self.flights = Flights()
+        suspects = Suspects(name, clock)
         self.homes = Homes()
         aborting = Aborting(self.flights, self.api)
         shared = SharedRequests(
@@ -260,6 +262,7 @@ class Parts:
             self.metrics,
             clock,
             self.mover,
+            suspects,
             on_background=self.background.keep,
             on_learnt=(self.advisor.learn, self.spilling.learn),
             explains=config.explain_routing,
@@ -288,6 +291,7 @@ class Parts:
                 SharedHints(self.advisor, name, clock),
                 self.queries,
                 SharedLimits(self.keys, name, clock, self.cluster_key),
+                suspects,
             ),
             on_drain=self.mover.empty,
         )
@@ -337,6 +341,7 @@ class Parts:
             self.tokenizers,
             self.admission,
             self.flights,
+            suspects,
             shared,
             self.queries,
             self.stories,

@@ -170,6 +170,14 @@ class LimitUsed(_Word, frozen=True, tag="limit"):
     """What it holds the buckets to have; None without such a limit."""
 
 
+class RequestLost(_Word, frozen=True, tag="request-lost"):
+    """An instance went away while it worked on a request: see ``dispatch.suspects``."""
+
+    digest: Name
+    instance: Name
+    age_s: Seconds
+
+
 class Begun(_Word, frozen=True, tag="begun"):
     """This router begins, or was cut off for a while, and wants to be told everything."""
 
@@ -189,6 +197,7 @@ Word: TypeAlias = (
     | SyncAsked
     | Synced
     | LimitUsed
+    | RequestLost
     | Begun
 )
 

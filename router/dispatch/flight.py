@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from sglang_ext.router.api.sse import EventFilter
+from sglang_ext.router.dispatch.suspects import digest_of_request
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.tenancy.admit import through
@@ -55,6 +56,10 @@ class Flight:
         self.task: asyncio.Task[object] | None = None
         if admitted.hides_usage and admitted.job.stream:
             self.filter = EventFilter(*sent.dialect.tells_tiers)
+
+    def digest(self) -> str:
+        """By which the request is recognised when a client sends it again."""
+        return digest_of_request(self.request.target, self.request.body)
 
     def take_fields(self) -> None:
         """Have it sent in a dialect in which servers take the router's fields; see ``admit.through``."""

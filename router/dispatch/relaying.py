@@ -16,7 +16,9 @@ from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
 from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, beside, meeting_point
+from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.fleet.fleet import Fleet, Load
+from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.http.types import (
     EVENT_STREAM_TYPE,
     HOP_BY_HOP,
@@ -56,6 +58,7 @@ class Relay:
         metrics: counts streams that broke off.
         clock: seconds.
         mover: moves running requests to other instances.
+        suspects: learns which requests were at an instance's death.
         on_background: told of each response that its instance goes on to generate, while the request still
             counts.
         on_learnt: all are told of each prompt with what was generated from it, as far as that is known.
@@ -73,6 +76,7 @@ class Relay:
         metrics: RouterMetrics,
         clock: Clock,
         mover: Mover,
+        suspects: Suspects,
         *,
         on_background: Callable[[Dialect, str, Load, Meter | None], None],
         on_learnt: Sequence[Callable[[Flight, tuple[str | None, ...], bytes], None]],
@@ -90,6 +94,7 @@ class Relay:
         self._transfers = metrics.transfers
         self._clock = clock
         self._mover = mover
+        self._suspects = suspects
         self._learning = Tasks(lambda error: logger.error("cannot learn what was generated", exc_info=error))
         self._on_background = on_background
         self._on_learnt = on_learnt
@@ -138,8 +143,9 @@ class Relay:
                     response.close()
             if status >= 500:
                 raise HalfFailed(decision.instance, "prefills", status, answer)
-        except (ConnectFailed, ConnectionLost):
+        except (ConnectFailed, ConnectionLost) as error:
             flight.failed = decision.instance
+            self._lost(flight, decision.instance, error)
             raise
         if status != 200:
             text = answer[:MAX_ERROR_BYTES].decode("utf-8", "replace")
@@ -186,6 +192,17 @@ class Relay:
                         response.close()
                 except GoesOnElsewhere:
                     goes_on = True
+                except ConnectionLost as error:
+                    self._lost(flight, flight.record.instance or instance, error)
+                    raise
+
+    def _lost(self, flight: Flight, instance: str, error: Exception) -> None:
+        """An attempt has failed; an instance that went away may have ended because of the request."""
+        if not isinstance(error, ConnectionLost) or isinstance(error, HalfFailed | GoesOnElsewhere):
+            return
+        row = self._fleet.rows.get(instance)
+        if row is None or row.state is not State.DRAINING:  # one that drains may be ended by its operator
+            self._suspects.lost(flight.digest(), instance)
 
     async def _whole(
         self, flight: Flight, decision: Decision, response: UpstreamResponse, load: Load
@@ -253,6 +270,7 @@ class Relay:
             except GoesOnElsewhere:
                 await self._go_on(flight, leg, reader)
         except (ConnectionLost, RequestTimeout, NoContinuation) as error:
+            self._lost(flight, record.instance or decision.instance, error)
             record.error = str(error)
             self._broken_streams.inc()
             message = f"the worker went away in mid-answer: {error}"

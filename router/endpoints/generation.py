@@ -37,6 +37,7 @@ from sglang_ext.router.dispatch.pairs import HalfFailed
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
+from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
@@ -77,6 +78,7 @@ class Generation:
         tokenizers: from prompts to keys.
         admission: where requests wait for room.
         flights: requests on their way.
+        suspects: requests that were at an instance's death.
         shared: finds the instances that keep responses.
         queries: to other routers.
         stories: recent requests, to be explained.
@@ -97,6 +99,7 @@ class Generation:
         tokenizers: TokenizerService,
         admission: Admission,
         flights: Flights,
+        suspects: Suspects,
         shared: SharedRequests,
         queries: Queries,
         stories: Stories,
@@ -115,6 +118,7 @@ class Generation:
         self._tokenizers = tokenizers
         self._admission = admission
         self._flights = flights
+        self.suspects = suspects
         self._shared = shared
         self._queries = queries
         self._stories = stories
@@ -194,6 +198,8 @@ class Generation:
             self._documents.note(record, prompts)
         if admitted.hints:
             self._hinting.note(admitted.hints, record)
+        if len(self.suspects):
+            self.suspects.check(flight.digest())
         story = Story(record, prompts, self._clock.wall())
         self._stories.add(story, len(self._fleet.rows))
         with self._flights.carrying(flight):
@@ -241,7 +247,6 @@ class Generation:
                 await self._chooser.prepared(flight)
             try:
                 await self._relay.attempt(flight, decision)
-                return
             except (ConnectFailed, ConnectionLost) as error:
                 if flight.responder.started:
                     raise
@@ -251,10 +256,15 @@ class Generation:
                 if isinstance(error, ConnectFailed):
                     self._fleet.unconnected(where, str(error), refused=error.refused)
                     continue
-                # The worker may have died of this very request: give it one more chance, not a whole fleet.
+                # The instance may have died of this very request: it gets one more chance, not a whole fleet.
+                self.suspects.check(flight.digest())
                 lost += 1
                 if lost > 1:
                     break
+            else:
+                if len(self.suspects) and flight.record.error is None:
+                    self.suspects.answered(flight.digest())
+                return
         if isinstance(failure, HalfFailed):
             raise failure.refused() from failure
         if isinstance(failure, ConnectionLost):

@@ -149,17 +149,55 @@ async def test_a_lost_connection_means_another_worker(stream, start_worker, star
         assert 'sglang_ext_router_retries_total{why="lost"}' in await metrics.text()
 
 
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_kills_workers_is_not_given_the_whole_fleet(
-    start_worker, start_router, client
+    stream, start_worker, start_router, client
 ) -> None:
+    """Nor is the same request of another client, for a while; others are served."""
     workers = [await start_worker() for _ in range(4)]
     for worker in workers:
         worker.deaths_before_head = 1
     router = await start_router(*workers)
-    async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
-        assert answer.status == 502
-        assert (await answer.json())["error"]["code"] == "worker_lost"
+    body = {**PROMPTS["/generate"], "stream": stream}
+    for _ in range(3):
+        async with client.post(router.url + "/generate", json=body) as answer:
+            assert answer.status == 500
+            assert (await answer.json())["error"]["code"] == "request_ends_servers"
     assert sum(len(worker.requests) for worker in workers) == 2
+    for worker in workers:
+        worker.deaths_before_head = 0
+    async with client.post(router.url + "/v1/completions", json=PROMPTS["/v1/completions"]) as answer:
+        assert answer.status == 200
+
+
+async def test_streams_that_a_workers_death_breaks_off_count_as_its_deaths(
+    start_worker, start_router, client
+) -> None:
+    """Once a stream has begun, it is not sent to another worker; a client that repeats it is refused."""
+    workers = [await start_worker() for _ in range(4)]
+    for worker in workers:
+        worker.die_after_chunks = 2
+    router = await start_router(*workers, policy="round-robin")
+    body = {**PROMPTS["/generate"], "stream": True}
+    statuses = []
+    for _ in range(4):
+        async with client.post(router.url + "/generate", json=body) as answer:
+            statuses.append(answer.status)
+            await answer.read()
+    assert statuses == [200, 200, 500, 500]
+
+
+async def test_a_request_that_is_answered_after_a_death_is_no_suspect(
+    start_worker, start_router, client
+) -> None:
+    dying, healthy = await start_worker(), await start_worker()
+    router = await start_router(dying, healthy, policy="round-robin")
+    dying.deaths_before_head = 1
+    for _ in range(2):
+        async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
+            assert answer.status == 200
+    assert not dying.deaths_before_head
+    assert repr(router.generation.suspects) == "Suspects(0)"
 
 
 async def test_a_worker_that_dies_in_mid_stream_ends_the_stream_with_an_error(

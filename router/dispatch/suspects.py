@@ -1,0 +1,131 @@
+"""Requests during which instances died: one that was at two deaths is refused for a while.
+
+A request may end the server that works on it. It is sent to a second instance, because the first may have died
+of something else. With the second death it is refused, and so is whatever has the same body, until
+``REFUSED_S`` have passed since the last death: a client that repeats the request would end the next two.
+
+Every request that an instance's death interrupts counts, as it cannot be seen which of them was the cause. One
+of them that is answered elsewhere is cleared. Several routers share what they saw.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
+from typing import TypeAlias
+
+from sglang_ext.clock import Clock
+from sglang_ext.router.cluster.words import RequestLost, Word
+from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.signals import Signal
+
+REFUSED_S = 300.0
+"""How long a request is refused, and how long a death counts."""
+ONE_DEATH_S = 10.0
+"""Losses at one instance within this time are one death: equal requests may run there, and no server starts
+again that fast."""
+MOST_DEATHS = 2
+MAX_SUSPECTS = 4096
+"""The oldest are dropped."""
+
+
+def digest_of_request(target: str, body: bytes) -> str:
+    """By which a request is recognised when it comes again.
+
+    Args:
+        target: its path, and what follows.
+        body: as the client sent it.
+    """
+    return blake2b(body, digest_size=16, key=target.encode()[:64]).hexdigest()
+
+
+Loss: TypeAlias = tuple[str, float]
+"""(instance, when): an instance went away while it worked on a request."""
+
+
+def with_loss(losses: Sequence[Loss], loss: Loss, now: float) -> list[Loss]:
+    """The losses of one request that still count, with one more; one of the same death adds nothing."""
+    kept = [(instance, at) for instance, at in losses if now - at < REFUSED_S]
+    if all(instance != loss[0] or abs(at - loss[1]) >= ONE_DEATH_S for instance, at in kept):
+        kept.append(loss)
+    return kept
+
+
+def ends_servers(losses: Sequence[Loss], now: float) -> bool:
+    """Whether a request with these losses is refused."""
+    return sum(now - at < REFUSED_S for _, at in losses) >= MOST_DEATHS
+
+
+class Suspects:
+    """Requests that instances' deaths interrupted. A speaker among routers (``words.Speaker``).
+
+    Args:
+        router: which router this is.
+        clock: seconds.
+    """
+
+    def __init__(self, router: str, clock: Clock) -> None:
+        self._router = router
+        self._clock = clock
+        self._losses: OrderedDict[str, list[Loss]] = OrderedDict()
+        self.said: Signal[[Word]] = Signal()
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def __repr__(self) -> str:
+        return f"Suspects({len(self._losses)})"
+
+    def lost(self, digest: str, instance: str) -> None:
+        """An instance went away while it worked on a request."""
+        self._add(digest, (instance, self._clock.monotonic()))
+        if self.said:
+            self.said(RequestLost(self._router, digest, instance, age_s=0.0))
+
+    def answered(self, digest: str) -> None:
+        """An instance has answered a request: it is no cause of deaths."""
+        self._losses.pop(digest, None)
+
+    def check(self, digest: str) -> None:
+        """Refuse a request that was at too many deaths.
+
+        Raises:
+            RequestRefused: 500, with code ``request_ends_servers``.
+        """
+        losses = self._losses.get(digest)
+        if losses is not None and ends_servers(losses, self._clock.monotonic()):
+            raise RequestRefused(
+                f"{MOST_DEATHS} servers ended while they worked on this request. It is not sent to another one, "
+                f"and refused for {REFUSED_S:g} s; see the last lines of the servers' logs for the cause",
+                status=500,
+                kind="server_error",
+                code="request_ends_servers",
+            )
+
+    def _add(self, digest: str, loss: Loss) -> None:
+        losses = self._losses.get(digest, [])
+        self._losses[digest] = with_loss(losses, loss, self._clock.monotonic())
+        self._losses.move_to_end(digest)
+        while len(self._losses) > MAX_SUSPECTS:
+            self._losses.popitem(last=False)
+
+    # -- other routers ----------------------------------------------------------------------------
+
+    def hear(self, word: Word) -> None:
+        """Another router has lost a request."""
+        if isinstance(word, RequestLost) and word.router != self._router:
+            self._add(word.digest, (word.instance, self._clock.monotonic() - word.age_s))
+
+    def words(self) -> Iterable[Word]:
+        """All losses that count, for a router that begins."""
+        now = self._clock.monotonic()
+        return [
+            RequestLost(self._router, digest, instance, age_s=now - at)
+            for digest, losses in self._losses.items()
+            for instance, at in losses
+            if now - at < REFUSED_S
+        ]
+
+    def on_routers(self, names: Collection[str]) -> None:
+        """Losses that another router saw count on when that router is gone."""
