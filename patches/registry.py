@@ -42,9 +42,11 @@ from sglang_ext.patches.hooks import (
     flags,
     load_details,
     migration,
+    request_values,
     restarts,
     retraction,
     stages,
+    uncompiled,
     vocabulary,
 )
 from sglang_ext.patches.hooks import (
@@ -95,6 +97,8 @@ PATCHES: tuple[Patch, ...] = (
     role_switch.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,
+    request_values.PATCH,
+    uncompiled.PATCH,
 )
 
 

@@ -105,6 +105,8 @@ def main(argv: list[str]) -> None:
     if key is not None:
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(Hides(key))
     if runtime.wanted(argv, os.environ):
+        if runtime.COMPILING_FLAG in argv:
+            os.environ.setdefault(runtime.COMPILING, "0")
         runtime.prepare_process(os.environ)
         reason = runtime.unsupported_host(platform.machine())
         if reason is not None:

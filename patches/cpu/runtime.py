@@ -11,7 +11,13 @@ from sglang_ext.patches.cpu import torchvision as torchvision_operators
 ACTIVE = "SGLANG_EXT_CPU_RUNTIME"
 """Set to 1 in the server's process and inherited by its children when the CPU runtime is on."""
 
-ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
+COMPILING = "TORCHDYNAMO_DISABLE"
+"""0 lets ``torch.compile`` compile. SGLang wraps functions in it that a server first calls for some request:
+that request stopped all others for seconds, and ended the server where there is no C++ compiler."""
+COMPILING_FLAG = "--enable-torch-compile"
+"""SGLang's, with which it compiles the model before it is ready."""
+
+ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", COMPILING: "1"}
 """Environment of a CPU server; what the user has set stays."""
 
 NCCL_LIBRARY = "SGLANG_NCCL_SO_PATH"

@@ -1,8 +1,9 @@
-"""Refuse token ids that the model does not have.
+"""Refuse token ids that the model does not have, and prompts without any.
 
 What: SGLang passes ``input_ids`` of a request to the embedding unchecked; an id outside the vocabulary raises
-in the forward pass, which kills the scheduler process, on a GPU by a device-side assertion. The scheduler
-already checks the length of every request and answers a bad one with a 400; this check joins it.
+in the forward pass, which kills the scheduler process, on a GPU by a device-side assertion. So does a prompt
+without a token. The scheduler already checks the length of every request and answers a bad one with a 400; this
+check joins it.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -17,6 +18,9 @@ from typing import Any
 
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
+
+
+EMPTY = "The prompt is empty; it needs a token at least."
 
 
 def out_of_vocabulary(input_ids: Sequence[int], vocab_size: int) -> str | None:
@@ -42,6 +46,8 @@ def after_length_check(error: str | None, req: Any, *_args: Any, **_kwargs: Any)
         or req.multimodal_inputs is not None
     ):
         return None  # SGLang keeps the result it has
+    if not req.origin_input_ids:
+        return EMPTY
     return out_of_vocabulary(req.origin_input_ids, req.vocab_size)
 
 

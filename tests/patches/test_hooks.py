@@ -412,6 +412,7 @@ def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert "input_ids[0]" in str(vocabulary.after_length_check(None, bad, 10, False))
     assert vocabulary.after_length_check("too long", bad, 10, False) is None, "SGLang's error stays"
     assert vocabulary.after_length_check(None, request_of([99]), 10, False) is None
+    assert vocabulary.after_length_check(None, request_of([]), 10, False) == vocabulary.EMPTY
     image = request_of([2**40])
     image.multimodal_inputs = object()
     assert vocabulary.after_length_check(None, image, 10, False) is None

@@ -1,0 +1,248 @@
+"""Refuse the values of a request that would end a scheduler.
+
+What: hooks at four places.
+
+- around the reading of a request's shape: ``n`` is bounded, as the request is repeated in memory so many times
+  before anything of it is checked; what raises anything but ``ValueError`` there, and ids of the request that
+  are no strings, are answered with a 400 instead of a 500;
+- around the making of a tokenized request: SGLang compares values as they came (``"8" <= 4``), so that a wrong
+  type raises ``TypeError`` and the like, which is answered with a 500; these become ``ValueError``, a 400 that
+  names the field;
+- before a message is sent to the scheduler: it is encoded and decoded as the scheduler would do it, and every
+  number in it has to fit the tensors that the scheduler makes of it. The scheduler decodes messages, and builds
+  the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
+- around the admission of a request in the scheduler: what raises there is reported as the end of that request.
+
+Why no extension point serves: there is none for the validation of requests.
+
+For: any device. A server behind the router refuses most of such requests there first.
+Can go: when SGLang's scheduler answers for a request that it cannot take.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+logger = logging.getLogger(__name__)
+
+_REQUESTS = "sglang.srt.managers.io_struct"
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+INT32: Final = 1 << 31
+"""Integers are below this: SGLang makes 32-bit tensors of most."""
+INT64: Final = 1 << 63
+WIDE: Final = frozenset({"sampling_seed", "bootstrap_room"})
+"""Integers of 64 bits."""
+MAX_BIAS: Final = 1e30
+"""Of a logit bias: divided by the least temperature (1e-6), it has to stay finite in 32 bits."""
+FLOAT32_MAX: Final = 3.4028234663852886e38
+MAX_CHOICES: Final = 4096
+"""Largest ``n``, as of the router (``router/api/validation.py``)."""
+UNBOUNDED: Final = frozenset({"custom_params", "watermark", "kv_hints"})
+"""Fields with objects of the client's, whose numbers SGLang does not put into tensors by itself."""
+BULK: Final = ("input_ids", "mm_inputs", "input_embeds", "time_stats")
+"""Large fields that SGLang has made or checked itself. They are left out, so that the check of a long prompt
+takes as long as that of a short one."""
+
+
+def check_message(message: msgspec.Struct, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]) -> None:
+    """Check one request on its way to the scheduler.
+
+    Args:
+        message: a tokenized request, not changed.
+        encode, decode: as sender and scheduler do.
+
+    Raises:
+        ValueError: naming the field and what it may be.
+    """
+    light = msgspec.structs.replace(
+        message, **{name: None for name in BULK if getattr(message, name, None) is not None}
+    )
+    for path, value in _numbers(light, ""):
+        if problem := number_problem(path, value):
+            raise ValueError(problem)
+    try:
+        decode(encode(light))
+    except msgspec.ValidationError as error:
+        raise ValueError(explained(light, str(error))) from None
+    except Exception as error:
+        raise ValueError(f"the request cannot be sent to the scheduler: {error}") from error
+
+
+def number_problem(path: str, value: float) -> str:
+    """What is wrong with a number of a request; empty when nothing is.
+
+    Args:
+        path: of the field, as ``sampling_params.top_k``.
+    """
+    if isinstance(value, int):
+        limit, bits = (INT64, 64) if path.rpartition(".")[2] in WIDE else (INT32, 32)
+        if -limit <= value < limit:
+            return ""
+        return f"{path} must be an integer of {bits} bits, from {-limit} to {limit - 1}, not {value}"
+    most = MAX_BIAS if ".logit_bias[" in path else FLOAT32_MAX
+    if math.isfinite(value) and abs(value) <= most:
+        return ""
+    return f"{path} must be a finite number from {-most:g} to {most:g}, not {value}"
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    """(path, number) of all numbers in a message."""
+    if isinstance(value, bool) or value is None or isinstance(value, str | bytes):
+        return
+    if isinstance(value, int | float):
+        yield path, value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            if name not in UNBOUNDED:
+                yield from _numbers(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple | set):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{path}[{index}]")
+
+
+_PATH = re.compile(r" - at `\$((?:\[[^\]]*\])*)`$")
+
+
+def explained(message: msgspec.Struct, error: str) -> str:
+    """msgspec's error about an encoded message, with the names of fields in place of their numbers."""
+    found = _PATH.search(error)
+    if found is None:
+        return error
+    at: Any = message
+    path = ""
+    for word in re.findall(r"\[([^\]]*)\]", found[1]):
+        if isinstance(at, msgspec.Struct) and word.isdecimal():
+            index = int(word) - (at.__struct_config__.tag is not None)
+            names = at.__struct_fields__
+            if not 0 <= index < len(names):
+                break
+            path += f".{names[index]}" if path else names[index]
+            at = getattr(at, names[index])
+        else:
+            path += f"[{word}]"
+            at = at[int(word)] if isinstance(at, list | tuple) and word.isdecimal() else None
+    return f"{path}: {error[: found.start()]}" if path else error
+
+
+def wrong_types(values: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
+    """Which of the values by name do not have the type that the struct declares; empty when all have it."""
+    problems = []
+    for field in msgspec.structs.fields(kind):
+        value = values.get(field.name)
+        if value is None:
+            continue
+        try:
+            msgspec.convert(value, field.type)
+        except (msgspec.ValidationError, TypeError) as error:
+            problems.append(f"{field.name}: {error}")
+    return "; ".join(problems)
+
+
+def check_choices(given: Any) -> None:
+    """Check ``n`` of the sampling parameters of one prompt, or of several.
+
+    Raises:
+        ValueError: there is one above `MAX_CHOICES`.
+    """
+    for one in given if isinstance(given, list) else [given]:
+        choices = one.get("n") if isinstance(one, Mapping) else None
+        if isinstance(choices, int | float) and not choices <= MAX_CHOICES:
+            raise ValueError(f"n must be at most {MAX_CHOICES}, not {choices}")
+
+
+# -- hooks --------------------------------------------------------------------------------------------
+
+
+def around_shape(stock: Callable[[Any], None], obj: Any) -> None:
+    """Around ``normalize_batch_and_arguments``.
+
+    Raises:
+        ValueError: the request's values cannot be used.
+    """
+    check_choices(obj.sampling_params)
+    try:
+        stock(obj)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the request cannot be used: {error}") from error
+    ids = [obj.rid] if obj.is_single else obj.rid
+    if any(not isinstance(rid, str) for rid in ids):
+        raise ValueError("rid must be a string, or for several prompts an array with a string for each")
+
+
+def around_tokenized(stock: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``_create_tokenized_object``.
+
+    Raises:
+        ValueError: the request's values cannot be used.
+    """
+    try:
+        return stock(manager, obj, *args, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        given = obj.sampling_params if isinstance(obj.sampling_params, Mapping) else {}
+        named = wrong_types(given, manager.sampling_params_class)
+        reason = f"sampling_params: {named}" if named else f"the request cannot be used: {error}"
+        raise ValueError(reason) from error
+
+
+def before_dispatch(_manager: Any, obj: Any) -> None:
+    """Before ``_dispatch_to_scheduler``.
+
+    Raises:
+        ValueError: the scheduler could not take the message.
+    """
+    from sglang.srt.managers import io_struct
+
+    batches = (io_struct.BatchTokenizedGenerateReqInput, io_struct.BatchTokenizedEmbeddingReqInput)
+    for request in obj.batch if isinstance(obj, batches) else (obj,):
+        if isinstance(request, io_struct.TokenizedGenerateReqInput | io_struct.TokenizedEmbeddingReqInput):
+            check_message(request, io_struct.msgpack_encode, io_struct.msgpack_decode)
+
+
+def around_admission(
+    stock: Callable[..., None], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Around ``handle_generate_request`` and ``handle_embedding_request``, on all ranks alike."""
+    try:
+        stock(scheduler, recv_req, *args, **kwargs)
+    except Exception as error:
+        logger.exception("request %s cannot be admitted", recv_req.rid)
+        from sglang.srt.managers.io_struct import AbortReq
+
+        reason = {
+            "type": "abort",
+            "status_code": HTTPStatus.BAD_REQUEST,
+            "message": f"the request cannot be admitted: {error}",
+        }
+        scheduler.ipc_channels.send_to_tokenizer.send_output(
+            AbortReq(rid=recv_req.rid, finished_reason=reason), recv_req
+        )
+
+
+PATCH = hook_patch(
+    "request_values",
+    "answer values that the scheduler cannot take with a 400 instead of dying",
+    Hook(f"{_REQUESTS}.GenerateReqInput.normalize_batch_and_arguments", "around", around_shape),
+    Hook(f"{_REQUESTS}.EmbeddingReqInput.normalize_batch_and_arguments", "around", around_shape),
+    Hook(f"{_MANAGER}._create_tokenized_object", "around", around_tokenized),
+    Hook(f"{_MANAGER}._dispatch_to_scheduler", "before", before_dispatch),
+    Hook(f"{_SCHEDULER}.handle_generate_request", "around", around_admission),
+    Hook(f"{_SCHEDULER}.handle_embedding_request", "around", around_admission),
+)
