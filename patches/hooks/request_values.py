@@ -2,16 +2,16 @@
 
 What: hooks at four places.
 
-- around the reading of a request's shape: ``n`` is bounded, as the request is repeated in memory so many times
-  before anything of it is checked; what raises anything but ``ValueError`` there, and ids of the request that
+- around the reading of a request's shape: ``n`` is bounded, as the request is repeated in memory so many
+  times before anything of it is checked. What raises anything but ``ValueError``, and ids of the request that
   are no strings, are answered with a 400 instead of a 500;
-- around the making of a tokenized request: SGLang compares values as they came (``"8" <= 4``), so that a wrong
-  type raises ``TypeError`` and the like, which is answered with a 500; these become ``ValueError``, a 400 that
-  names the field;
+- around the making of a tokenized request: SGLang compares values as they came (``"8" <= 4``), so that a
+  wrong type raises ``TypeError``. It becomes a ``ValueError``, a 400 that names the field;
 - before a message is sent to the scheduler: it is encoded and decoded as the scheduler would do it, and every
-  number in it has to fit the tensors that the scheduler makes of it. The scheduler decodes messages, and builds
-  the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
-- around the admission of a request in the scheduler: what raises there is reported as the end of that request.
+  number in it has to fit the tensors that the scheduler makes of it. The scheduler decodes messages, and
+  builds the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
+- around the admission of a request in the scheduler: what the request asks of sampling is built once for it
+  alone, as it would be for a batch. What raises is reported as the end of that request.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -26,6 +26,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -55,7 +56,9 @@ BULK: Final = ("input_ids", "mm_inputs", "input_embeds", "time_stats")
 takes as long as that of a short one."""
 
 
-def check_message(message: msgspec.Struct, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]) -> None:
+def check_message(
+    message: msgspec.Struct, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]
+) -> None:
     """Check one request on its way to the scheduler.
 
     Args:
@@ -216,14 +219,74 @@ def before_dispatch(_manager: Any, obj: Any) -> None:
             check_message(request, io_struct.msgpack_encode, io_struct.msgpack_decode)
 
 
+class Alone:
+    """A message to the scheduler in the place of the request that the scheduler makes of it.
+
+    Args:
+        message: the tokenized request.
+        scheduler: gives what a request gets from it.
+    """
+
+    def __init__(self, message: Any, scheduler: Any) -> None:
+        self._message = message
+        self.tokenizer = scheduler.tokenizer
+        self.eos_token_ids = scheduler.model_config.hf_eos_token_id
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._message, name)
+        except AttributeError:
+            raise NotTriedError(name) from None
+
+
+class NotTriedError(Exception):
+    """A message does not have what SGLang asks of a request."""
+
+
+def asks_of_sampling(message: Any) -> bool:
+    """Whether a request has a processor, a bias or penalties of its own."""
+    params = message.sampling_params
+    return bool(
+        getattr(message, "custom_logit_processor", None)
+        or params.logit_bias
+        or params.min_new_tokens
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+    )
+
+
+def check_sampling(message: Any, scheduler: Any) -> None:
+    """Build what a request asks of sampling for it alone, as a batch with it would.
+
+    On the CPU, whatever the server's device is, and only for requests that ask for more than a temperature
+    and bounds, which `check_message` has checked.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    if not asks_of_sampling(message):
+        return
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    batch: Any = SimpleNamespace(reqs=[Alone(message, scheduler)], device="cpu")
+    try:
+        SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
+    except NotTriedError as missing:
+        logger.debug("cannot try the sampling of a request: it has no %s", missing)
+    except Exception as problem:
+        raise ValueError(f"the sampling parameters cannot be used: {problem}") from problem
+
+
 def around_admission(
     stock: Callable[..., None], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Around ``handle_generate_request`` and ``handle_embedding_request``, on all ranks alike."""
     try:
+        check_sampling(recv_req, scheduler)
         stock(scheduler, recv_req, *args, **kwargs)
     except Exception as error:
-        logger.exception("request %s cannot be admitted", recv_req.rid)
+        logger.warning("request %s is refused: %s", recv_req.rid, error, exc_info=error)
         from sglang.srt.managers.io_struct import AbortReq
 
         reason = {

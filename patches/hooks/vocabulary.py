@@ -2,8 +2,8 @@
 
 What: SGLang passes ``input_ids`` of a request to the embedding unchecked; an id outside the vocabulary raises
 in the forward pass, which kills the scheduler process, on a GPU by a device-side assertion. So does a prompt
-without a token. The scheduler already checks the length of every request and answers a bad one with a 400; this
-check joins it.
+without a token. The scheduler already checks the length of every request and answers a bad one with a 400;
+this check joins it.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -18,7 +18,6 @@ from typing import Any
 
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
-
 
 EMPTY = "The prompt is empty; it needs a token at least."
 

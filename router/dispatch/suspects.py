@@ -1,11 +1,11 @@
 """Requests during which instances died: one that was at two deaths is refused for a while.
 
-A request may end the server that works on it. It is sent to a second instance, because the first may have died
-of something else. With the second death it is refused, and so is whatever has the same body, until
+A request may end the server that works on it. It is sent to a second instance, because the first may have
+died of something else. With the second death it is refused, and so is every request with the same body, until
 ``REFUSED_S`` have passed since the last death: a client that repeats the request would end the next two.
 
-Every request that an instance's death interrupts counts, as it cannot be seen which of them was the cause. One
-of them that is answered elsewhere is cleared. Several routers share what they saw.
+Every request that the death of an instance interrupts counts, as the cause cannot be seen from outside. One
+that is answered elsewhere is cleared. Several routers share what they saw.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Suspects:
         losses = self._losses.get(digest)
         if losses is not None and ends_servers(losses, self._clock.monotonic()):
             raise RequestRefused(
-                f"{MOST_DEATHS} servers ended while they worked on this request. It is not sent to another one, "
-                f"and refused for {REFUSED_S:g} s; see the last lines of the servers' logs for the cause",
+                f"{MOST_DEATHS} servers ended while they worked on this request. It is not sent to another "
+                f"one, and refused for {REFUSED_S:g} s; the last lines of the servers' logs have the cause",
                 status=500,
                 kind="server_error",
                 code="request_ends_servers",

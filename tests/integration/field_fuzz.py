@@ -1,8 +1,8 @@
-"""Every field of every API of a server, with numbers at the borders of its types and with each other JSON type.
+"""Every field of every API of a server, with numbers at the borders of its types and with each JSON type.
 
 The fields come from the server's own description (``/openapi.json``) and from the source of SGLang's sampling
-parameters, so that a field of a newer SGLang is tried without being listed here. What is listed are the routes
-that only an operator may use, because they change the server on purpose.
+parameters, so that a field of a newer SGLang is tried without being listed here. Listed are the routes that
+only an operator may use, because they change the server on purpose.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ TOKENS = 2
 SECONDS = 120.0
 """Of one answer, on a busy machine."""
 EDGES = (
-    *(-(2**63) - 1, -(2**63), -(2**31) - 1, -(2**31), -1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64),
+    *(-(2**63) - 1, -(2**63), -(2**31) - 1, -(2**31), -1, 0, 1),
+    *(2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64),
     *(-1e300, -0.0, 5e-324, 0.5, 1e39, 1e300),
 )
 RAW = ("NaN", "Infinity", "1e400")
 """Numbers that are no JSON, or no float."""
-OTHERS = (None, True, "", "8", "((", 1.5, 7, [], [1], ["x"], [[-1]], [None], {}, {"a": 1}, {"1": 2}, [{"a": 1}])
+OTHERS = (
+    *(None, True, "", "8", "((", 1.5, 7, [], [1], ["x"], [[-1]], [None], {}),
+    *({"a": 1}, {"1": 2}, [{"a": 1}]),
+)
 """A value of each JSON type, some of which a field may take."""
 PROMPT = "The librarian reads a book."
 SAMPLING: Json = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
@@ -136,9 +140,8 @@ def _least(schema: Json, schemas: Json) -> Any:
         return form.get("const", form.get("enum", [None])[0])
     kind = form.get("type")
     if kind == "object":
-        return {
-            name: _least(form.get("properties", {}).get(name, {}), schemas) for name in form.get("required", ())
-        }
+        inner = form.get("properties", {})
+        return {name: _least(inner.get(name, {}), schemas) for name in form.get("required", ())}
     if kind == "array":
         return [_least(form.get("items", {}), schemas)]
     return {"integer": 1, "number": 1.0, "boolean": False, "null": None}.get(kind, PROMPT)
