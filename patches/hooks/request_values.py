@@ -26,7 +26,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
-from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -219,6 +218,20 @@ def before_dispatch(_manager: Any, obj: Any) -> None:
             check_message(request, io_struct.msgpack_encode, io_struct.msgpack_decode)
 
 
+def check_logprobs(message: Any, vocab_size: int) -> None:
+    """Check which log probabilities a request asks for. SGLang takes the likeliest of the whole vocabulary.
+
+    Raises:
+        ValueError: more than there are, or from a position that there is not.
+    """
+    most = getattr(message, "top_logprobs_num", 0)
+    if not 0 <= most <= vocab_size:
+        raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, not {most}")
+    start = getattr(message, "logprob_start_len", -1)
+    if start < -1:
+        raise ValueError(f"logprob_start_len must be at least -1, not {start}")
+
+
 class Alone:
     """A message to the scheduler in the place of the request that the scheduler makes of it.
 
@@ -237,6 +250,19 @@ class Alone:
             return getattr(self._message, name)
         except AttributeError:
             raise NotTriedError(name) from None
+
+
+class BatchOfOne:
+    """What SGLang looks at of a batch whose sampling it builds. It keeps a weak reference to it.
+
+    Args:
+        request: the one request.
+    """
+
+    device = "cpu"
+
+    def __init__(self, request: Alone) -> None:
+        self.reqs = [request]
 
 
 class NotTriedError(Exception):
@@ -269,7 +295,7 @@ def check_sampling(message: Any, scheduler: Any) -> None:
         return
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-    batch: Any = SimpleNamespace(reqs=[Alone(message, scheduler)], device="cpu")
+    batch: Any = BatchOfOne(Alone(message, scheduler))
     try:
         SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
     except NotTriedError as missing:
@@ -283,6 +309,7 @@ def around_admission(
 ) -> None:
     """Around ``handle_generate_request`` and ``handle_embedding_request``, on all ranks alike."""
     try:
+        check_logprobs(recv_req, scheduler.model_config.vocab_size)
         check_sampling(recv_req, scheduler)
         stock(scheduler, recv_req, *args, **kwargs)
     except Exception as error:

@@ -26,6 +26,12 @@ microsecond of everybody's time, as nothing else runs while it is parsed."""
 MAX_VALUES = 1 << 22
 """Elements of a body's objects and arrays, each of which takes about a tenth of that."""
 
+INT32: Final = 1 << 31
+"""Integers are below this: servers make 32-bit tensors of most."""
+INT64: Final = 1 << 63
+MOST_NUMBER: Final = 3.4028234663852886e38
+"""Largest number: that of 32 bits."""
+
 FEW = 16
 """So many brackets of a body are looked for one by one."""
 MAX_DEPTH = 250
@@ -116,29 +122,38 @@ def take_bool(source: Json, name: str, prefix: str = "") -> bool:
 
 
 def take_int(
-    source: Json, name: str, *, least: int | None = None, most: int | None = None, prefix: str = ""
+    source: Json, name: str, *, least: int = -INT32, most: int = INT32 - 1, prefix: str = ""
 ) -> int | None:
-    """An integer field, or ``None`` when absent or null."""
+    """An integer field, or ``None`` when absent or null. Of 32 bits, unless other bounds are given."""
     value = source.get(name)
     if value is None:
         return None
     field = prefix + name
     if type(value) is not int:
         raise wrong(field, "an integer", value)
-    if least is not None and value < least:
+    if value < least:
         raise RequestRefused(
             f"{field} must be at least {least}, not {value}", param=field, code="out_of_range"
         )
-    if most is not None and value > most:
+    if value > most:
         raise RequestRefused(f"{field} must be at most {most}, not {value}", param=field, code="out_of_range")
     return value
 
 
 def take_number(source: Json, name: str, prefix: str = "") -> None:
-    """Check that a field is a number, null or absent."""
+    """Check that a field is a number of 32 bits, null or absent."""
     value = source.get(name)
-    if value is not None and type(value) not in (int, float):
-        raise wrong(prefix + name, "a number", value)
+    if value is None:
+        return
+    field = prefix + name
+    if type(value) not in (int, float):
+        raise wrong(field, "a number", value)
+    if not -MOST_NUMBER <= value <= MOST_NUMBER:
+        raise RequestRefused(
+            f"{field} must be from {-MOST_NUMBER:g} to {MOST_NUMBER:g}, not {value:g}",
+            param=field,
+            code="out_of_range",
+        )
 
 
 def take_string(source: Json, name: str, prefix: str = "") -> str | None:
@@ -210,9 +225,9 @@ _CHECKS: Mapping[str, Callable[[Json, str, str], object]] = {
     "number": take_number, "boolean": take_bool, "string": take_string, "strings": check_strings,
     "object": check_object,
 }  # fmt: skip
-RANGES: Final[Mapping[str, tuple[int | None, int | None]]] = {
-    "integer": (None, None), "count": (0, None), "positive": (1, None), "choices": (1, MAX_CHOICES),
-    "top": (0, None),
+RANGES: Final[Mapping[str, tuple[int, int]]] = {
+    "integer": (-INT32, INT32 - 1), "seed": (-INT64, INT64 - 1), "count": (0, INT32 - 1),
+    "positive": (1, INT32 - 1), "choices": (1, MAX_CHOICES), "top": (0, INT32 - 1),
 }  # fmt: skip
 """Kind of integer -> least and most. ``top`` is a number of likeliest tokens: at most the vocabulary's."""
 
@@ -224,7 +239,8 @@ def kinds(**names: str) -> dict[str, str]:
 
 SAMPLING: Final = kinds(
     number="temperature top_p min_p frequency_penalty presence_penalty repetition_penalty",
-    integer="top_k min_new_tokens min_tokens seed sampling_seed",
+    integer="top_k min_new_tokens min_tokens",
+    seed="seed sampling_seed",
     choices="n",
     boolean="ignore_eos skip_special_tokens no_stop_trim spaces_between_special_tokens",
     string="regex ebnf structural_tag",
