@@ -15,7 +15,17 @@ from sglang_ext.router.api.prompts import namespaces, take_prompts
 from sglang_ext.router.api.sse import parsed
 from sglang_ext.router.api.stream_splice import StreamSplice, another_answer
 from sglang_ext.router.api.usage import StreamReader, Usage, count
-from sglang_ext.router.api.validation import SAMPLING, Json, check_fields, json_type, kinds, take_bool, wrong
+from sglang_ext.router.api.validation import (
+    SAMPLING,
+    Json,
+    check_fields,
+    coerced_bool,
+    coerced_int,
+    json_type,
+    kinds,
+    take_bool,
+    wrong,
+)
 from sglang_ext.router.http.types import RequestRefused
 
 MEDIA_FIELDS = ("image_data", "video_data", "audio_data")
@@ -227,7 +237,7 @@ def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[l
     if value is None:
         return [None] * count, 1
     if type(value) is dict:
-        check_fields(value, _SAMPLING, limits, "sampling_params.")
+        check_fields(value, _SAMPLING, limits, "sampling_params.", coerces=False)
         return [value.get("max_new_tokens")] * count, value.get("n") or 1
     if type(value) is not list:
         raise wrong("sampling_params", "an object or an array of objects", value)
@@ -236,7 +246,7 @@ def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[l
         field = f"sampling_params[{index}]"
         if type(item) is not dict:
             raise wrong(field, "an object", item)
-        check_fields(item, _SAMPLING, limits, field + ".")
+        check_fields(item, _SAMPLING, limits, field + ".", coerces=False)
     choices = {item.get("n") or 1 for item in value}
     if len(choices) > 1:
         raise RequestRefused(
@@ -276,6 +286,7 @@ def _check_logprobs(payload: Json, limits: Limits) -> None:
         field = f"top_logprobs_num[{index}]" if type(value) is list else "top_logprobs_num"
         if item is None:
             continue
+        item = coerced_int(item)
         if type(item) is not int:
             raise wrong(field, "an integer", item)
         if not 0 <= item <= limits.vocab_size:
@@ -286,10 +297,10 @@ def _check_logprobs(payload: Json, limits: Limits) -> None:
             )
     for name in ("return_logprob", "logprob_start_len"):
         value = payload.get(name)
-        kind: tuple[type, ...] = (bool,) if name == "return_logprob" else (int,)
+        kind, coerced = (bool, coerced_bool) if name == "return_logprob" else (int, coerced_int)
         for item in value if type(value) is list else [value]:
-            if item is not None and type(item) not in kind:
-                what = "booleans" if kind == (bool,) else "integers"
+            if item is not None and type(coerced(item)) is not kind:
+                what = "booleans" if kind is bool else "integers"
                 raise RequestRefused(
                     f"{name} must consist of {what}, not {json_type(item)}", param=name, code="invalid_type"
                 )

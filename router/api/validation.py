@@ -6,6 +6,8 @@ may be. What SGLang itself answers with a 400 is left to SGLang, unless the rout
 
 from __future__ import annotations
 
+import math
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
@@ -113,9 +115,59 @@ def wrong(field: str, expected: str, value: Any) -> RequestRefused:
     )
 
 
+# A server takes many values of another type than a field's, as pydantic coerces them: "8" for 8. So does the
+# router, which puts the coerced value into the parsed body; the server is sent the body as it came.
+
+_TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE: Final = frozenset({"0", "off", "f", "false", "n", "no"})
+_INTEGER: Final = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
+_SPACE: Final = " \t\n\x0b\x0c\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+"""White space by Unicode, which pydantic leaves out around numbers. Python has more."""
+_MAX_DIGITS: Final = 4300
+"""Of a string that stands for an integer, as pydantic and Python have it."""
+
+
+def coerced_int(value: Any) -> Any:
+    """``value`` as pydantic makes an integer of it; unchanged where it makes none."""
+    if type(value) is bool:
+        return int(value)
+    if type(value) is float:
+        return int(value) if value.is_integer() and -(2.0**63) <= value < 2.0**63 else value
+    if type(value) is str and len(value) <= _MAX_DIGITS and _INTEGER.fullmatch(text := value.strip(_SPACE)):
+        return int(text.partition(".")[0])
+    return value
+
+
+def coerced_number(value: Any) -> Any:
+    """``value`` as pydantic makes a finite number of it; unchanged where it makes none."""
+    if type(value) is bool:
+        return float(value)
+    if type(value) is str and (text := value.strip(_SPACE)).isascii() and text == text.strip():
+        try:
+            number = float(text)
+        except ValueError:
+            return value
+        return number if math.isfinite(number) else value
+    return value
+
+
+def coerced_bool(value: Any) -> Any:
+    """``value`` as pydantic makes a boolean of it; unchanged where it makes none."""
+    if type(value) in (int, float) and value in (0, 1):
+        return value == 1
+    if type(value) is str:
+        lower = value.lower()
+        return True if lower in _TRUE else False if lower in _FALSE else value
+    return value
+
+
 def take_bool(source: Json, name: str, prefix: str = "") -> bool:
     """A boolean field; absent means false, and so does null, as in SGLang's own clients."""
     value = source.get(name)
+    if value is not None and type(value) is not bool:
+        value = source[name] = coerced_bool(value)
     if value is not None and type(value) is not bool:
         raise wrong(prefix + name, "a boolean", value)
     return value is True
@@ -129,6 +181,8 @@ def take_int(
     if value is None:
         return None
     field = prefix + name
+    if type(value) is not int:
+        value = source[name] = coerced_int(value)
     if type(value) is not int:
         raise wrong(field, "an integer", value)
     if value < least:
@@ -146,6 +200,8 @@ def take_number(source: Json, name: str, prefix: str = "") -> None:
     if value is None:
         return
     field = prefix + name
+    if type(value) not in (int, float):
+        value = source[name] = coerced_number(value)
     if type(value) not in (int, float):
         raise wrong(field, "a number", value)
     if not -MOST_NUMBER <= value <= MOST_NUMBER:
@@ -250,8 +306,13 @@ SAMPLING: Final = kinds(
 """Sampling parameters, wherever they stand."""
 
 
-def check_fields(source: Json, fields: Mapping[str, str], limits: Limits, prefix: str = "") -> None:
+def check_fields(
+    source: Json, fields: Mapping[str, str], limits: Limits, prefix: str = "", *, coerces: bool = True
+) -> None:
     """Check the kinds of fields (null counts as absent), and what would bring a stock scheduler down.
+
+    Args:
+        coerces: the server takes values of other types as pydantic coerces them.
 
     SGLang checks most ranges itself. It does not check ``stop_token_ids`` (kind ``stops``), which index the
     logits as soon as ``min_new_tokens`` (``min_tokens``) is set, and are harmless otherwise.
@@ -260,15 +321,29 @@ def check_fields(source: Json, fields: Mapping[str, str], limits: Limits, prefix
         kind = fields.get(name)
         if kind is None:
             continue
+        if not coerces and kind != "stops":
+            _check_exact(source[name], kind, prefix + name)
         if (check := _CHECKS.get(kind)) is not None:
             check(source, name, prefix)
         elif kind == "stops":
             if source[name] is not None:
+                if coerces and type(source[name]) is list:
+                    source[name] = [coerced_int(item) for item in source[name]]
                 least_length = source.get("min_new_tokens") or source.get("min_tokens")
                 check_ids(source[name], prefix + name, limits.vocab_size if least_length else None)
         else:
             least, most = RANGES[kind] if kind != "top" else (0, limits.vocab_size)
             take_int(source, name, least=least, most=most, prefix=prefix)
+
+
+def _check_exact(value: Any, kind: str, field: str) -> None:
+    """Refuse what a check would coerce."""
+    if kind == "number" and coerced_number(value) is not value:
+        raise wrong(field, "a number", value)
+    if kind == "boolean" and coerced_bool(value) is not value:
+        raise wrong(field, "a boolean", value)
+    if kind in RANGES and coerced_int(value) is not value:
+        raise wrong(field, "an integer", value)
 
 
 def _no_integer(value: list[Any], field: str) -> RequestRefused:

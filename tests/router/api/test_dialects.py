@@ -50,7 +50,7 @@ WEATHER = {"name": "weather", "description": "tells", "input_schema": {"properti
         ({"tools": {}}, "tools"),
         ({"tool_choice": {"type": "x"}}, "tool_choice"),
         ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"stream": "yes"}, "stream"),
+        ({"stream": "maybe"}, "stream"),
         ({"temperature": "x"}, "temperature"),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_only_the_server_can_render_is_matched_by_text(change: dict[str, An
         ({"input": "x", "tools": [3]}, "tools[0]"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "x", "reasoning": "high"}, "reasoning"),
-        ({"input": "x", "stream": 1}, "stream"),
+        ({"input": "x", "stream": 2}, "stream"),
     ],
 )
 def test_responses_that_are_refused(body: dict[str, Any], param: str) -> None:

@@ -43,7 +43,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("generate", {"input_ids": [[1], [2, 100]]}, "input_ids[1][1]", "not a token id"),
     ("generate", {"input_ids": [[1], []]}, "input_ids[1]", "input_ids[1] is empty"),
     ("generate", {"input_ids": [[1], 2]}, "input_ids[1]", "array of token ids"),
-    ("generate", {"text": "a", "stream": "yes"}, "stream", "a boolean, not a string"),
+    ("generate", {"text": "a", "stream": "maybe"}, "stream", "a boolean, not a string"),
     ("generate", {"text": "a", "sampling_params": 5}, "sampling_params", "an object"),
     ("generate", {"text": "a", "sampling_params": [{}]}, "sampling_params", "only one prompt"),
     (
@@ -120,7 +120,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", {"messages": [USER], "input_ids": []}, "input_ids", "empty"),
     ("chat", {"messages": [USER], "model": 5}, "model", "a string"),
     ("chat", {"messages": [USER], "model": None}, "model", "a string, not null"),
-    ("chat", {"messages": [USER], "stream": 1}, "stream", "a boolean"),
+    ("chat", {"messages": [USER], "stream": 2}, "stream", "a boolean"),
     ("chat", {"messages": [USER], "top_k": 2**31}, "top_k", "at most 2147483647, not 2147483648"),
     ("chat", {"messages": [USER], "top_k": -(2**31) - 1}, "top_k", "at least -2147483648"),
     ("chat", {"messages": [USER], "seed": 2**63}, "seed", "at most 9223372036854775807"),
@@ -139,7 +139,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("completion", {"prompt": [True]}, "prompt[0]", "not a boolean"),
     ("completion", {"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
     ("completion", {"prompt": "a", "logprobs": 101}, "logprobs", "at most 100"),
-    ("completion", {"prompt": "a", "n": "2"}, "n", "an integer"),
+    ("completion", {"prompt": "a", "n": "two"}, "n", "an integer"),
 ]
 
 
