@@ -46,6 +46,7 @@ from sglang_ext.patches.hooks import (
     restarts,
     retraction,
     stages,
+    template_errors,
     uncompiled,
     vocabulary,
 )
@@ -98,6 +99,7 @@ PATCHES: tuple[Patch, ...] = (
     weight_updates.PATCH,
     vocabulary.PATCH,
     request_values.PATCH,
+    template_errors.PATCH,
     uncompiled.PATCH,
 )
 

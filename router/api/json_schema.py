@@ -47,7 +47,7 @@ def record(properties: Json, *required: str) -> Json:
 
 _KINDS: dict[str, Json] = {
     "number": NUMBER, "boolean": BOOL, "string": MAYBE_TEXT, "strings": strings(), "object": MAYBE_OBJECT,
-    "stops": several({"type": "integer"}, null=True),
+    "patterns": strings(), "stops": several({"type": "integer"}, null=True),
 }  # fmt: skip
 
 

@@ -118,6 +118,9 @@ def wrong(field: str, expected: str, value: Any) -> RequestRefused:
 # A server takes many values of another type than a field's, as pydantic coerces them: "8" for 8. So does the
 # router, which puts the coerced value into the parsed body; the server is sent the body as it came.
 
+MAX_PATTERN: Final = 256
+MAX_PATTERNS: Final = 32
+"""Longest ``stop_regex`` that SGLang takes, and how many."""
 _TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE: Final = frozenset({"0", "off", "f", "false", "n", "no"})
 _INTEGER: Final = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
@@ -270,6 +273,23 @@ def check_strings(source: Json, name: str, prefix: str = "") -> None:
             raise wrong(f"{prefix}{name}[{index}]", "a string", item)
 
 
+def check_patterns(source: Json, name: str, prefix: str = "") -> None:
+    """Check that a field is a regular expression of Python's, an array of them, null or absent. More or
+    longer ones than a server takes are left to it, unparsed."""
+    check_strings(source, name, prefix)
+    value = source.get(name)
+    for index, pattern in enumerate(value[:MAX_PATTERNS] if type(value) is list else [value]):
+        if type(pattern) is not str or len(pattern) > MAX_PATTERN:
+            continue
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            field = f"{prefix}{name}[{index}]" if type(value) is list else prefix + name
+            raise RequestRefused(
+                f"{field} is not a regular expression: {error}", param=field, code="invalid_value"
+            ) from None
+
+
 def check_object(source: Json, name: str, prefix: str = "") -> None:
     """Check that a field is an object, null or absent."""
     value = source.get(name)
@@ -279,7 +299,7 @@ def check_object(source: Json, name: str, prefix: str = "") -> None:
 
 _CHECKS: Mapping[str, Callable[[Json, str, str], object]] = {
     "number": take_number, "boolean": take_bool, "string": take_string, "strings": check_strings,
-    "object": check_object,
+    "object": check_object, "patterns": check_patterns,
 }  # fmt: skip
 RANGES: Final[Mapping[str, tuple[int, int]]] = {
     "integer": (-INT32, INT32 - 1), "seed": (-INT64, INT64 - 1), "count": (0, INT32 - 1),
@@ -300,7 +320,8 @@ SAMPLING: Final = kinds(
     choices="n",
     boolean="ignore_eos skip_special_tokens no_stop_trim spaces_between_special_tokens",
     string="regex ebnf structural_tag",
-    strings="stop stop_regex",
+    strings="stop",
+    patterns="stop_regex",
     stops="stop_token_ids",
 )
 """Sampling parameters, wherever they stand."""

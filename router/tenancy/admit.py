@@ -59,6 +59,7 @@ def admit(
     check_reserved(payload, caller, dialect)
     priority = priority_of(payload, caller)
     job = with_salt(dialect.parse(payload, limits), caller)
+    check_rid(payload, job)
     fields = additions(payload, caller)
     named = session_of(request.headers, payload, rules)
     body = judged(request.body, payload, caller, dialect)
@@ -226,6 +227,29 @@ def rids_of(payload: Json, job: Job) -> tuple[str, ...]:
         return tuple(f"{value}_{index}" for index in range(len(job.prompts))) if value else ()
     items = value if isinstance(value, list) else [value]
     return tuple(item for item in items if isinstance(item, str) and item)
+
+
+def check_rid(payload: Json, job: Job) -> None:
+    """Refuse names that do not fit the prompts of a request.
+
+    Raises:
+        RequestRefused: 400, naming ``rid``.
+    """
+    value = payload.get("rid")
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+        raise RequestRefused("rid must be a string or an array of strings", param="rid", code="invalid_type")
+    if not job.batch:
+        raise RequestRefused(
+            "rid is an array, but there is only one prompt; give one string", param="rid", code="invalid_type"
+        )
+    if len(value) != len(job.prompts):
+        raise RequestRefused(
+            f"rid has {len(value)} elements for {len(job.prompts)} prompts",
+            param="rid",
+            code="invalid_length",
+        )
 
 
 def _given_rid(payload: Json) -> str:

@@ -37,6 +37,10 @@ class CannotRender(Exception):
     """What SGLang would render is not known here; the text says why."""
 
 
+class TemplateFailed(CannotRender):
+    """The chat template raises for a conversation and its arguments, as it will at the server."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """Arguments of the chat template, and what is appended to its tokens."""

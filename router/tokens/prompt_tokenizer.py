@@ -15,6 +15,7 @@ from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.tokens.chat_template import (
     CannotRender,
+    TemplateFailed,
     content_format,
     prepare,
     shows_system_in_place,
@@ -78,6 +79,7 @@ class PromptTokenizer:
             most_new: see ``Segmenter.encode``.
 
         Raises:
+            TemplateFailed: the template cannot be rendered with this conversation and these arguments.
             CannotRender: they cannot be known here.
         """
         if self.by_server_only is not None:
@@ -93,7 +95,8 @@ class PromptTokenizer:
             try:
                 text = self._render(rendering.messages, flat, rendering.kwargs, answer_follows)
             except Exception as second:  # noqa: BLE001
-                raise CannotRender(f"the chat template failed: {second}") from first
+                why = f"the chat template failed: {type(second).__name__}: {second}"
+                raise TemplateFailed(why) from first
         key = self.segmenter.encode(text, most_new)
         if rendering.assistant_prefix is not None:
             prefix = self.encode_text(rendering.assistant_prefix)

@@ -25,8 +25,9 @@ from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.telemetry.observability import RouterMetrics
-from sglang_ext.router.tokens.chat_template import CannotRender, text_of
+from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, text_of
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache, TooMuchNew
@@ -212,6 +213,15 @@ class TokenizerService:
                 else:
                     key = tokenizer.encode_text(prompt.text or "", most_new)
                 return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
+            except TemplateFailed as failed:
+                if prompt.chat is not None and prompt.chat.payload.get("chat_template_kwargs"):
+                    raise RequestRefused(
+                        f"chat_template_kwargs cannot be used: {failed}",
+                        param="chat_template_kwargs",
+                        code="invalid_value",
+                    ) from failed
+                logger.debug("matched by text: %s", failed)
+                fallback = Fallback.REQUEST
             except CannotRender as error:
                 logger.debug("matched by text: %s", error)
                 fallback = Fallback.REQUEST

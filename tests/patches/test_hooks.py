@@ -14,7 +14,7 @@ import pytest
 from sglang_ext.patches import readiness
 from sglang_ext.patches.base import Patch
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
-from sglang_ext.patches.hooks import vocabulary
+from sglang_ext.patches.hooks import template_errors, vocabulary
 from sglang_ext.patches.hooks import weights as weight_updates
 from sglang_ext.patches.hooks.vocabulary import out_of_vocabulary
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
@@ -429,3 +429,20 @@ def test_patches_of_hooks_list_their_targets() -> None:
         "validate_and_init",
         "maybe_sleep_on_idle",
     ]
+
+
+def test_a_chat_template_that_fails_names_the_field() -> None:
+    def stock(_serving: Any, request: Any, error: Exception) -> None:
+        raise error
+
+    asked = SimpleNamespace(chat_template_kwargs={"divisor": 0})
+    plain = SimpleNamespace(chat_template_kwargs=None)
+    around = template_errors.around_process
+    with pytest.raises(ValueError, match="chat_template_kwargs cannot be used: the chat template failed"):
+        around(stock, None, asked, ZeroDivisionError("division by zero"))
+    with pytest.raises(ValueError, match="messages cannot be used"):
+        around(stock, None, plain, KeyError("x"))
+    with pytest.raises(ValueError, match="as it was") as caught:
+        around(stock, None, asked, ValueError("as it was"))
+    assert str(caught.value) == "as it was"
+    assert around(lambda *_: "messages", None, asked, False) == "messages"

@@ -236,6 +236,57 @@ async def test_bad_requests_are_refused_and_the_server_lives(
         assert server.generate([1, 2, 3], max_new_tokens=2).prompt_tokens == 3
 
 
+USER: Json = {"role": "user", "content": "Say it."}
+COERCED: list[tuple[str, Json, Json]] = [
+    # path, body, and the same with the types that the fields have
+    (
+        "/v1/chat/completions",
+        {"messages": [USER], "temperature": "0", "max_tokens": "8", "n": 2.0, "ignore_eos": "yes"},
+        {"messages": [USER], "temperature": 0, "max_tokens": 8, "n": 2, "ignore_eos": True},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "Say it.", "temperature": "0.0", "max_tokens": " 8 ", "echo": 1},
+        {"prompt": "Say it.", "temperature": 0, "max_tokens": 8, "echo": True},
+    ),
+    (
+        "/v1/messages",
+        {"model": "m", "messages": [USER], "temperature": "0", "max_tokens": "8"},
+        {"model": "m", "messages": [USER], "temperature": 0, "max_tokens": 8},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "exact"), COERCED, ids=[path for path, *_ in COERCED])
+async def test_values_of_other_types_are_taken_as_a_server_takes_them(
+    path: str, body: Json, exact: Json, router: Router, client: aiohttp.ClientSession
+) -> None:
+    answers, url = [], router.url
+    for asked in (body, body, exact):  # at the router, and at the server that answered
+        async with client.post(url + path, json=asked) as answer:
+            assert answer.status == 200, await answer.text()
+            value = await answer.json()
+            url = answer.headers.get("x-kv-instance", url)
+        usage = value["usage"]
+        counts = usage.get("completion_tokens"), usage.get("output_tokens")
+        answers.append((value.get("choices"), value.get("content"), counts))
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[0].no.thing }}"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_template_that_fails_is_the_clients_error(
+    path: str, template: str, router: Router, servers: list[ServerProcess], client: Any
+) -> None:
+    prompt = {"input": "x"} if path == "/v1/responses" else {"messages": [USER]}
+    body = {**prompt, "chat_template_kwargs": {"chat_template": template}}
+    for url in (servers[0].url, router.url):
+        async with client.post(url + path, json=body) as answer:
+            text = await answer.text()
+            assert answer.status == 400, text
+            assert "Internal" not in text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
 async def test_a_client_that_goes_away_frees_the_request_on_the_server(

@@ -93,7 +93,7 @@ def test_each_field_takes_what_its_class_takes() -> None:
     for owner, kinds in classes():
         for name, field in owner.model_fields.items():
             kind = kinds.get(name)
-            if kind not in ("number", "boolean", "integer", "count", "positive", "choices", "top"):
+            if kind not in ("number", "boolean", "integer", "seed", "count", "positive", "choices", "top"):
                 continue
             adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
             for value in VALUES:
@@ -114,7 +114,7 @@ def test_each_field_takes_what_its_class_takes() -> None:
 def test_what_no_server_coerces_is_refused() -> None:
     """The sampling parameters of ``/generate`` reach SGLang's own class as they came."""
     for name, kind in SAMPLING.items():
-        if kind in ("string", "strings", "stops"):
+        if kind in ("string", "strings", "patterns", "stops"):
             continue
         with pytest.raises(RequestRefused) as caught:
             GENERATE.parse({"text": "a", "sampling_params": {name: "1"}}, LIMITS)

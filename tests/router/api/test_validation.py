@@ -45,6 +45,14 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("generate", {"input_ids": [[1], 2]}, "input_ids[1]", "array of token ids"),
     ("generate", {"text": "a", "stream": "maybe"}, "stream", "a boolean, not a string"),
     ("generate", {"text": "a", "sampling_params": 5}, "sampling_params", "an object"),
+    (
+        "generate",
+        {"text": "a", "sampling_params": {"stop_regex": "(("}},
+        "sampling_params.stop_regex",
+        "not a regular expression: missing )",
+    ),
+    ("chat", {"messages": [USER], "stop_regex": ["a", "*"]}, "stop_regex[1]", "not a regular expression"),
+    ("completion", {"prompt": "a", "stop_regex": "(?P<a>b)(?P<a>c)"}, "stop_regex", "not a regular"),
     ("generate", {"text": "a", "sampling_params": [{}]}, "sampling_params", "only one prompt"),
     (
         "generate",
@@ -96,7 +104,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("generate", {"text": "a", "lora_path": ["x"]}, "lora_path", "only one prompt"),
     ("generate", {"text": ["a"], "top_logprobs_num": [101]}, "top_logprobs_num[0]", "vocabulary"),
-    ("generate", {"text": "a", "return_logprob": 1}, "return_logprob", "booleans"),
+    ("generate", {"text": "a", "return_logprob": 2}, "return_logprob", "booleans"),
     ("generate", {"text": ["a", "b"], "extra_key": ["x"]}, "extra_key", "1 elements for 2 prompts"),
     ("generate", {"text": "a", "cache_salt": 5}, "cache_salt", "a string or an array of strings"),
     ("chat", {}, "messages", "an array of messages, not null"),
@@ -283,3 +291,30 @@ def test_a_large_body_of_many_small_things_is_not_parsed(filling: bytes, what: s
         with pytest.raises(RequestRefused, match=what) as caught:
             parse_json_object(body)
         assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "words"),
+    [
+        ("generate", {"text": "a", "rid": ["a", "b"]}, "only one prompt"),
+        ("generate", {"text": "a", "rid": ["a"]}, "only one prompt"),
+        ("generate", {"text": ["a", "b"], "rid": ["a"]}, "1 elements for 2 prompts"),
+        ("generate", {"text": ["a", "b"], "rid": ["a", 1]}, "an array of strings"),
+        ("generate", {"text": "a", "rid": 5}, "a string or an array of strings"),
+        ("chat", {"messages": [USER], "rid": ["a"]}, "only one prompt"),
+        ("completion", {"prompt": "a", "rid": ["a", "b"]}, "only one prompt"),
+    ],
+)
+async def test_names_that_do_not_fit_the_prompts(
+    endpoint: str, body: Any, words: str, start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    async with client.post(router.url + PATHS[endpoint], json=body) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, "rid")
+        assert words in error["message"]
+    fitting = {"text": ["a", "b"], "rid": ["x", "y"]}
+    async with client.post(router.url + "/generate", json=fitting) as answer:
+        assert answer.status == 200
+    assert len(worker.requests) == 1

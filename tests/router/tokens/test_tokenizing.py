@@ -23,6 +23,7 @@ from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
+from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.tokens.chat_template import CannotRender
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache
@@ -295,6 +296,19 @@ async def service():
 
 def job(*prompts: PromptInput) -> Job:
     return Job(False, prompts)
+
+
+async def test_arguments_that_break_the_template_are_refused_by_name(service, own_tokenizer) -> None:
+    """Where the template fails without them, the request goes on to its server, which answers."""
+    own_tokenizer.chat_template = "{{ messages[0].missing.more }}"
+    service.tokenizer = PromptTokenizer(own_tokenizer, FACTS, TokenCache(1 << 20))
+    service.trust = EVERYTHING
+    given = {"messages": [USER], "chat_template_kwargs": {"divisor": 1}}
+    with pytest.raises(RequestRefused, match="chat_template_kwargs cannot be used") as caught:
+        await service.encode(job(PromptInput(chat=Chat(given))))
+    assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+    (encoded,) = await service.encode(job(PromptInput(chat=Chat({"messages": [USER]}))))
+    assert encoded.tokens is None
 
 
 async def test_without_a_tokenizer_prompts_are_matched_by_text(service, caplog) -> None:
