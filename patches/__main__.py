@@ -15,6 +15,7 @@ from dataclasses import asdict
 from sglang_ext.patches.base import TargetState, check_target
 from sglang_ext.patches.contract.differences import differences
 from sglang_ext.patches.contract.places import NoSourceError, check_contract, sglang_folder, source_with
+from sglang_ext.patches.contract.server_routes import server_routes
 from sglang_ext.patches.contract.source import Found
 from sglang_ext.patches.registry import PATCHES, installed_source, reports, untested_allowed, version_problem
 from sglang_ext.patches.versions import (
@@ -81,6 +82,10 @@ def _hashes(where: str) -> None:
     _say(json.dumps(declared, indent=2))
 
 
+def _routes(where: str) -> None:
+    _say(json.dumps(server_routes(source_with(sglang_folder(where))), indent=2))
+
+
 def _diff(old: str, new: str) -> None:
     report = check_contract(sglang_folder(old))
     paths = {*report.targets, *report.needs["calls"], *report.needs["overrides"]}
@@ -100,6 +105,7 @@ def main(argv: list[str]) -> int:
         help="hold contract and hashes to it",
     )
     which.add_argument("--hashes", metavar="VERSION|FOLDER", help="print what goes to hashes/VERSION.json")
+    which.add_argument("--routes", metavar="VERSION|FOLDER", help="print what goes to routes/VERSION.json")
     which.add_argument("--diff", nargs=2, metavar=("OLD", "NEW"), help="print what a follower has to read")
     args = parser.parse_args(argv)
     try:
@@ -107,6 +113,8 @@ def main(argv: list[str]) -> int:
             return 0 if _check(args.check or installed_sglang_version()) else 1
         if args.hashes:
             _hashes(args.hashes)
+        elif args.routes:
+            _routes(args.routes)
         elif args.diff:
             _diff(*args.diff)
         else:

@@ -16,7 +16,7 @@ SGLANG_VERSION: Final = "0.5.23"
 ALLOW_UNTESTED: Final = "SGLANG_EXT_UNTESTED_SGLANG"
 """Environment variable: 1 to start with a version that is not listed here, if the contract holds."""
 
-_HASHES = Path(__file__).parent / "hashes"
+_HERE = Path(__file__).parent
 
 
 class Status(enum.Enum):
@@ -50,8 +50,15 @@ class Supported:
 
     def hashes(self) -> Mapping[str, Declared]:
         """What patches replace or hook, by dotted name, as it was read when the version was followed."""
-        read = json.loads((_HASHES / f"{self.version}.json").read_text())
+        read = json.loads((_HERE / "hashes" / f"{self.version}.json").read_text(encoding="utf-8"))
         return {path: Declared(**each) for path, each in read.items()}
+
+    def routes(self) -> Mapping[str, list[str]]:
+        """Path -> methods of each route of its server, as it was read when the version was followed."""
+        read: dict[str, list[str]] = json.loads(
+            (_HERE / "routes" / f"{self.version}.json").read_text(encoding="utf-8")
+        )
+        return read
 
 
 SUPPORTED: Final = (

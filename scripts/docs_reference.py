@@ -18,7 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from sglang_ext.cli import COMMANDS, flags_of
-from sglang_ext.router.api.openapi import description
+from sglang_ext.router.endpoints.openapi import description
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHERS = (

@@ -3,11 +3,11 @@
 To add one, write its module (see ``dialect.Dialect``) and name it here.
 """
 
-from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.chat import CHAT, INVOCATIONS
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import register
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
 
-register(GENERATE, CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+register(GENERATE, CHAT, INVOCATIONS, COMPLETIONS, RESPONSES, MESSAGES)

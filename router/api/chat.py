@@ -125,6 +125,17 @@ class ChatCompletions(OpenAiDialect):
 CHAT = ChatCompletions()
 
 
+class Invocations(ChatCompletions):
+    """``/invocations``: the same, where SageMaker sends it."""
+
+    path = "/invocations"
+    summary = "SageMaker's name of OpenAI chat completions"
+    hint_fields = ()
+
+
+INVOCATIONS = Invocations()
+
+
 def _check_message(message: Json, field: str) -> None:
     role = message.get("role")
     if type(role) is not str:

@@ -157,6 +157,7 @@ class Router(Parts):
         await self.stock.close()
         await self.advisory.stop()
         await self.queries.stop()
+        await self.fleet_api.stop()
         await self.background.stop()
         await self.relay.stop()
         await self.upstream.close()

@@ -39,6 +39,7 @@ from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
 from sglang_ext.router.endpoints.control import Control
 from sglang_ext.router.endpoints.documents_api import DocumentsApi
+from sglang_ext.router.endpoints.fleet_api import FleetApi
 from sglang_ext.router.endpoints.generation import Generation, generation_routes
 from sglang_ext.router.endpoints.indexer_api import IndexerApi
 from sglang_ext.router.endpoints.information import Information
@@ -366,7 +367,8 @@ class Parts:
             metrics_open=config.metrics_open,
             wait_s=config.index_wait_secs,
         )
-        control = Control(self.fleet, self.trees, self.api, aborting, shared)
+        control = Control(self.fleet, self.api, aborting, shared)
+        self.fleet_api = FleetApi(self.fleet, self.trees, self.api, timeout_s=config.request_timeout_secs)
         cluster = ClusterApi(
             self.members,
             self.role_changes,
@@ -391,6 +393,8 @@ class Parts:
                 *page_routes(),
             ]
         )
+        for route in list(self.fleet_api.routes(frozenset(route.path for route in self.routes))):
+            self.routes.add(route)
         sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=asks_for_key)
         self.service = Service(self.routes, self.keys, sites, self.metrics, clock, self.tracing)
         if self.roles.is_on:

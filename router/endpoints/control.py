@@ -1,13 +1,12 @@
-"""Endpoints that act without generating: flushing, aborting, profiling, tokenizing, kept responses."""
+"""Endpoints that act without generating: aborting, tokenizing, kept responses."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import (
@@ -22,18 +21,15 @@ from sglang_ext.router.api.validation import (
 from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S, ask_any, send_json
-from sglang_ext.router.endpoints.routes import Access, Handler, Route
+from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
 from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
-from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.telemetry.record import Record
 
-PROFILE_TIMEOUT_S = 60.0
 _POST = frozenset({"POST"})
 _GET_OR_POST = frozenset({"GET", "POST"})
-# SGLang takes what changes state by GET, too; here no link and no image of a web page may do that.
 
 
 class Control:
@@ -41,31 +37,19 @@ class Control:
 
     Args:
         fleet: the instances.
-        trees: forgets what was flushed.
         api: reaches the instances.
         aborting: aborts requests at instances.
         shared: requests and responses, of all routers.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        trees: PromptTrees,
-        api: WorkerApi,
-        aborting: Aborting,
-        shared: SharedRequests,
-    ) -> None:
+    def __init__(self, fleet: Fleet, api: WorkerApi, aborting: Aborting, shared: SharedRequests) -> None:
         self._fleet = fleet
-        self._trees = trees
         self._api = api
         self._aborting = aborting
         self._shared = shared
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
-        yield Route("/flush_cache", _POST, self._flush_cache, Access.ADMIN)
-        for path in ("/start_profile", "/stop_profile"):
-            yield Route(path, _POST, self._everywhere, Access.ADMIN)
         yield Route("/abort_request", _POST, self._abort)
         for path in ("/tokenize", "/v1/tokenize"):
             yield Route(path, _POST, self._asking(self._check_tokenize))
@@ -76,53 +60,6 @@ class Control:
                 yield Route(question.path, _POST, self._asking(question.check))
             if dialect.keeps_answers:
                 yield Route(dialect.path + "/", _GET_OR_POST, self._keeping(dialect.path + "/"))
-
-    # -- all instances ----------------------------------------------------------------------------
-
-    async def _flush_cache(self, request: Request, responder: Responder, record: Record) -> None:
-        """Make every usable worker forget; one that refuses, because it has requests, keeps its entries."""
-        await self._broadcast(responder, record, partial(self._flush_one, query=request.query))
-
-    async def _flush_one(self, name: str, query: str) -> Answer:
-        answer = await self._api.flush(name, query)
-        if answer.status == 200:
-            self._trees.forget(name)
-        return answer
-
-    async def _everywhere(self, request: Request, responder: Responder, record: Record) -> None:
-        body = parse_json_object(request.body) if request.body else None
-
-        async def call(name: str) -> Answer:
-            return await self._api.call(
-                name, request.method, request.target, body=body, timeout_s=PROFILE_TIMEOUT_S
-            )
-
-        await self._broadcast(responder, record, call)
-
-    async def _broadcast(
-        self, responder: Responder, record: Record, call: Callable[[str], Awaitable[Answer]]
-    ) -> None:
-        names = [instance.name for instance in self._fleet.usable()]
-        if not names:
-            raise no_worker(self._fleet)
-
-        async def one(name: str) -> tuple[int, str]:
-            try:
-                answer = await call(name)
-            except (PeerError, DeadlineError) as error:
-                return 502, str(error)
-            return answer.status, answer.body.decode("utf-8", "replace").strip()
-
-        answers = dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
-        failed = [name for name, (status, _) in answers.items() if status != 200]
-        record.status = 200 if not failed else 400 if all(answers[n][0] == 400 for n in failed) else 502
-        body = {
-            "success": not failed,
-            "workers": {
-                name: {"status": status, "message": text} for name, (status, text) in answers.items()
-            },
-        }
-        await send_json(responder, record.status, body)
 
     # -- aborting ---------------------------------------------------------------------------------
 

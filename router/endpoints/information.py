@@ -13,10 +13,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
-from sglang_ext.router.api.openapi import description
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import USABLE, Fleet

@@ -1,4 +1,4 @@
-"""The chat page under ``/ui``: files of the package, served as they are.
+"""The chat page under ``/ui``: files of the package, served as they are; ``/`` leads browsers there.
 
 The page holds no secret and no state of the cluster, so it is open; what it asks of the router needs a key
 where one is set. It loads nothing from anywhere else, and the browser is told to see to that.
@@ -16,11 +16,13 @@ from pathlib import Path
 import aiofiles
 
 from sglang_ext.router.endpoints.routes import Access, Route
-from sglang_ext.router.http.types import Request, RequestRefused, Responder
+from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
 
 PATH = "/ui"
 _FIRST = "index.html"
+_ROOT = b'"SGLang is running"'
+"""What SGLang's server answers at ``/``, by which clients find out that one is there."""
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z]+")
 _TYPES = {
     "html": "text/html; charset=utf-8",
@@ -79,6 +81,13 @@ def page_routes() -> Iterator[Route]:
         record.status = 304 if unchanged else 200
         await responder.send(record.status, headers, b"" if unchanged else file.body)
 
+    async def send_root(request: Request, responder: Responder, record: Record) -> None:
+        browses = "text/html" in request.headers.get("accept", "")
+        record.status = 302 if browses else 200
+        headers = {"location": PATH} if browses else {"content-type": JSON_TYPE}
+        await responder.send(record.status, headers, b"" if browses else _ROOT)
+
     methods = frozenset({"GET", "HEAD"})
+    yield Route("/", methods, send_root, Access.OPEN, logged=False)
     yield Route(PATH, methods, send, Access.OPEN, logged=False)
     yield Route(PATH + "/", methods, send, Access.OPEN, logged=False)

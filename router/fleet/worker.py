@@ -31,7 +31,6 @@ _VOCABULARY_PROBE = {
 }
 LEARN_TIMEOUT_S = 10.0
 """``/server_info`` waits until the scheduler has finished its present batch."""
-FLUSH_TIMEOUT_S = 30.0
 TELLS_FLAG = "--kv-router"
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
@@ -86,21 +85,25 @@ class WorkerApi:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def call(
-        self, url: str, method: str, target: str, *, body: Json | None = None, timeout_s: float
+        self, url: str, method: str, target: str, *, body: Json | bytes | None = None, timeout_s: float
     ) -> Answer:
         """One call, read to its end.
+
+        Args:
+            body: JSON, or what was written as such.
 
         Raises:
             PeerError, DeadlineError: as ``Upstream.open`` and ``UpstreamResponse.read``.
         """
         headers = dict(self._headers)
-        if body is not None:
+        data = body if isinstance(body, bytes) else b"" if body is None else orjson.dumps(body)
+        if data:
             headers["content-type"] = JSON_TYPE
         response = await self._upstream.open(
             method,
             url + target,
             headers=headers,
-            body=b"" if body is None else orjson.dumps(body),
+            body=data,
             timeout_s=timeout_s,
         )
         try:
@@ -190,11 +193,6 @@ class WorkerApi:
         if answer.status != 200 or not isinstance(tokens, list):
             raise NotUsable(f"{url}/v1/tokenize answered {answer.status}")
         return tokens
-
-    async def flush(self, url: str, query: str = "") -> Answer:
-        """Make the worker forget its KV cache; it refuses while it has requests."""
-        target = f"/flush_cache?{query}" if query else "/flush_cache"
-        return await self.call(url, "POST", target, timeout_s=FLUSH_TIMEOUT_S)
 
 
 def _port(value: object) -> int | None:

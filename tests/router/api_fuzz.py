@@ -27,18 +27,23 @@ def operations(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield path, method.upper()
 
 
-def fuzz(url: str, description: dict[str, Any], check: Check, *, examples: int) -> int:
+def fuzz(
+    url: str, description: dict[str, Any], check: Check, *, examples: int, passed_on: bool = False
+) -> int:
     """Send requests to every operation, half of them wrong on purpose. Returns how many were sent.
 
     Args:
         check: called with (path, method, body, answer); fails if the answer must not be.
         examples: per operation and mode.
+        passed_on: also send what the router does not look into; it pauses real servers, and changes weights.
     """
     schema = schemathesis.openapi.from_dict(description)
     sent = 0
     with requests.Session() as session:
         for path, method in operations(description):
-            if path in SLOW:
+            if path in SLOW or (
+                "x-passed-on" in description["paths"][path][method.lower()] and not passed_on
+            ):
                 continue
             operation = schema[path][method]
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
@@ -73,6 +78,7 @@ def _run(strategy: Any, url: str, session: requests.Session, check: Check, examp
 
 LIMITS = {
     "/v1/chat/completions": "max_tokens",
+    "/invocations": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
 """Where a request without this field generates until the context is full."""

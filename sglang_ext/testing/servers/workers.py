@@ -114,6 +114,14 @@ class StandInWorker:
         """``/model_info`` waits here."""
         self.busy = False
         """``/flush_cache`` refuses, as SGLang does while it has requests."""
+        self.answers: dict[str, tuple[int, Any]] = {}
+        """(status, JSON) with which further paths are answered."""
+        self.calls: list[tuple[str, str, Any]] = []
+        """(method, path, JSON) of every request to one of ``answers``."""
+        self.before_answers: Gate | None = None
+        """Requests to one of ``answers`` wait here."""
+        self.dies = False
+        """They are answered by closing the connection."""
         self.has_tokenize = True
         self.refuses_tools = False
         self.skew_tokens = False
@@ -217,6 +225,7 @@ class StandInWorker:
             "/pd_role_switch": self._switch_role,
             "/generate": self._native,
             "/v1/chat/completions": self._openai,
+            "/invocations": self._openai,
             "/v1/completions": self._openai,
         }
 
@@ -227,12 +236,24 @@ class StandInWorker:
             route = routes.get(request.path)
             if route is None and request.path.startswith("/v1/responses/"):
                 route = partial(dialects.kept_response, self)
+            if route is None and request.path in self.answers:
+                route = self._further
             if route is None:
                 return web.Response(status=404)
             answer: web.StreamResponse = await route(request)
             return answer
 
         return handle
+
+    async def _further(self, request: web.BaseRequest) -> web.Response:
+        body = await request.content.read()
+        self.calls.append((request.method, request.path, json.loads(body) if body else None))
+        if self.before_answers is not None:
+            await self.before_answers.wait()
+        if self.dies:
+            _cut(request)
+        status, answer = self.answers[request.path]
+        return web.json_response(answer, status=status)
 
     async def _health(self, request: web.BaseRequest) -> web.Response:
         return web.Response()
@@ -328,7 +349,7 @@ class StandInWorker:
     async def _openai(self, request: web.BaseRequest) -> web.StreamResponse:
         body: Json = json.loads(await request.content.read())
         self.requests.append((request.path, body, headers_of(request)))
-        is_chat = request.path.endswith("chat/completions")
+        is_chat = request.path in ("/v1/chat/completions", "/invocations")
         if is_chat:
             prompt = body.get("input_ids") or self.render(body["messages"])
             count = body.get("max_completion_tokens") or body.get("max_tokens") or 4

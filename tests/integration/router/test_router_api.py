@@ -21,7 +21,7 @@ from router_rig import ROOT, SPECS, running, sglang_program, until
 
 from sglang_ext.patches.versions import SGLANG_VERSION, installed_sglang_version
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.api.openapi import description
+from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.testing.servers.dialect import record
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 

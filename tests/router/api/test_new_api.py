@@ -15,11 +15,11 @@ from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, fields, register
 from sglang_ext.router.api.job import Job, PromptInput
 from sglang_ext.router.api.limits import Limits
-from sglang_ext.router.api.openapi import description
 from sglang_ext.router.api.prompts import namespaces
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import Json, check_fields, kinds
+from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.testing.servers.worker_dialects import headers_of
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker

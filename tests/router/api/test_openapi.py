@@ -12,7 +12,7 @@ import requests
 from api_fuzz import BROKEN, fuzz, is_ours, operations, send_broken
 
 from sglang_ext.router import RouterConfig
-from sglang_ext.router.api.openapi import description
+from sglang_ext.router.endpoints.openapi import description
 
 
 async def test_every_endpoint_is_described_and_there(start_worker, start_router, client) -> None:
@@ -22,22 +22,10 @@ async def test_every_endpoint_is_described_and_there(start_worker, start_router,
     assert told == description()
     described = {(path.partition("{")[0], method) for path, method in operations(told)}
     served = {(route.path, method) for route in router.routes for method in route.methods}
-    ours = {
-        route.path
-        for route in router.routes
-        if route.handler.__module__
-        in (
-            "sglang_ext.router.endpoints.generation",
-            "sglang_ext.router.endpoints.information",
-            "sglang_ext.router.endpoints.control",
-            "sglang_ext.router.endpoints.indexer_api",
-        )
-    }
+    not_sglangs = ("/ui", "/cluster", "/v1/advisory")
+    ours = {route.path for route in router.routes if not route.path.startswith(not_sglangs)}
     assert described - served == set(), "described, and not there"
-    aliases = {
-        "/ready", "/ping", "/v1/tokenize", "/v1/detokenize", "/v1/models/", "/start_profile", "/stop_profile",
-    }  # fmt: skip
-    assert ours - {path for path, _ in described} == aliases
+    assert ours - {path for path, _ in described} == set()
 
 
 def test_the_description_is_openapi() -> None:
@@ -79,7 +67,7 @@ async def test_requests_made_from_the_description_find_no_bug(
     worker = await start_worker()
     router = await start_router(worker)
     sent = await asyncio.to_thread(
-        fuzz, router.url, description(), never_ours, examples=200 if long_run else 12
+        fuzz, router.url, description(), never_ours, examples=200 if long_run else 12, passed_on=True
     )
     assert sent > 200
     assert len(router.fleet.usable()) == 1

@@ -11,6 +11,7 @@ from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.json_schema import TEXT
 from sglang_ext.router.api.validation import Json
+from sglang_ext.router.endpoints.server_routes import ROWS, How, Row
 
 VERSION = "1"
 
@@ -109,7 +110,7 @@ def _paths() -> Json:
             paths[kept] = _get("A response that is kept", parameter="response_id")
         for question in dialect.questions:
             paths[question.path] = _post(question.schema, question.summary)
-    return paths | {
+    paths |= {
         "/v1/documents": _get("The documents of this key's tenant"),
         "/v1/documents/{id}": {
             **_get("A document, and where its KV is held back", parameter="id"),
@@ -132,6 +133,32 @@ def _paths() -> Json:
         "/explain/{request_id}": _get("Why a request hit or missed", parameter="request_id"),
         "/openapi.json": _get("This description"),
     }
+    for row in ROWS.values():
+        path = row.path.replace(":path}", "}")
+        if path not in paths:
+            paths[path] = _passed_on(row)
+        for operation in paths[path].values():
+            operation["x-sglang-route"] = row.how.value
+    return paths
+
+
+def _passed_on(row: Row) -> Json:
+    """A route of SGLang's that is described by the table alone: its body is the workers' to check."""
+    name = row.path.partition("{")[2].partition("}")[0].partition(":")[0] or None
+    if row.method == "GET":
+        item = _get(row.note, plain=row.path == "/", parameter=name)
+    else:
+        item = _post(schemas.OBJECT, row.note)
+        if name is not None:
+            item["post"]["parameters"] = _get(row.note, parameter=name)["get"]["parameters"]
+    for operation in item.values():
+        operation["x-passed-on"] = True
+        if row.how is How.REFUSED:
+            operation["summary"] = f"Refused: {row.note}"
+            operation["responses"] = {
+                "404": {"description": row.note, "content": {"application/json": {"schema": {}}}}
+            }
+    return item
 
 
 def description(*, asks_for_key: bool = False) -> Json:
