@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 
 from sglang_ext.patches.versions import installed_sglang_version
-from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.chat import CHAT, INVOCATIONS
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.generate import GENERATE
@@ -47,6 +47,7 @@ with warnings.catch_warnings():
 BODIES: dict[Dialect, Any] = {
     GENERATE: io_struct.GenerateReqInput,
     CHAT: openai.ChatCompletionRequest,
+    INVOCATIONS: openai.ChatCompletionRequest,
     COMPLETIONS: openai.CompletionRequest,
     RESPONSES: openai.ResponsesRequest,
     MESSAGES: anthropic.AnthropicMessagesRequest,
