@@ -23,7 +23,7 @@ from sglang_ext.router.api.validation import Json, parse_json_object, take_strin
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, no_worker
 from sglang_ext.router.endpoints.information import send_json, without_secrets
 from sglang_ext.router.endpoints.routes import Access, Handler, Route
-from sglang_ext.router.endpoints.server_routes import ROWS, How, Row, route_of
+from sglang_ext.router.endpoints.server_routes import ROWS, How, ServerRoute, route_of
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
@@ -110,7 +110,7 @@ class FleetApi:
 
     # -- any worker ---------------------------------------------------------------------------------
 
-    async def _any(self, row: Row, request: Request, responder: Responder, record: Record) -> None:
+    async def _any(self, row: ServerRoute, request: Request, responder: Responder, record: Record) -> None:
         caller = record.caller
         if row.prompts and caller.salt is not None:
             raise cannot_be_kept_apart(row.path)
@@ -123,7 +123,7 @@ class FleetApi:
         headers = {"content-type": answer.headers.get("content-type", JSON_TYPE), "x-kv-instance": name}
         await responder.send(answer.status, headers, answer.body)
 
-    async def _least_busy(self, row: Row, request: Request, body: Json | None) -> tuple[str, Answer]:
+    async def _least_busy(self, row: ServerRoute, request: Request, body: Json | None) -> tuple[str, Answer]:
         """A worker that the request reached is the only one: it may have ended by it."""
         for instance in sorted(self._fleet.usable(), key=lambda known: known.in_flight):
             try:
@@ -141,20 +141,22 @@ class FleetApi:
 
     # -- every worker -------------------------------------------------------------------------------
 
-    async def _every(self, row: Row, request: Request, responder: Responder, record: Record) -> None:
+    async def _every(self, row: ServerRoute, request: Request, responder: Responder, record: Record) -> None:
         names = [instance.name for instance in self._fleet.usable()]
         if not names:
             raise no_worker(self._fleet)
         outcomes = await self._send(row, row.path, names, request.method, request.target, request.body)
         await _answer(outcomes, responder, record)
 
-    async def _all_or_none(self, row: Row, request: Request, responder: Responder, record: Record) -> None:
+    async def _all_or_none(
+        self, row: ServerRoute, request: Request, responder: Responder, record: Record
+    ) -> None:
         # It goes on when the client goes away: a fleet that is half changed is worse than one that is.
         work = self._running.start(self._change(row, request), name=f"{row.path} at every worker")
         outcomes = await asyncio.shield(work)
         await _answer(outcomes, responder, record)
 
-    async def _change(self, row: Row, request: Request) -> Mapping[str, Outcome]:
+    async def _change(self, row: ServerRoute, request: Request) -> Mapping[str, Outcome]:
         async with nullcontext() if row.path in _CONTINUES else self._changing:
             names = self._members()
             outcomes = await self._send(row, row.path, names, request.method, request.target, request.body)
@@ -192,7 +194,7 @@ class FleetApi:
         return names
 
     async def _send(
-        self, row: Row, path: str, names: Sequence[str], method: str, target: str, body: bytes
+        self, row: ServerRoute, path: str, names: Sequence[str], method: str, target: str, body: bytes
     ) -> dict[str, Outcome]:
         """Send one body to several workers at once. What the index knows of a worker is dropped before and
         after its weights may have changed."""
@@ -231,7 +233,7 @@ def cannot_be_kept_apart(path: str) -> RequestRefused:
     )
 
 
-def _refusing(row: Row) -> Handler:
+def _refusing(row: ServerRoute) -> Handler:
     async def handler(request: Request, responder: Responder, record: Record) -> None:
         raise RequestRefused(
             f"{request.path[:200]} is not offered here: {row.note}", status=404, code="not_offered"

@@ -11,7 +11,7 @@ from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.json_schema import TEXT
 from sglang_ext.router.api.validation import Json
-from sglang_ext.router.endpoints.server_routes import ROWS, How, Row
+from sglang_ext.router.endpoints.server_routes import ROWS, How, ServerRoute
 
 VERSION = "1"
 
@@ -142,7 +142,7 @@ def _paths() -> Json:
     return paths
 
 
-def _passed_on(row: Row) -> Json:
+def _passed_on(row: ServerRoute) -> Json:
     """A route of SGLang's that is described by the table alone: its body is the workers' to check."""
     name = row.path.partition("{")[2].partition("}")[0].partition(":")[0] or None
     if row.method == "GET":

@@ -33,7 +33,7 @@ class How(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ServerRoute:
     """One route, as SGLang writes its path."""
 
     path: str
@@ -56,9 +56,9 @@ class Row:
 _DIRECTLY: Final = "ask the server itself; GET /cluster has the addresses"
 
 
-def _rows(how: How, note: str, paths: str, **more: bool | str) -> Iterator[Row]:
+def _rows(how: How, note: str, paths: str, **more: bool | str) -> Iterator[ServerRoute]:
     for path in paths.split():
-        yield Row(path, how, note, **more)  # type: ignore[arg-type]
+        yield ServerRoute(path, how, note, **more)  # type: ignore[arg-type]
 
 
 _TABLE: Final = (
