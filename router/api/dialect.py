@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import orjson
+
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event, parsed
@@ -23,6 +25,10 @@ from sglang_ext.router.http.types import RequestRefused
 SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
 
 
+_DATA = b"data: "
+_MODEL = b'"model"'
+
+
 class Translation(Protocol):
     """Turns one answer of a worker into the dialect of the client."""
 
@@ -31,6 +37,49 @@ class Translation(Protocol):
 
     def feed(self, chunk: bytes) -> bytes:
         """What a piece of a stream amounts to: whole events."""
+
+
+class ModelName:
+    """Renames the model of answers, and of the responses in a stream's events. A ``Translation``.
+
+    Args:
+        sent: the name that the worker was sent.
+        given: the name that the client sent.
+    """
+
+    def __init__(self, sent: str, given: str) -> None:
+        self._sent = sent
+        self._given = given
+        self._held = b""
+        """The beginning of an event whose end has not arrived."""
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """An answer in one piece."""
+        return self._renamed(body) if status == 200 else body
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The next piece of a stream, by whole events."""
+        events, end, self._held = (self._held + chunk).rpartition(b"\n\n")
+        if _MODEL not in events:
+            return events + end
+        return b"\n\n".join([self._event(event) for event in events.split(b"\n\n")]) + end
+
+    def _event(self, event: bytes) -> bytes:
+        if _MODEL not in event:
+            return event
+        lines = event.split(b"\n")
+        return b"\n".join(
+            [_DATA + self._renamed(line[len(_DATA) :]) if line.startswith(_DATA) else line for line in lines]
+        )
+
+    def _renamed(self, data: bytes) -> bytes:
+        value: Any = parsed(data)
+        found = False
+        for holder in (value, value.get("response")) if isinstance(value, dict) else ():
+            if isinstance(holder, dict) and holder.get("model") == self._sent:
+                holder["model"] = self._given
+                found = True
+        return orjson.dumps(value) if found else data
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.dialect import Dialect, ModelName
 from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
@@ -75,11 +75,13 @@ def admit(
                 body = put_in_front(body, {dialect.asks_tiers: True})
                 asked = hides_usage = True
             tells_cached = asked is True
+        renamed: ModelName | None = None
         if not dialect.takes_default_model and (model := _served(payload, limits)) is not None:
             fields["model"] = model
+            renamed = ModelName(model, payload.get("model") or model)
         if dialect.via is None:
             body = splice(body, fields)
-        sent = Sent(body, request.target, dialect)
+        sent = Sent(body, request.target, dialect, renamed)
     return Admitted(
         dialect,
         job,

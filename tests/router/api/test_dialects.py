@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.router.api.chat import CHAT
-from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.api.dialect import DIALECTS, ModelName
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.messages_as_chat import MessageAnswer, to_chat
@@ -463,6 +463,40 @@ async def test_a_response_in_the_background_ends_with_its_instance_or_its_time(
     assert router.fleet.rows[worker.url].in_flight == 1
     del worker.kept[name]  # as after a restart
     await eventually(lambda: router.fleet.rows[worker.url].in_flight == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_name_the_model_as_the_client_did(
+    stream: bool, start_worker, start_router, client
+) -> None:
+    """Also where the worker was sent another name, which may be a path on its disk."""
+    router = await start_router(await start_worker())
+    for name in ("default", "stand-in"):
+        body = {"input": "hello", "model": name, "max_output_tokens": 2, "stream": stream}
+        async with client.post(router.url + "/v1/responses", json=body) as answer:
+            assert answer.status == 200
+            text = (await answer.text()).replace('": "', '":"')
+        assert f'"model":"{name}"' in text
+        assert text.count('"model":"') == text.count(f'"model":"{name}"')
+
+
+def test_a_stream_is_renamed_however_it_is_cut() -> None:
+    events = (
+        b'event: response.created\ndata: {"response":{"model":"/disk/m","tools":[{"model":"/disk/m"}]}}'
+        b"\n\n"
+        b'data: {"delta":"\\"model\\":\\"/disk/m\\""}\n\n'
+        b'data: {"response":{"model":"another"}}\n\ndata: [DONE]\n\n'
+    )
+    expected = events.replace(b'"response":{"model":"/disk/m"', b'"response":{"model":"default"', 1)
+    for size in (1, 2, 7, 50, len(events)):
+        named = ModelName("/disk/m", "default")
+        pieces = [events[at : at + size] for at in range(0, len(events), size)]
+        assert b"".join(map(named.feed, pieces)) == expected
+    named = ModelName("/disk/m", "default")
+    assert named.whole(200, b'{"model":"/disk/m","id":"a"}') == b'{"model":"default","id":"a"}'
+    for untouched in (b'{"model": "another"}', b"[]", b"no json", b'{"response":5}'):
+        assert named.whole(200, untouched) == untouched
+    assert named.whole(404, b'{"model":"/disk/m"}') == b'{"model":"/disk/m"}'
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
