@@ -45,6 +45,7 @@ from sglang_ext.patches.hooks import (
     request_values,
     restarts,
     retraction,
+    served_name,
     stages,
     template_errors,
     uncompiled,
@@ -100,6 +101,7 @@ PATCHES: tuple[Patch, ...] = (
     vocabulary.PATCH,
     request_values.PATCH,
     template_errors.PATCH,
+    served_name.PATCH,
     uncompiled.PATCH,
 )
 

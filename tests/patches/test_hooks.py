@@ -14,7 +14,7 @@ import pytest
 from sglang_ext.patches import readiness
 from sglang_ext.patches.base import Patch
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
-from sglang_ext.patches.hooks import template_errors, vocabulary
+from sglang_ext.patches.hooks import served_name, template_errors, vocabulary
 from sglang_ext.patches.hooks import weights as weight_updates
 from sglang_ext.patches.hooks.vocabulary import out_of_vocabulary
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
@@ -446,3 +446,9 @@ def test_a_chat_template_that_fails_names_the_field() -> None:
         around(stock, None, asked, ValueError("as it was"))
     assert str(caught.value) == "as it was"
     assert around(lambda *_: "messages", None, asked, False) == "messages"
+
+
+def test_embeddings_have_the_served_name() -> None:
+    serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(served_model_name="m"))
+    answer = served_name.after_build(SimpleNamespace(model="/disk/m", data=[]), serving, [], "float")
+    assert answer == SimpleNamespace(model="m", data=[])
