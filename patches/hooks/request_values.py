@@ -197,6 +197,8 @@ def around_tokenized(stock: Callable[..., Any], manager: Any, obj: Any, *args: A
         return stock(manager, obj, *args, **kwargs)
     except ValueError:
         raise
+    except re.error as error:
+        raise ValueError(f"stop_regex is not a regular expression: {error}") from error
     except Exception as error:
         given = obj.sampling_params if isinstance(obj.sampling_params, Mapping) else {}
         named = wrong_types(given, manager.sampling_params_class)

@@ -359,11 +359,12 @@ def check_fields(
 
 def _check_exact(value: Any, kind: str, field: str) -> None:
     """Refuse what a check would coerce."""
-    if kind == "number" and coerced_number(value) is not value:
+    kept = type(value)
+    if kind == "number" and type(coerced_number(value)) is not kept:
         raise wrong(field, "a number", value)
-    if kind == "boolean" and coerced_bool(value) is not value:
+    if kind == "boolean" and type(coerced_bool(value)) is not kept:
         raise wrong(field, "a boolean", value)
-    if kind in RANGES and coerced_int(value) is not value:
+    if kind in RANGES and type(coerced_int(value)) is not kept:
         raise wrong(field, "an integer", value)
 
 

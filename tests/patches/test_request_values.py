@@ -124,6 +124,16 @@ def test_a_wrong_type_is_named_where_sglang_raises_a_type_error() -> None:
             request_values.around_tokenized(stock, manager(), given(**sampling))
 
 
+def test_a_pattern_that_is_no_regular_expression_is_named() -> None:
+    def stock(_manager: Any, obj: Any) -> Any:
+        params = SamplingParams(**obj.sampling_params)
+        params.normalize(None)
+
+    request = SimpleNamespace(sampling_params={"stop_regex": "(("})
+    with pytest.raises(ValueError, match="stop_regex is not a regular expression: missing"):
+        request_values.around_tokenized(stock, manager(), request)
+
+
 @pytest.mark.parametrize("rid", [[], ["x"], 7, {"a": 1}])
 def test_an_id_that_is_no_string_is_refused(rid: Any) -> None:
     request = io_struct.GenerateReqInput(text="a", rid=rid, sampling_params={})
