@@ -25,6 +25,11 @@ def report(problem: str) -> None:
     PROCESS.problems.append(problem)
 
 
+def reported() -> tuple[str, ...]:
+    """The problems kept so far."""
+    return tuple(PROCESS.problems)
+
+
 def problems() -> list[str]:
     """Everything that is not in place, as sentences."""
     missing = [

@@ -31,7 +31,7 @@ def main() -> int:
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"),
          "--cache-dir", str(ROOT / ".mypy_cache"), *sys.argv[1:]],
-        cwd=TREE, stdout=subprocess.PIPE, text=True, check=False,
+        cwd=TREE, stdout=subprocess.PIPE, text=True, check=False, encoding="utf-8",
     )  # fmt: skip
     for line in done.stdout.splitlines():
         for name, folder in elsewhere.items():

@@ -117,12 +117,13 @@ def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
         config.write_text(
             "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
             "[mypy-opentelemetry.*,sglang.*,numba.*,lmdb.*,transformers.*,tokenizers.*,torch.*,zmq.*,numpy.*]\n"
-            "follow_imports = skip\n"
+            "follow_imports = skip\n",
+            encoding="utf-8",
         )
         files = [f"sglang_ext/{module}.py" for module in modules]
         subprocess.run(
             [sys.executable, "-c", BUILD, str(config), *files],
-            cwd=folder, check=True, capture_output=True, text=True,
+            cwd=folder, check=True, capture_output=True, text=True, encoding="utf-8",
         )  # fmt: skip
         built = folder / "native"
         built.mkdir()

@@ -63,7 +63,13 @@ def run(*command: str | Path, cwd: Path | None = None) -> None:
         DistError: it fails; with the end of what it said.
     """
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False, timeout=600
+        [str(word) for word in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        encoding="utf-8",
     )
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()[-20:]
@@ -74,7 +80,7 @@ def tracked_files() -> list[str]:
     """The files of the checkout: those that git knows, and new ones that it does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8",
     )  # fmt: skip
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
@@ -97,7 +103,9 @@ def build(scratch: Path) -> list[Path]:
     source, out = scratch / "source", scratch / "out"
     out.mkdir()
     tracked = copy_to(source)
-    package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-dir"
+    ]
     wanted = shipped(tracked, package_dir)
     run(sys.executable, "-c", BUILD, out, "sdist", "wheel", cwd=source)
     compiled: set[str] = set()
@@ -137,7 +145,7 @@ def install(package: Path, scratch: Path) -> Path:
     (site,) = venv.glob("lib/python*/site-packages")
     # A path that stands in a .pth file brings packages, but not the .pth files in it: what is installed here
     # in editable form stays out of sight.
-    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     pip = ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
     run(sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed", *pip, package)
     return venv

@@ -91,7 +91,7 @@ def start_rdma(log: Path) -> subprocess.Popen[bytes]:
 
 def rdma_status(status: int, log: Path) -> int:
     """Show how the RDMA tests ended; being skipped is no failure."""
-    text = log.read_text(errors="replace")
+    text = log.read_text(encoding="utf-8", errors="replace")
     if status == SKIPPED:
         print(
             f"\n--- RDMA tests skipped: {(text.strip().splitlines() or ['no reason given'])[-1]} ---",
@@ -106,7 +106,7 @@ def rdma_status(status: int, log: Path) -> int:
 def show(title: str, log: Path) -> None:
     """The output of tests that have ended."""
     print(f"\n--- {title} ---", flush=True)
-    sys.stdout.write(log.read_text(errors="replace"))
+    sys.stdout.write(log.read_text(encoding="utf-8", errors="replace"))
 
 
 def worst(statuses: Sequence[int]) -> int:

@@ -58,7 +58,7 @@ def beside(version: str) -> Path:
 
 def read_pins(path: Path) -> dict[str, str]:
     """The lines of a requirements file by lower-case package name."""
-    lines = [line.strip() for line in path.read_text().splitlines()]
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     pins = [line for line in lines if line and not line.startswith("#")]
     return {pin.split("==")[0].lower(): pin for pin in pins}
 
@@ -135,7 +135,7 @@ class Environment:
         first = [pins[name] for name in FIRST]
         rest = [pin for name, pin in pins.items() if name not in FIRST]
         version = ".".join(str(part) for part in sys.version_info[:3])
-        project = (ROOT / "pyproject.toml").read_text()
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         steps = [
             Step("venv", f"virtual environment {self.path.name}", digest(version), self.make_venv),
             Step("torch", ", ".join(first), digest(*first), lambda: self.pip("torch", *first)),
@@ -144,7 +144,11 @@ class Environment:
         ]
         if compiling:
             folders = (ROOT / "sglang_ext", ROOT / "router")
-            sources = [path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))]
+            sources = [
+                path.read_text(encoding="utf-8")
+                for folder in folders
+                for path in sorted(folder.rglob("*.py"))
+            ]
             title = "the router's hot modules, compiled (a minute or two; COMPILE=no leaves them as Python)"
             steps.append(Step("compile", title, digest(version, *sources), self.compile))
         return steps
@@ -156,7 +160,11 @@ class Environment:
             if subprocess.run([self.python, "-c", code], capture_output=True, check=False).returncode == 0:
                 return
         result = subprocess.run(
-            [sys.executable, "-m", "venv", "--clear", self.path], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "venv", "--clear", self.path],
+            capture_output=True,
+            text=True,
+            check=False,
+            encoding="utf-8",
         )
         if result.returncode != 0:
             raise SetupError(
@@ -168,7 +176,9 @@ class Environment:
         skip = set(FIRST)
         skip |= {name for name in BROUGHT_BY_TORCH if name in pins and self.has(name)}
         wanted = self.path / "wanted.txt"
-        wanted.write_text("".join(f"{pin}\n" for name, pin in pins.items() if name not in skip))
+        wanted.write_text(
+            "".join(f"{pin}\n" for name, pin in pins.items() if name not in skip), encoding="utf-8"
+        )
         self.pip("the pinned packages", "--no-deps", "-r", str(wanted), total=len(pins) - len(skip))
 
     def install_project(self) -> None:
@@ -177,7 +187,7 @@ class Environment:
 
     def compile(self) -> str:
         """Compile the router's hot modules; or say why they run as Python, which serves as well, slower."""
-        with self.log.open("a+") as log:
+        with self.log.open("a+", encoding="utf-8") as log:
             before = log.tell()
             process = subprocess.Popen([self.python, COMPILER], stdout=log, stderr=subprocess.STDOUT)
             while process.poll() is None:
@@ -206,11 +216,16 @@ class Environment:
         self.forget_halves()
         command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
         seen = 0
-        with self.log.open("a") as log:
+        with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(command)}\n")
             log.flush()
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                encoding="utf-8",
             )
             assert process.stdout is not None
             for line in process.stdout:
@@ -222,7 +237,9 @@ class Environment:
                     self.progress.update("unpacking")
             status = process.wait()
         if status != 0:
-            tail = [line for line in self.log.read_text().splitlines() if "WARNING" not in line][-12:]
+            tail = [
+                line for line in self.log.read_text(encoding="utf-8").splitlines() if "WARNING" not in line
+            ][-12:]
             raise SetupError(
                 "\n".join(tail)
                 + f"\n\npip could not install {what} (exit status {status}). The whole output is in "
@@ -262,15 +279,15 @@ def prepare(venv: Path, sglang: str, *, compiling: bool) -> None:
     for step in steps:
         mark = environment.marks / step.name
         environment.progress.start(step.title)
-        if not redo and mark.exists() and mark.read_text() == step.mark:
+        if not redo and mark.exists() and mark.read_text(encoding="utf-8") == step.mark:
             environment.progress.done("is there")
             continue
         redo = True
         outcome = step.run()
         environment.marks.mkdir(exist_ok=True)
-        mark.write_text(step.mark)
+        mark.write_text(step.mark, encoding="utf-8")
         environment.progress.done(outcome or "done")
-    (environment.marks / "done").write_text("")
+    (environment.marks / "done").write_text("", encoding="utf-8")
 
 
 def asked_by_sglang(wheel: Path) -> list[str]:
@@ -296,14 +313,16 @@ def resolve(scratch: Path, version: str, progress: Progress) -> tuple[set[str], 
     def freeze() -> set[str]:
         command = [str(environment.python), "-m", "pip", "freeze", "--all", "--exclude", "pip"]
         command += ["--exclude", "sglang-ext"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True)
+        output = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
         return {line.split("+")[0] for line in output.stdout.splitlines() if "==" in line}
 
     progress.start(f"sglang {version}: what it asks of packages")
     fetch = [str(environment.python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
     subprocess.run([*fetch, f"sglang=={version}"], check=True, stderr=subprocess.DEVNULL)
     asked = scratch / "asked.txt"
-    asked.write_text("".join(f"{each}\n" for each in asked_by_sglang(next(scratch.glob("sglang-*.whl")))))
+    asked.write_text(
+        "".join(f"{each}\n" for each in asked_by_sglang(next(scratch.glob("sglang-*.whl")))), encoding="utf-8"
+    )
     progress.done("read")
     progress.start(f"sglang {version}: extra cpu")
     environment.pip("the extra cpu", "-c", str(asked), f"{ROOT}[cpu]", "setuptools>=77")
@@ -333,7 +352,9 @@ def lock(scratch: Path) -> None:
     test = set.intersection(*(each for _, each in found.values()))
 
     def write(path: Path, comment: str, pins: set[str]) -> None:
-        path.write_text(comment + "".join(f"{pin}\n" for pin in sorted(pins, key=str.lower)))
+        path.write_text(
+            comment + "".join(f"{pin}\n" for pin in sorted(pins, key=str.lower)), encoding="utf-8"
+        )
 
     write(CPU, base, cpu)
     write(TEST, f"# What the checks and the tests need beside cpu.txt, exact. {tail}", test)

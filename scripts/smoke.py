@@ -27,7 +27,7 @@ def command(*words: str, statuses: tuple[int, ...] = (0,)) -> str:
     """Run ``sglang-ext`` as it is installed; its output."""
     done = subprocess.run(
         [str(Path(sys.executable).parent / "sglang-ext"), *words],
-        capture_output=True, text=True, check=False, timeout=300,
+        capture_output=True, text=True, check=False, timeout=300, encoding="utf-8",
     )  # fmt: skip
     if done.returncode not in statuses:
         raise SystemExit(f"sglang-ext {' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")

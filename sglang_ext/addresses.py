@@ -82,7 +82,7 @@ class SystemNetwork:
             found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(found[20:24])
         with contextlib.suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
                 digits, _, _, scope, _, device = line.split()
                 if device == name and scope == "00":  # global
                     return str(ipaddress.IPv6Address(bytes.fromhex(digits)))

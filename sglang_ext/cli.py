@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from sglang_ext.cluster import guard
+from sglang_ext.errors import UserError
+from sglang_ext.patches import environment
+
 if TYPE_CHECKING:
     from sglang_ext.flags import Flagged
 
@@ -33,6 +37,8 @@ class Command:
     replaces_process: bool = False
     """Run as ``python -m module``. SGLang's child processes import the main module of their parent first, and
     have to find the launcher there."""
+    guarded: bool = False
+    """Run so below ``cluster/guard.py``, which removes what SGLang leaves behind and reaps orphans."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -41,6 +47,7 @@ COMMANDS: Mapping[str, Command] = {
         "start one SGLang server with the shared cache; takes every flag of SGLang's launch_server",
         "sglang_ext.config:KvConfig",
         replaces_process=True,
+        guarded=True,
     ),
     "router": Command(
         "sglang_ext.router.__main__", "start the router in front of running servers", ":RouterConfig"
@@ -115,10 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         sys.stderr.write(f"{PROG}: unknown command {name!r}; there are {', '.join(COMMANDS)}\n")
         return USAGE_STATUS
+    environment.printable()
+    try:
+        environment.prepare(os.environ)
+    except UserError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return USAGE_STATUS
     if command.replaces_process:
         sys.stdout.flush()
         # -P: a folder of our name in the current folder is not this package.
-        os.execv(sys.executable, [sys.executable, "-P", "-m", command.module, *rest])
+        words = [sys.executable, "-P", "-m", command.module, *rest]
+        if command.guarded:
+            words = [sys.executable, "-I", "-S", guard.__file__, "-1", "inf", "--", *words]
+        os.execv(sys.executable, words)
+    if os.getpid() == 1:
+        guard.step_aside()
     status: int = importlib.import_module(command.module).main(rest)
     return status
 

@@ -11,6 +11,7 @@ they are forked where that is safe: :mod:`sglang_ext.patches.cpu.fork`.)
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import platform
@@ -24,6 +25,7 @@ import setproctitle  # noqa: F401
 
 from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import UserError
+from sglang_ext.patches import environment
 from sglang_ext.patches.cpu import runtime
 
 PLUGIN = "sglang_ext"
@@ -97,8 +99,12 @@ def with_report(argv: Sequence[str]) -> list[str]:
 
 def main(argv: list[str]) -> None:
     """Start the server and serve until it is stopped."""
+    environment.printable()
     require_plugin()
     try:
+        environment.prepare(os.environ, argv)
+        environment.restart_in_utf8()
+        environment.require_short_sockets(os.environ)
         argv, key = with_key(with_report(argv))
     except UserError as error:
         raise SystemExit(f"sglang_ext.launch_server: error: {error}") from None
@@ -117,13 +123,14 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_ext.patches import readiness
+    from sglang_ext.patches import plugin, readiness
 
     load_plugins()
-    readiness.require()
+    atexit.unregister(plugin.explain)  # as this refuses to start without it
     try:
+        readiness.require()
         server_args = prepare_server_args(argv)
-    except UserError as error:
+    except (UserError, readiness.NotReadyError) as error:
         raise SystemExit(f"sglang_ext.launch_server: error: {error}") from None
     try:
         run_server(server_args)

@@ -7,6 +7,7 @@ Prints a line of JSON: scenario -> what it found, or {"exit": message} when it e
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import io
@@ -167,6 +168,28 @@ def outdated_cpu_patch() -> dict[str, Any]:
     outdate("paged_allocator")
     load()
     return {"still": "running"}
+
+
+def unloadable() -> dict[str, Any]:
+    """A module of ours cannot be imported: the last line of the process when it refuses the command line."""
+    sys.modules["sglang_ext.patches.registration"] = None  # type: ignore[assignment]
+    runtime.prepare_process(os.environ)
+    load(on_cpu_runtime=False)
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_ext.patches import readiness
+
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        with contextlib.suppress(SystemExit):
+            prepare_server_args(["--model-path", "none", "--kv-dram-size", "3MB"])
+        refused = printed.getvalue()
+        atexit._run_exitfuncs()
+    return {
+        "refused": refused.splitlines()[-1],
+        "last": printed.getvalue().splitlines()[-1],
+        "launcher": refusal(readiness.require),
+    }
 
 
 def excluded() -> dict[str, Any]:

@@ -328,10 +328,10 @@ SCRIPTS = sorted([*(DEPLOY / "systemd").iterdir(), *(DEPLOY / "slurm").iterdir()
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_units_and_scripts_name_flags_that_there_are(path: Path) -> None:
-    commands = [*commands_in(path.read_text())]
+    commands = [*commands_in(path.read_text(encoding="utf-8"))]
     assert commands
     assert [unknown_flags(words) for words in commands] == [[]] * len(commands)
-    wrong = path.read_text().replace("--cluster-key-file", "--cluster-keyfile")
+    wrong = path.read_text(encoding="utf-8").replace("--cluster-key-file", "--cluster-keyfile")
     assert any(unknown_flags(words) for words in commands_in(wrong)), "the twin"
 
 

@@ -61,6 +61,7 @@ ENGINE = folders(
 PATCHES = folders(
     "patches",
     *(
+        "environment",
         "versions",
         "contract",
         "base",
@@ -101,11 +102,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch_server": set(PATCHES),
     **ROUTER,
     "cluster": {*PATCHES, *PARTS, "protocol"},
-    "cli": {"calibration", "cluster", *ROUTER},
+    "cli": {"calibration", "cluster", "patches.environment", *ROUTER},
     "testing.transfer": {*PARTS, "mempool", "testing"},
     "testing.servers": {*PARTS, "protocol", "cluster", *PATCHES, "testing"},
     "testing": {*PARTS, "protocol", "cluster", "mempool", "cost_model", *PATCHES},
-    "demo": {"cluster", "testing", "testing.servers"},
+    "demo": {"cluster", "patches.environment", "testing", "testing.servers"},
     "benchmarks": {"*"},
 }
 """What each part may import of this project, beside itself and the shared modules. A package's own modules

@@ -38,7 +38,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 NAMES = (
     *("taken", "broken_hook", "outdated_hook", "outdated_cpu_patch", "excluded"),
-    *("untested_version", "untested_version_allowed"),
+    *("untested_version", "untested_version_allowed", "unloadable"),
 )
 
 
@@ -100,6 +100,14 @@ def test_an_untested_sglang_starts_when_the_user_allows_it_and_the_contract_hold
     found: dict[str, Any],
 ) -> None:
     assert found["untested_version_allowed"] == {"still": "running"}
+
+
+def test_a_plugin_that_cannot_be_loaded_says_why_in_the_last_line(found: dict[str, Any]) -> None:
+    unloadable = found["unloadable"]
+    assert "unrecognized arguments: --kv-dram-size" in unloadable["refused"]
+    reason = "could not be loaded: ModuleNotFoundError: import of sglang_ext.patches.registration halted"
+    assert unloadable["last"].startswith(f"sglang_ext {reason}")
+    assert reason in unloadable["launcher"]
 
 
 def test_an_excluded_plugin_leaves_the_backend_unknown(found: dict[str, Any]) -> None:

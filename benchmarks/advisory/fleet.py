@@ -224,7 +224,9 @@ class Fleet:
                     if len(ready) == len(self.servers):
                         return
                 time.sleep(0.1)
-        raise RuntimeError(f"the servers did not register\n{log.read_text(errors='replace')[-2000:]}")
+        raise RuntimeError(
+            f"the servers did not register\n{log.read_text(encoding='utf-8', errors='replace')[-2000:]}"
+        )
 
 
 def router_counts(url: str) -> dict[str, float]:

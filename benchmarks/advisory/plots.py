@@ -20,7 +20,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
         svg = figure(rows)
         if svg is not None:
             path = folder / f"{name}.svg"
-            path.write_text(svg)
+            path.write_text(svg, encoding="utf-8")
             written.append(path)
     return written
 

@@ -28,7 +28,7 @@ def add_to(report: Report, path: Path) -> None:
         ValueError: the file holds no report of this benchmark, or one of other servers.
     """
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(encoding="utf-8"))
         rows, notes = told["rows"], told.get("notes", [])
         if told["name"] != report.name:
             raise ValueError(f"a report of {told['name']!r}")

@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.roles:
             roles(options, report, end)
             if options.figure is not None:
-                options.figure.write_text(figure(report.rows))
+                options.figure.write_text(figure(report.rows), encoding="utf-8")
         if designs is not None:
             designs.run(end - SECONDS_FOR_PUSH * whole)
             if whole:

@@ -243,6 +243,7 @@ def mooncake_missing(folder: Path | None) -> str | None:
         capture_output=True,
         text=True,
         check=False,
+        encoding="utf-8",
     )
     if done.returncode == 0:
         return None

@@ -135,7 +135,7 @@ def bench() -> Iterator[Bench]:
         folder = Path(name)
         key = folder / "cluster.key"
         key.touch(mode=0o600)
-        key.write_text(KEY)
+        key.write_text(KEY, encoding="utf-8")
         with Lab(ROUTER, *SERVERS, shared=[folder], families=(4,)) as lab, lab[ROUTER].network():
             yield Bench(lab, folder)
 

@@ -238,7 +238,7 @@ class Report:
             self.note("--tiny: too little was measured for any figure to mean something")
         self.print()
         if options.json:
-            options.json.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+            options.json.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
         return 0
 
 
@@ -276,7 +276,7 @@ def _text(value: Value) -> str:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.machine()
@@ -298,7 +298,7 @@ def _version(package: str) -> str | None:
 
 def _chosen(path: str) -> str | None:
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError:
         return None
     return text[text.find("[") + 1 : text.find("]")]

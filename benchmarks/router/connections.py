@@ -133,13 +133,15 @@ def crowd(folder: Path, port: int, count: int, text: str) -> Iterator[dict[str, 
         assert running.stdout is not None
         line = running.stdout.readline()
         if not line:
-            raise RuntimeError(f"the clients ended: {(folder / 'crowd.log').read_text()[-500:]}")
+            raise RuntimeError(
+                f"the clients ended: {(folder / 'crowd.log').read_text(encoding='utf-8')[-500:]}"
+            )
         yield json.loads(line)
 
 
 def _resident(pid: int) -> int:
     """Bytes of a process in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _files(pid: int) -> int:

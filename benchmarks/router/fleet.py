@@ -159,7 +159,7 @@ class RealFleet:
                     if len(ready) == len(self._ports) and _counts_tokens(client):
                         return
                 time.sleep(0.05)
-        text = "" if log is None else log.read_text(errors="replace")[-2000:]
+        text = "" if log is None else log.read_text(errors="replace", encoding="utf-8")[-2000:]
         raise RuntimeError(f"the servers did not register: {seen}\n{text}")
 
 

@@ -71,6 +71,7 @@ def process(
             text=True,
             start_new_session=True,
             preexec_fn=_end_with_parent,
+            encoding="utf-8",
         )
     try:
         if core is not None:
@@ -172,7 +173,9 @@ def peer_missing(python: Path | None, peer: Peer = SGLANG_ROUTER) -> str | None:
         )
     command = [str(python), "-c", f"import {peer.module}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=60, encoding="utf-8"
+        )
     except OSError as error:
         return f"left out: {flag}: {error}"
     return None if done.returncode == 0 else f"left out: {done.stderr.strip().splitlines()[-1]}"
@@ -198,7 +201,7 @@ def wait_for(port: int, running: subprocess.Popen[str], path: str = "/v1/models"
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process with all its threads, so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

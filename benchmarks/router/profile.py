@@ -148,7 +148,7 @@ def _switch(pid: int, answer: Path) -> Path:
 
 
 def _seen(file: Path) -> list[list[Any]]:
-    rows: list[list[Any]] = json.loads(file.read_text())
+    rows: list[list[Any]] = json.loads(file.read_text(encoding="utf-8"))
     return rows
 
 

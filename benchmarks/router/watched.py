@@ -79,7 +79,7 @@ class Watch:
             for code, counts in seen.items()
         ]
         part = self._folder / f"{name}.part"
-        part.write_text(json.dumps(rows))
+        part.write_text(json.dumps(rows), encoding="utf-8")
         os.replace(part, self._folder / f"{name}.json")
 
 

@@ -132,7 +132,9 @@ class Fio:
             "--invalidate=1", "--group_reporting", "--output-format=json",
             *(["--end_fsync=1", "--overwrite=1"] if write else []),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=300, encoding="utf-8"
+        )
         job = json.loads(done.stdout)["jobs"][0]["write" if write else "read"]
         return self.nbytes / float(job["bw_bytes"])
 

@@ -19,7 +19,9 @@ def missing(python: Path | None) -> str | None:
     """Why LMCache cannot be measured with this interpreter, None when it can."""
     command = [str(python or sys.executable), "-c", IMPORTED]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120, encoding="utf-8"
+        )
     except OSError as error:
         return f"--lmcache-python: {error}"
     if done.returncode == 0:
@@ -60,6 +62,7 @@ class LmCache:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                encoding="utf-8",
             )
         try:
             self._answer()
@@ -83,7 +86,7 @@ class LmCache:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"LMCache ended: {self._log.read_text()[-2000:]}")
+            raise RuntimeError(f"LMCache ended: {self._log.read_text(encoding='utf-8')[-2000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

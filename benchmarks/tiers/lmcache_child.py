@@ -103,7 +103,7 @@ class Backend:
 def main() -> int:
     """Arguments as JSON: folder, chunk_bytes, chunks, threads, direct."""
     # LMCache logs to standard output, which is for answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     arguments = json.loads(sys.argv[1])
     backend = Backend(Path(arguments.pop("folder")), **arguments)

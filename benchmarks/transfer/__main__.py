@@ -218,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        encoding="utf-8",
     ) as child:
         try:
             sizes = [k * KIB for k in options.kib] if options.kib else every

@@ -62,7 +62,11 @@ def _fetched(version: str) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
             done = subprocess.run(
-                [*command, f"sglang=={version}"], capture_output=True, text=True, check=False
+                [*command, f"sglang=={version}"],
+                capture_output=True,
+                text=True,
+                check=False,
+                encoding="utf-8",
             )
             wheel = next(Path(scratch).glob("*.whl"), None)
             if wheel is None:
@@ -82,7 +86,7 @@ def _read(name: str) -> bool:
 
 def version_of(sglang: Path) -> str:
     """The version that a folder with SGLang's source says it is; empty where it says none."""
-    text = (sglang / "_version.py").read_text() if (sglang / "_version.py").exists() else ""
+    text = (sglang / "_version.py").read_text(encoding="utf-8") if (sglang / "_version.py").exists() else ""
     found = re.search(r"""^(?:__version__ = )?(?:version = )['"]([^'"]+)""", text, re.MULTILINE)
     return found[1] if found else ""
 

@@ -27,6 +27,7 @@ from sglang_ext.patches.adapter.support import (
     require_supported_parallelism,
 )
 from sglang_ext.patches.cpu import runtime
+from sglang_ext.patches.environment import require_short_sockets
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
 ATTRIBUTE = "_sglang_ext_kv"
@@ -77,6 +78,7 @@ def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
     if config is None:
         return
     readiness.require()
+    require_short_sockets(os.environ)
     if getattr(args, "radix_cache_backend", None) == BACKEND:
         require_supported_flags(server_args, config)
         require_supported_model(server_args)

@@ -270,6 +270,7 @@ def device_name(device: str, host: str) -> str:
                 text=True,
                 timeout=10,
                 check=True,
+                encoding="utf-8",
             )
             return shown.stdout.splitlines()[0].strip()
         if device == "cpu":

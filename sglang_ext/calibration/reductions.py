@@ -45,6 +45,7 @@ def measure(ranks: int, *, gpu: bool = False) -> Link:
             text=True,
             timeout=TIMEOUT_S,
             check=True,
+            encoding="utf-8",
         )
         times = {int(size): float(seconds) for size, seconds in json.loads(ended.stdout).items()}
     except subprocess.CalledProcessError as error:

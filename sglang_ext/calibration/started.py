@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sglang_ext.addresses import Ports
-from sglang_ext.cluster.process import GUARD, how_it_ended, tail
+from sglang_ext.cluster.process import GUARD, how_it_ended, tail, why_it_ended
 from sglang_ext.errors import ConfigError, PeerError
 
 LOOPBACK = "127.0.0.1"
@@ -60,7 +60,7 @@ def started(model_path: str, server_args: Sequence[str], patience_s: float) -> I
                 code = process.poll()
                 if code is not None or time.monotonic() > deadline:
                     why = "did not start in time" if code is None else how_it_ended(code)
-                    last = "\n".join(tail(log))
+                    last = "\n".join([*filter(None, [why_it_ended(log)]), *tail(log)])
                     raise PeerError(f"the server of {model_path} {why}:\n{last}")
                 time.sleep(POLL_S)
         yield f"http://{LOOPBACK}:{port}"
@@ -79,6 +79,7 @@ def _guarded(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes
                 stderr=file,
                 pass_fds=(watch,),
                 start_new_session=True,
+                umask=0o077,
             )
     except BaseException:
         os.close(ours)

@@ -24,6 +24,7 @@ from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.patches.environment import require_temporary
 
 PROG = ClusterConfig.prog
 LOG_FOLDER_PREFIX = "sglang-ext-cluster-"
@@ -124,6 +125,7 @@ async def running_cluster(
     Raises:
         ConfigError: it cannot run here; names the flag.
     """
+    require_temporary(os.environ)
     config = with_environment(config, os.environ)
     if config.ray is not None:
         from sglang_ext.cluster.ray_cluster import running_on_ray

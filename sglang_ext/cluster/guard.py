@@ -1,21 +1,24 @@
 """Runs one command and leaves nothing of it behind: the process between the supervisor and each part.
 
 ``python guard.py WATCH_FD GRACE_SECONDS [FOLDER] -- COMMAND...``, started by the supervisor in a session of
-its own. It imports the standard library only, and none of this package, so that it starts in milliseconds.
+its own. `sglang-ext serve` becomes it, too, with -1 for WATCH_FD, as no supervisor is there, and ``inf``. It
+imports the standard library only, and none of this package, so that it starts in milliseconds.
 
 Who can die, and what happens then:
 
 - the command ends: what it started is ended, and the guard ends the same way (same status, same signal);
 - the supervisor dies, even by SIGKILL: WATCH_FD, a pipe whose other end only the supervisor has, comes to
   its end; the command is ended as on SIGTERM;
-- SIGTERM: the command gets SIGTERM, and SIGKILL once GRACE_SECONDS are over;
+- SIGTERM: the command gets SIGTERM, and SIGKILL once GRACE_SECONDS are over; Ctrl-C at a terminal reaches
+  the command by itself;
 - SIGQUIT: the command is killed at once;
 - the guard dies by SIGKILL: the kernel kills the command with it (PR_SET_PDEATHSIG).
 
 The guard is the reaper of all descendants (PR_SET_CHILD_SUBREAPER), so that a process whose parent has died,
 or that moved to a session of its own, is still found. It gives the command a folder for temporary files, and
 removes it and the shared memory that the command's processes had and nobody has any more: SGLang leaves
-sockets in the first, and parts of the second when one of its processes is killed. FOLDER goes too, whoever
+sockets in the first, and parts of the second when one of its processes is killed. As process 1 of a container
+it reaps what others leave there, as init does. FOLDER goes too, whoever
 has died; with one, the guard is a grandchild of whoever started it, and its child only passes signals on: Ray
 kills the children of a process that it ends, and the guard is to live on and see the end of WATCH_FD.
 """
@@ -52,6 +55,14 @@ APPEARED_SECONDS = 0.1
 """Until the next look after something new has appeared there: it is mapped shortly after it is made. What a
 process makes between two looks would stay behind if it was killed before the second."""
 SHARED_MEMORY = "/dev/shm"
+SOCKET_PATH_BYTES = 107
+"""Of AF_UNIX."""
+SOCKET_NAME_BYTES = 32
+"""Of the longest path below the temporary folder that SGLang or multiprocessing gives a socket."""
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where the temporary folder is if sockets below TMPDIR would have too long paths."""
+KILLED = 128
+"""Added to a signal's number: the exit status of a process that cannot end by that signal."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -88,8 +99,6 @@ def start(run: Run, temporary: str) -> int:
         signal.set_wakeup_fd(-1)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:
-            # SGLang's sockets and files, and what libraries make, are nobody else's.
-            os.umask(0o077)
             run({**os.environ, "TMPDIR": temporary})
     finally:
         os._exit(CANNOT_RUN)
@@ -162,11 +171,30 @@ def remove_shared_memory(inodes: set[int]) -> None:
                     os.unlink(entry.path)
 
 
+def temporary_places(wanted: str) -> list[str]:
+    """Where the temporary folder can be, best first: a socket in it has a path that the kernel takes."""
+    longest = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - len("/sglx-00000000")
+    return [place for place in dict.fromkeys((wanted, *SHORT_FOLDERS)) if len(os.fsencode(place)) <= longest]
+
+
 def make_temporary() -> str:
-    """A folder for the temporary files of the command; its path is short, for sockets are made in it."""
-    path = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"sglx-{os.urandom(4).hex()}")
-    os.mkdir(path, 0o700)
-    return path
+    """A folder for the temporary files of the command.
+
+    Raises:
+        SystemExit: it cannot be made; in one line, with the reason.
+    """
+    wanted = os.environ.get("TMPDIR") or "/tmp"
+    reason = "" if os.path.isdir(wanted) else f"{wanted} is not a folder"
+    for place in temporary_places(wanted):
+        path = os.path.join(place, f"sglx-{os.urandom(4).hex()}")
+        try:
+            if not reason:
+                os.mkdir(path, 0o700)
+                return path
+        except OSError as error:
+            # The user has chosen a folder that sockets would fit into, and is to learn that it is of no use.
+            reason = f"cannot make a folder in {place}: {error.strerror}" if place == wanted else ""
+    raise SystemExit(f"TMPDIR: {reason or 'no folder with a short path can be written'}")
 
 
 def is_resource_tracker(pid: int) -> bool:
@@ -244,9 +272,27 @@ class Signals:
         return set()
 
 
+def in_foreground() -> bool:
+    """Whether this process is in the foreground of its terminal, whose Ctrl-C the command gets as well."""
+    with suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            return os.tcgetpgrp(terminal) == os.getpgrp()
+        finally:
+            os.close(terminal)
+    return False
+
+
 def guard(watch: int, grace: float, run: Run) -> int:
-    """Run a command to its end; returns its wait status."""
-    os.set_inheritable(watch, False)
+    """Run a command to its end; returns its wait status.
+
+    Args:
+        watch: read end of a pipe that comes to its end with the supervisor; -1 without one.
+        grace: seconds between SIGTERM and SIGKILL.
+        run: becomes the command.
+    """
+    if watch >= 0:
+        os.set_inheritable(watch, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signals = Signals()
     temporary = make_temporary()
@@ -254,7 +300,8 @@ def guard(watch: int, grace: float, run: Run) -> int:
     close_inherited(watch)
     poll = select.poll()
     poll.register(signals.reader, select.POLLIN)
-    poll.register(watch, select.POLLIN | select.POLLHUP)
+    if watch >= 0:
+        poll.register(watch, select.POLLIN | select.POLLHUP)
     appeared = watch_shared_memory()
     if appeared is not None:
         poll.register(appeared, select.POLLIN)
@@ -279,7 +326,8 @@ def guard(watch: int, grace: float, run: Run) -> int:
         if not asked and (watch in ready or came & Signals.ASK):
             asked = True
             deadline = time.monotonic() + grace
-            send(signal.SIGTERM, [main])
+            if came & Signals.ASK != {signal.SIGINT} or not in_foreground():
+                send(signal.SIGTERM, [main])
         if signal.SIGQUIT in came:
             deadline = time.monotonic()
         if status is None and deadline is not None and time.monotonic() >= deadline:
@@ -293,12 +341,15 @@ def guard(watch: int, grace: float, run: Run) -> int:
 
 
 def step_aside() -> None:
-    """Go on in a child. This process passes on what it is told, and ends as the child does."""
+    """Go on in a child. This process passes signals on, reaps orphans, and ends as the child does."""
     child = os.fork()
     if child:
         for number in (*Signals.ASK, signal.SIGQUIT):
-            signal.signal(number, lambda number, frame: os.kill(child, number))
-        end_like(os.waitpid(child, 0)[1])
+            signal.signal(number, lambda number, frame: send(number, [child]))
+        while True:
+            pid, status = os.wait()
+            if pid == child:
+                end_like(status)
 
 
 def end_like(status: int) -> None:
@@ -306,6 +357,8 @@ def end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
+    if os.getpid() == 1:  # the kernel ignores signals to it that have no handler
+        os._exit(KILLED - code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # SIGKILL has no handler to reset
         signal.signal(-code, signal.SIG_DFL)

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from sglang_ext.cluster import cause
 from sglang_ext.cluster.plan import Part
 
 GUARD = Path(__file__).with_name("guard.py")
 PROBE_TIMEOUT_S = 5.0
 TAIL_BYTES = 1 << 16
+CAUSE_BYTES = 1 << 18
+"""Of the end of a log, in which the first exception since the start of a part is looked for."""
 TAIL_LINES = 15
 TAIL_COLUMNS = 300
 NOISE = re.compile(r"^ - leaked |^ - \.\.\. skipped|^nanobind: |^See https://nanobind|HTTP/1\.[01]\" 200")
@@ -104,9 +107,10 @@ class PartProcess:
         flags, inherited = self._flags, self._part.sockets
         if self._call is not None:
             flags, inherited = (*flags, "--standby-fd", str(self._call[0])), (*inherited, self._call[0])
+        killed = cause.oom_kills()
         try:
             with os.fdopen(_private(self._log), "ab") as log:
-                log.write(f"$ {' '.join((self._part.shown_command, *flags))}\n".encode())
+                log.write(f"{cause.START}{' '.join((self._part.shown_command, *flags))}\n".encode())
                 log.flush()
                 self._process = await asyncio.create_subprocess_exec(
                     *(
@@ -127,15 +131,25 @@ class PartProcess:
                     env=environment_of(self._part, os.environ),
                     pass_fds=(self._watch, *inherited),
                     start_new_session=True,
+                    # SGLang's sockets and files, and what libraries make, are nobody else's.
+                    umask=0o077,
                 )
             for number in self._early:
                 self._send(number)
-            return await self._process.wait()
+            code = await self._process.wait()
+            if line := cause.memory_line(killed, cause.oom_kills()):
+                self._note(line)
+            return code
         finally:
             if self._call is not None:
                 for end in self._call:
                     os.close(end)
                 self._call = None
+
+    def _note(self, line: str) -> None:
+        """Append a line to the log."""
+        with contextlib.suppress(OSError), os.fdopen(_private(self._log), "ab") as log:
+            log.write(f"{line}\n".encode())
 
     def take_over(self) -> None:
         """Tell a process that stands by to serve from now on; also before it has come so far."""
@@ -204,26 +218,35 @@ async def probe(url: str) -> bool:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; with the likely reason where there is one."""
+    """An exit code in words."""
     if code >= 0:
         return f"ended with exit status {code}"
-    name = signal.Signals(-code).name
-    text = f"was killed by signal {-code} ({name})"
-    if code == -signal.SIGKILL:
-        text += "; if nobody did, the machine may have run out of memory"
-    return text
+    return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+
+
+def why_it_ended(log: Path) -> str:
+    """The cause that the log of a part names, as a sentence; empty where it names none."""
+    try:
+        found = cause.cause(cause.since_start(_end_of(log, CAUSE_BYTES)))
+    except OSError:
+        return ""
+    return f"The cause seems to be: {_cut(found)}" if found else ""
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= TAIL_COLUMNS else line[:TAIL_COLUMNS] + " ..."
+
+
+def _end_of(log: Path, nbytes: int) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - nbytes))
+        return [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
 
 
 def tail(log: Path) -> list[str]:
     """The last lines of a log that say something."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        lines = _end_of(log, TAIL_BYTES)
     except OSError as error:
         return [f"(cannot read {log}: {error.strerror})"]
-    lines = [line.rstrip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not NOISE.search(line)]
-    return [
-        line if len(line) <= TAIL_COLUMNS else line[:TAIL_COLUMNS] + " ..." for line in lines[-TAIL_LINES:]
-    ]
+    return [_cut(line) for line in lines if line and not NOISE.search(line)][-TAIL_LINES:]

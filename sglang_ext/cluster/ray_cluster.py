@@ -115,7 +115,9 @@ class RayProcess:
         strategies = self._ray.util.scheduling_strategies
         table = self._ray.util.placement_group_table
         actor = self._ray.remote(Runner)
-        keys = {path.name: path.read_text() for path in (self._keys.cluster, self._keys.servers)}
+        keys = {
+            path.name: path.read_text(encoding="utf-8") for path in (self._keys.cluster, self._keys.servers)
+        }
         bundles = self._group.bundle_specs
         self._runners = [
             actor.options(

@@ -15,6 +15,7 @@ from sglang_ext.addresses import Ports
 from sglang_ext.cluster.plan import LOOPBACK, Part
 from sglang_ext.cluster.process import PartProcess
 from sglang_ext.cluster.ray_plan import Place
+from sglang_ext.patches.environment import prepare
 
 FOLDER_PREFIX = "sglang-ext-ray-"
 LOG_BYTES = 1 << 18
@@ -29,6 +30,7 @@ class Runner:
     """
 
     def __init__(self, keys: Mapping[str, str]) -> None:
+        prepare(os.environ)  # this node's user and proxies are not those of the driver
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         for name, text in keys.items():
             descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

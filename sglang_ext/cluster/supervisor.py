@@ -18,7 +18,15 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster import lifecycle
 from sglang_ext.cluster.lifecycle import Action, Event, State
 from sglang_ext.cluster.plan import Part, log_path
-from sglang_ext.cluster.process import PartProcess, Running, how_it_ended, probe, stop_listening, tail
+from sglang_ext.cluster.process import (
+    PartProcess,
+    Running,
+    how_it_ended,
+    probe,
+    stop_listening,
+    tail,
+    why_it_ended,
+)
 from sglang_ext.errors import InternalError, PeerError
 
 PROBE_INTERVAL_S = 0.25
@@ -388,11 +396,13 @@ class Cluster:
     def _death(self, status: PartStatus, how: str) -> ClusterError:
         after = self._clock.monotonic() - status.started_at
         again = f", after {status.restarts} restarts" if status.restarts else ""
-        lines = "\n".join(f"  | {line}" for line in tail(status.log))
-        return ClusterError(
-            f"{status.part.name} {how} ({after:.0f} s after its start{again})\n"
-            f"Its log is {status.log} and ends with:\n{lines}"
-        )
+        found = [
+            f"{status.part.name} {how} ({after:.0f} s after its start{again})",
+            why_it_ended(status.log),
+            f"Its log is {status.log} and ends with:",
+            *(f"  | {line}" for line in tail(status.log)),
+        ]
+        return ClusterError("\n".join(line for line in found if line))
 
     def _record(self, error: ClusterError) -> None:
         """Keep the first failure: those that follow are its consequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from sglang_ext.demo.client import Message, say
 from sglang_ext.demo.script import SYSTEM, conversations
 from sglang_ext.errors import PeerError, SglangExtError
 from sglang_ext.flags import COUNT, Flagged, flag, one_of
+from sglang_ext.patches import environment
 from sglang_ext.testing.models import model_path
 
 HBM_TOKENS = (16_384, 2_560)
@@ -226,7 +228,9 @@ async def run_parts(given: Arguments, console: Console) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     given = Arguments.parse(arguments)
+    environment.printable()
     try:
+        environment.prepare(os.environ)
         return asyncio.run(run_parts(given, Console()))
     except KeyboardInterrupt:
         return 130

@@ -59,7 +59,7 @@ def cpus_by_node(root: Path = SYS) -> dict[int, frozenset[int]]:
     found = {}
     for entry in sorted((root / "devices/system/node").glob("node[0-9]*")):
         if re.fullmatch(r"node\d+", entry.name):
-            found[int(entry.name[4:])] = _cpus((entry / "cpulist").read_text())
+            found[int(entry.name[4:])] = _cpus((entry / "cpulist").read_text(encoding="utf-8"))
     return found
 
 

@@ -35,7 +35,7 @@ def tree_seconds(pid: int | str = "self") -> float:
             fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             total += sum(map(int, fields[11:15])) * TICK
             for task in (process / "task").iterdir():
-                waiting += (task / "children").read_text().split()
+                waiting += (task / "children").read_text(encoding="utf-8").split()
     return total
 
 

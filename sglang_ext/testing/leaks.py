@@ -239,7 +239,7 @@ def _holds(pid: int, path: Path) -> bool:
     with suppress(OSError):
         file = path.stat()
         device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
-        with open(f"/proc/{pid}/maps", errors="replace") as maps:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             if f" {device} {file.st_ino} " in maps.read():
                 return True
         for descriptor in os.listdir(f"/proc/{pid}/fd"):

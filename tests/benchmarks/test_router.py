@@ -155,6 +155,6 @@ with process(["sleep", "300"], core=None, log=Path(sys.argv[1])) as running:
 
 def _ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True

@@ -25,7 +25,7 @@ first = not os.path.exists(pid_file)
 
 
 def note_pid():
-    with open(pid_file, "a") as file:
+    with open(pid_file, "a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\n")
 
 
@@ -48,13 +48,12 @@ for behaviour in behaviours:
         os._exit(0)
 if "litter" in behaviours:
     import multiprocessing.shared_memory
-    import multiprocessing.synchronize
     import tempfile
 
     os.close(tempfile.mkstemp()[0])
     shared = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
     semaphore = multiprocessing.get_context("spawn").Semaphore()
-    with open(pid_file + ".litter", "w") as file:
+    with open(pid_file + ".litter", "w", encoding="utf-8") as file:
         file.write(
             f"{tempfile.gettempdir()}\n/dev/shm/{shared.name}\n/dev/shm/sem.{semaphore._semlock.name[1:]}\n"
         )
@@ -75,7 +74,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 flags = dict(itertools.pairwise(behaviours))
 host = next((each.partition("=")[2] for each in behaviours if each.startswith("host=")), "127.0.0.1")
 if "--standby-fd" in flags:
-    with open(pid_file + ".standby", "a") as file:
+    with open(pid_file + ".standby", "a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\n")
     if not os.read(int(flags["--standby-fd"]), 1):
         os._exit(5)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ import psutil
 import pytest
 from cluster_processes import SMALL_SERVER, alive, wait_for
 
-from sglang_ext.cluster.guard import APPEARED_SECONDS
+from sglang_ext.cluster.guard import APPEARED_SECONDS, KILLED, SOCKET_NAME_BYTES
 from sglang_ext.cluster.process import GUARD
 
 GRACE = "30"
@@ -201,6 +204,86 @@ def test_a_killed_guard_takes_its_command_along(guarded: Callable[..., Guarded])
     one.process.wait(20)
     wait_for(lambda: not alive(pid), "the end of the command")
     temporary.rmdir()  # nobody is left who could
+
+
+@pytest.mark.parametrize("length", [10, 140])
+def test_the_temporary_folder_has_room_for_sockets(
+    guarded: Callable[..., Guarded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        deep = Path(short) / ("d" * length)
+        deep.mkdir()
+        monkeypatch.setenv("TMPDIR", str(deep))
+        one = guarded("litter")
+        one.wait_until_up()
+        temporary = Path((tmp_path / "server.pids.litter").read_text().split()[0])
+        assert temporary.parent == (deep if length == 10 else Path("/tmp"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(temporary / ("s" * (SOCKET_NAME_BYTES - 1))))
+        one.process.terminate()
+        one.process.wait(20)
+        assert not temporary.exists()
+
+
+def test_a_temporary_folder_that_is_not_there_is_named_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(GUARD), "-1", "1", "--", "true"],
+        env={**os.environ, "TMPDIR": str(tmp_path / "gone")},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [f"TMPDIR: {tmp_path / 'gone'} is not a folder"]
+
+
+def test_without_a_supervisor_it_runs_to_the_end_of_its_command() -> None:
+    code = "import os; print(os.environ['TMPDIR']); raise SystemExit(3)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(GUARD), "-1", "inf", "--", sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert not Path(done.stdout.strip()).exists()
+
+
+ORPHAN = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+import guard
+if os.getpid() != 1:
+    sys.exit("no namespace")
+guard.step_aside()
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    orphan = os.fork()
+    if orphan:
+        os.write(writer, str(orphan).encode())
+        os._exit(0)
+    os.close(writer)
+    os._exit(0)
+orphan = os.read(reader, 16).decode()
+os.waitpid(child, 0)
+deadline = time.monotonic() + 60
+while os.path.exists(f"/proc/{orphan}"):
+    if time.monotonic() > deadline:
+        sys.exit("a zombie is left")
+    time.sleep(0.01)
+print("reaped", flush=True)
+os.kill(os.getpid(), 15)
+time.sleep(60)
+"""
+
+
+def test_as_process_1_it_reaps_orphans_and_ends_with_the_status_of_a_signal() -> None:
+    words = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*words, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces of processes can be made here")
+    done = subprocess.run(
+        [*words, sys.executable, "-I", "-S", "-c", ORPHAN, str(GUARD.parent)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout == "reaped\n", done.stderr
+    assert done.returncode == KILLED + signal.SIGTERM
 
 
 def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:

@@ -79,4 +79,4 @@ def test_tail_of_a_log_that_is_not_there(tmp_path: Path) -> None:
 def test_how_it_ended() -> None:
     assert how_it_ended(0) == "ended with exit status 0"
     assert "SIGSEGV" in how_it_ended(-11)
-    assert "out of memory" in how_it_ended(-9)
+    assert how_it_ended(-9) == "was killed by signal 9 (SIGKILL)"

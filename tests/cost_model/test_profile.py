@@ -98,7 +98,7 @@ def test_names_that_look_alike_are_different_files() -> None:
 
 
 def edited(path: Path, where: str, value: object) -> None:
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     place = content
     *way, last = where.split(".")
     for step in way:
@@ -107,7 +107,7 @@ def edited(path: Path, where: str, value: object) -> None:
         del place[last]
     else:
         place[int(last) if isinstance(place, list) else last] = value
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

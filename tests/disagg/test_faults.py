@@ -195,7 +195,7 @@ async def test_a_dead_owners_memory_is_not_kept() -> None:
     """A reader that has it mapped would keep all of it allocated, and its successor might find no room."""
 
     def mapped() -> int:
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
             return sum("/memfd:hbm" in line for line in maps)
 
     async with reader(TransportName.SHM) as me:

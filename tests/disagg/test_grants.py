@@ -336,7 +336,7 @@ def test_each_grant_has_a_guard_of_its_own() -> None:
 
 def readable(address: int, slot: int) -> bool:
     """As the kernel sees it: whether the process's own memory can be read there."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             low, high = (int(part, 16) for part in line.split()[0].split("-"))
             if low <= address + slot * mmap.PAGESIZE < high:
@@ -355,7 +355,7 @@ def test_shared_memory_is_mapped_for_reading_and_by_its_owner_alone() -> None:
         words = mapped.words()
         assert words is not None
         assert (words.view(np.uint8) == 5).all()
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
             lines = [line.split() for line in maps]
         (access,) = [
             parts[1]

@@ -84,7 +84,7 @@ def test_hosts_share_neither_names_nor_memory_nor_processes(lab: Lab, shared: Pa
     a, b = lab["a"], lab["b"]
     assert a.run("hostname") == b.run("hostname") == "node\n" != socket.gethostname()
     boot_ids = {host.run("cat", "/proc/sys/kernel/random/boot_id") for host in (a, b)}
-    assert len(boot_ids | {Path("/proc/sys/kernel/random/boot_id").read_text()}) == 3
+    assert len(boot_ids | {Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")}) == 3
     for folder in ("/tmp", "/dev/shm"):
         a.run("touch", f"{folder}/of-a")
         assert "of-a" in a.run("ls", folder)

@@ -69,7 +69,7 @@ def orphan() -> Iterator[None]:
 
 @contextmanager
 def open_file() -> Iterator[None]:
-    with open(os.devnull) as file:
+    with open(os.devnull, encoding="utf-8") as file:
         assert file.readable()
         yield
 

@@ -129,7 +129,7 @@ def test_views_survive_close_and_calls_do_not() -> None:
 
 
 def test_private_memory_lies_on_huge_pages_where_the_kernel_allows() -> None:
-    with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+    with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="utf-8") as file:
         allowed = "[never]" not in file.read()
     memory = ArenaMemory(64 << 20, shared=False)
     memory.touch(threads=2)
@@ -211,7 +211,7 @@ sys.stdin.read()
 
 def named_segments(pid: int) -> set[Path]:
     """The files in /dev/shm that a process maps: other processes of this machine have theirs."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     found = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return {Path(path) for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
 

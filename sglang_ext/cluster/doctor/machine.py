@@ -118,7 +118,12 @@ def _patches() -> tuple[bool, str]:
     command = [sys.executable, "-P", "-m", "sglang_ext.patches"]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATCH_CHECK_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=PATCH_CHECK_TIMEOUT_S,
+            check=False,
+            encoding="utf-8",
         )
     except subprocess.TimeoutExpired:
         return False, f"`{' '.join(command[2:])}` did not end within {PATCH_CHECK_TIMEOUT_S:.0f} s"
@@ -134,7 +139,7 @@ def _version(package: str) -> str | None:
 
 
 def _memory_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -196,7 +196,7 @@ def _number(path: Path, base: int = 10) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

@@ -88,7 +88,7 @@ def built(folder: Path) -> Path:
         CalledProcessError, FileNotFoundError: there is no compiler, or it failed.
     """
     source, library = folder / "clock.c", folder / "clock.so"
-    source.write_text(SOURCE)
+    source.write_text(SOURCE, encoding="utf-8")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl", "-lpthread"], check=True)
     return library
 

@@ -51,7 +51,7 @@ def set_up(facts: dict[str, object], shared: list[str]) -> None:
     own = Path("/tmp/.lab")
     own.mkdir()
     for name, target in OWN_FILES.items():
-        (own / name).write_text(str(facts[name]))
+        (own / name).write_text(str(facts[name]), encoding="utf-8")
         mount("--bind", str(own / name), target)
 
 

@@ -39,7 +39,7 @@ def why_not() -> str | None:
     try:
         os.close(os.open("/dev/net/tun", os.O_RDWR))
         words = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "set", "lo", "up"]
-        subprocess.run(words, check=True, capture_output=True, text=True)
+        subprocess.run(words, check=True, capture_output=True, text=True, encoding="utf-8")
     except subprocess.CalledProcessError as error:
         return f"no hosts can be made of namespaces: {error.stderr.strip()}"
     except OSError as error:
@@ -329,5 +329,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _child_of(pid: int) -> int:
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     return int(child)

@@ -109,8 +109,8 @@ class RayNodes:
 
     def _is_up(self, number: int) -> bool:
         if self._nodes[number].poll() is not None:
-            raise RuntimeError(f"Ray's node {number} ended:\n{self._log(number).read_text()}")
-        return "Ray runtime started" in self._log(number).read_text()
+            raise RuntimeError(f"Ray's node {number} ended:\n{self._log(number).read_text(encoding='utf-8')}")
+        return "Ray runtime started" in self._log(number).read_text(encoding="utf-8")
 
     def pid(self, number: int) -> int:
         """The guard of a node; all that runs there is below it."""

@@ -345,7 +345,9 @@ class ServerProcess:
 
 def threads_of(pid: int) -> list[str]:
     """Names of a process's threads, as the system knows them."""
-    return [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [
+        (task / "comm").read_text(encoding="utf-8").strip() for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
 
 
 def ports_and_contexts(scheduler: int) -> tuple[int, int]:
@@ -358,7 +360,7 @@ def ports_and_contexts(scheduler: int) -> tuple[int, int]:
     rows = [
         line.split()
         for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/{scheduler}/net/{table}").read_text().splitlines()[1:]
+        for line in Path(f"/proc/{scheduler}/net/{table}").read_text(encoding="utf-8").splitlines()[1:]
     ]
     listening = sum(row[3] == LISTENING and f"socket:[{row[9]}]" in inodes for row in rows)
     threads = threads_of(scheduler)

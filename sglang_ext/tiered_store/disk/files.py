@@ -56,7 +56,7 @@ class Files:
 
     def mountinfo(self) -> str:
         """What is mounted where, as this process sees it (/proc/self/mountinfo)."""
-        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        return os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
 
     def open(self, path: Path, *, write: bool = False, create: bool = False, direct: bool = False) -> int:
         """Open a segment; `create` demands that it does not exist yet."""

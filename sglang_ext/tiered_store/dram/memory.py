@@ -176,7 +176,10 @@ class ArenaMemory:
         """Bytes of this mapping that lie on huge pages now, as /proc/self/smaps tells."""
         wanted = False
         total = 0
-        with contextlib.suppress(OSError), open("/proc/self/smaps") as smaps:
+        with (
+            contextlib.suppress(OSError),
+            open("/proc/self/smaps", encoding="utf-8", errors="replace") as smaps,
+        ):
             for line in smaps:
                 first = line.split(None, 1)[0]
                 if "-" in first and not first.endswith(":"):
@@ -217,13 +220,17 @@ def _cuda_runtime() -> Any:
 def available_bytes() -> int:
     """Memory that this process could still get: the host's, or its container's where that is less."""
     limits = []
-    with contextlib.suppress(OSError), open("/proc/meminfo") as meminfo:
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="utf-8") as meminfo:
         limits += [int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        with contextlib.suppress(OSError, ValueError), open(limit) as most, open(used) as now:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            open(limit, encoding="utf-8") as most,
+            open(used, encoding="utf-8") as now,
+        ):
             limits.append(int(most.read()) - int(now.read()))
     return min(limits, default=1 << 62)
 

@@ -296,7 +296,7 @@ def test_hosts_have_clocks_that_are_minutes_apart(fleet: Fleet) -> None:
     assert off == pytest.approx([*CLOCKS_OFF_S, CLOCKS_OFF_S[0]], abs=30)
     for server in fleet.servers:
         for pid in server.processes("sglang::scheduler"):
-            assert "clock.so" in Path(f"/proc/{pid}/maps").read_text()
+            assert "clock.so" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
 @with_servers("decode", "colocated")

@@ -476,7 +476,7 @@ async def test_the_file_is_read_again(start_worker, start_router, client, tmp_pa
     keys_file(tmp_path, {"key": "sk-new-key-1", "tenant": "new"})
     await router.read_keys()
     assert [await status(A), await status("sk-new-key-1")] == [401, 200]
-    Path(path).write_text("{")  # noqa: ASYNC240
+    Path(path).write_text("{", encoding="utf-8")  # noqa: ASYNC240
     with pytest.raises(ConfigError):
         await router.read_keys()
     assert await status("sk-new-key-1") == 200
