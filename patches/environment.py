@@ -2,7 +2,8 @@
 
 SGLang and its libraries take three things for granted. Their requests to this machine reach it, which fails
 where `HTTP_PROXY` sends them elsewhere. The user has a name and a home directory that can be written, which
-containers with a random user id lack. Sockets in `TMPDIR` have short paths. Variables that the user has set stay.
+containers with a random user id lack. Sockets in `TMPDIR` have short paths.
+Variables that the user has set stay.
 """
 
 from __future__ import annotations

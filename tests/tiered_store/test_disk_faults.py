@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from sglang_ext.testing.blocks import (
     OTHER,
     contents,
     get_all,
+    memory_of,
     prefix_keys,
     put_all,
     read_all,
@@ -32,7 +33,7 @@ from sglang_ext.tiered_store.disk.files import Files
 from sglang_ext.tiered_store.disk.segment_format import PAGE, decode_run_header
 from sglang_ext.tiered_store.disk.state import DiskConfig, DiskHealth
 from sglang_ext.tiered_store.disk.tier import DiskTier
-from sglang_ext.tiered_store.tier import Outcome
+from sglang_ext.tiered_store.tier import Outcome, Put
 
 LIMIT = 64 << 20
 
@@ -597,3 +598,65 @@ def test_a_read_only_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) ->
     tier = open_tier(small_disk)
     assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.DONE
     tier.close()
+
+
+# --- a directory that goes while it is used ---
+
+
+def emptied(path: Path) -> None:
+    for entry in path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def replaced(path: Path) -> None:
+    path.rename(path.with_name("old"))
+    path.mkdir()
+
+
+def without_index(path: Path) -> None:
+    shutil.rmtree(path / "index")
+
+
+@pytest.mark.parametrize("change", [emptied, replaced, shutil.rmtree, without_index])
+def test_a_tier_whose_directory_goes_takes_nothing_more_and_shows_it(
+    tmp_path: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    tier = open_tier(path)
+    keys = prefix_keys(1, 5)
+    under_way = tier.prepare_put(NAMESPACE, prefix_keys(7, 1))
+    assert isinstance(under_way, Put)
+    memory, _ = memory_of(LAYOUT, NAMESPACE, under_way.wanted)
+    for layer in range(LAYOUT.n_layers):
+        assert tier.put_layer(under_way, layer, memory, np.arange(1)) is Outcome.DONE
+    change(path)
+    # Nothing is reported as durable that no restart would find, also of a put that had begun before.
+    assert tier.complete_puts([under_way]) == [Outcome.IO_ERROR]
+    assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.IO_ERROR
+    assert tier.health is DiskHealth.LOST
+    assert tier.stats().limit_bytes == 0
+    assert tier.stats().put[Outcome.IO_ERROR] == 6
+    assert caplog.text.count("was removed, emptied or replaced") == 1
+    # Answers stay right: open files are still read.
+    assert get_all(tier, NAMESPACE, keys) == 5
+    tier.close()
+    again = open_tier(path)
+    assert put_all(again, NAMESPACE, keys) is Outcome.DONE
+    again.check()
+    again.close()
+
+
+def test_a_segment_that_is_removed_while_it_is_written_fails_its_puts_and_a_new_one_follows(
+    tmp_path: Path,
+) -> None:
+    tier = open_tier(tmp_path)
+    assert put_all(tier, NAMESPACE, prefix_keys(1, 5)) is Outcome.DONE
+    the_segment(tmp_path).unlink()
+    assert put_all(tier, NAMESPACE, prefix_keys(2, 5)) is Outcome.IO_ERROR
+    assert put_all(tier, NAMESPACE, prefix_keys(2, 5)) is Outcome.DONE
+    assert tier.health is DiskHealth.OK
+    tier.close()
+    again = open_tier(tmp_path)
+    assert get_all(again, NAMESPACE, prefix_keys(2, 5)) == 5
+    again.close()

@@ -185,6 +185,7 @@ class Index:
             if IndexFailedError(error).full:
                 raise OSError(errno.ENOSPC, str(error)) from error
             raise IndexDamagedError(str(error)) from error
+        self._identity = _identity(self.path / DATA_FILE)
 
     # --- reading ---
 
@@ -440,11 +441,24 @@ class Index:
         except (lmdb.Error, OSError, IndexDamagedError) as again:
             logger.error("index %s cannot be opened again after an error: %s", self.path, again)
 
+    def in_place(self) -> bool:
+        """Whether the file that is open is still the one in the directory."""
+        return self._env is None or self._identity == _identity(self.path / DATA_FILE)
+
     def close(self) -> None:
         """Close the file; may be called twice."""
         if self._env is not None:
             env, self._env = self._env, None
             env.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def verify_file(path: Path) -> list[str]:

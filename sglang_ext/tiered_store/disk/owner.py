@@ -62,6 +62,14 @@ class DirectoryOwner:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, msgspec.json.encode(note), 0)
 
+    def in_place(self) -> bool:
+        """Whether the directory still has the lock that this process holds."""
+        try:
+            there, ours = os.stat(self.path / LOCK_FILE, follow_symlinks=False), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
     def release(self) -> None:
         """Let go; may be called twice."""
         if self._fd >= 0:

@@ -266,6 +266,8 @@ class SegmentFiles:
         in the segment, and nothing is added to it any more.
         """
         try:
+            if not segment.path.exists():
+                raise FileNotFoundError(errno.ENOENT, "the segment was removed", str(segment.path))
             self.files.fdatasync(segment.fd)
             if not segment.named:
                 self.files.sync_directory(self.path)

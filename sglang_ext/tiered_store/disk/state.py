@@ -61,6 +61,9 @@ class DiskHealth(enum.Enum):
     READ_ONLY = "read_only"
     NO_INDEX = "no_index"
     """The index cannot be used; nothing is found and nothing is taken."""
+    LOST = "lost"
+    """The directory was removed, emptied or replaced while it was in use. Open files are still read; nothing
+    is taken, as no restart would find it."""
     CLOSED = "closed"
 
 
@@ -135,6 +138,7 @@ class DiskState:
         files: Files,
         clock: Clock | None = None,
         step: Callable[[str], None] = lambda name: None,
+        in_place: Callable[[], bool] = lambda: True,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -144,6 +148,8 @@ class DiskState:
         self.files = files
         self.clock = clock or SystemClock()
         self.step = step
+        self._in_place = in_place
+        """Whether the directory is the one that was opened."""
         self.lock = threading.Lock()
         self.write_lock = threading.Lock()
         self.health = DiskHealth.OK
@@ -168,11 +174,25 @@ class DiskState:
             return Outcome.CLOSED
         if self.health is DiskHealth.READ_ONLY:
             return Outcome.READ_ONLY
-        if self.health is DiskHealth.NO_INDEX:
+        if self.health in (DiskHealth.NO_INDEX, DiskHealth.LOST):
             return Outcome.IO_ERROR
         if self.health is DiskHealth.FULL and self.clock.monotonic() < self.full_until:
             return Outcome.FULL
         return None
+
+    def look(self) -> None:
+        """See whether the directory is still there; without it the tier takes nothing any more."""
+        if self._in_place():
+            return
+        with self.lock:
+            if self.health in (DiskHealth.LOST, DiskHealth.CLOSED):
+                return
+            self.health = DiskHealth.LOST
+        logger.error(
+            "the disk tier is off: %s was removed, emptied or replaced while the server used it. New blocks "
+            "stay in memory only; restart the server to use the directory again",
+            self.config.path,
+        )
 
     def note_full(self, what: str) -> None:
         """The file system has no room. Puts are refused for a while, then tried again."""

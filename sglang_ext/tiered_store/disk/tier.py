@@ -15,6 +15,7 @@ What fails becomes misses, counted by reason, with a log line that says what to 
     no room (ENOSPC)                     gives up old segments, then refuses puts for a while
     a write or sync error                fails the puts concerned, adds nothing to that segment any more
     read-only                            goes on reading
+    the directory is gone or replaced    goes on reading open files, refuses puts, has a limit of 0
     the index is damaged or gone         sets it aside and starts empty; `repair` rebuilds it from the
     segments
 """
@@ -110,7 +111,16 @@ class DiskTier(BlockTier):
                 direct=config.io is IoMode.DIRECT,
                 readonly=readonly,
             )
-            self._state = DiskState(config, layout, index, segments, files=files, clock=clock, step=step)
+            self._state = DiskState(
+                config,
+                layout,
+                index,
+                segments,
+                files=files,
+                clock=clock,
+                step=step,
+                in_place=self._in_place,
+            )
             if snapshot is None:
                 self._state.health = DiskHealth.NO_INDEX
             elif readonly:
@@ -125,6 +135,9 @@ class DiskTier(BlockTier):
         self._reader = DiskReader(self._state)
         self._writer = DiskWriter(self._state, reclaimer)
         logger.info("disk tier %s: %r, opened in %.3f s", config.path, self, time.monotonic() - begin)
+
+    def _in_place(self) -> bool:
+        return self._owner is None or (self._owner.in_place() and self._state.index.in_place())
 
     def _load(self, snapshot: Snapshot) -> None:
         """Bring runs into memory, and drop from the index what the segments do not have."""
@@ -218,10 +231,11 @@ class DiskTier(BlockTier):
         state = self._state
         with state.lock:
             counters = state.counters
+            lost = state.health is DiskHealth.LOST
             return TierStats(
                 blocks=sum(run.use.alive for run in state.runs.values()),
                 used_bytes=state.segments.used_bytes,
-                limit_bytes=self.config.limit_bytes,
+                limit_bytes=0 if lost else self.config.limit_bytes,
                 pins=state.pins,
                 put=dict(counters.put),
                 got=dict(counters.got),

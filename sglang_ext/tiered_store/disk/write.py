@@ -29,7 +29,7 @@ from sglang_ext.tiered_store.disk.segment_format import (
     largest_run,
 )
 from sglang_ext.tiered_store.disk.segments import Segment
-from sglang_ext.tiered_store.disk.state import DiskState, Run
+from sglang_ext.tiered_store.disk.state import DiskHealth, DiskState, Run
 from sglang_ext.tiered_store.tier import BlockMemory, Ids, Outcome, Put, check_names, check_put_layer
 
 
@@ -75,6 +75,7 @@ class DiskWriter:
     def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> DiskPut | Outcome:
         state = self._state
         check_names(namespace, keys)
+        state.look()
         refusal = state.refusal
         if refusal is None:
             try:
@@ -253,6 +254,9 @@ class DiskWriter:
         state.step("header_written")
         self._sync(written, outcomes)
         state.step("data_synced")
+        state.look()
+        if written and state.health is DiskHealth.LOST:
+            return dict.fromkeys(puts, Outcome.IO_ERROR)
         good = [put for put in written if outcomes[put] is Outcome.DONE]
         if good:
             rows = [(headers[run][0], run.keys) for put in good for run in put.runs]

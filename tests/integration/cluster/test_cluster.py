@@ -7,6 +7,7 @@ import os
 import pwd
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,52 @@ NOBODY = Path(__file__).parents[1].joinpath("nobody.py")
 pytestmark = pytest.mark.timeout(2 * START_S)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What is unusual about a machine and the user who starts a cluster on it.
+
+    environment: variables beside those of the tests.
+    temporary: name of the folder for temporary files.
+    user: the words before a command that run it as another user.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    temporary: str = "tmp"
+    user: tuple[str, ...] = ()
+
+
+NAMELESS = 123_456
+"""A user id that the password database does not have."""
+AS_NAMELESS = (
+    *("setpriv", f"--reuid={NAMELESS}", f"--regid={NAMELESS}", "--clear-groups"),
+    # It may read what only root can, as Python and its packages may lie there, and write nothing of it.
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+)
+PROXY = Machine({"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"})
+MALFORMED = Machine({"ALL_PROXY": "socks5://"})
+ASCII = Machine({"LC_ALL": "C", "PYTHONUTF8": "0"})
+DEEP = Machine(temporary="d" * 140)
+
+
+def without_compiler(folder: Path) -> Machine:
+    """A machine with the few programs that a server calls, among them no compiler."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("lscpu", "setpriv"):
+        if found := shutil.which(name):
+            (programs / name).symlink_to(found)
+    return Machine({"PATH": str(programs), "CC": "", "CXX": ""})
+
+
+def together(*machines: Machine) -> Machine:
+    """A machine that is unusual in all of these ways."""
+    return Machine(
+        {name: value for machine in machines for name, value in machine.environment.items()},
+        next((machine.temporary for machine in machines if machine.temporary != "tmp"), "tmp"),
+        next((machine.user for machine in machines if machine.user), ()),
+    )
+
+
 class RunningCluster:
     """The command, its output line by line, and every process below it.
 
@@ -46,15 +94,27 @@ class RunningCluster:
         folder: of its logs, disks and temporary files.
         arguments, flags: before and after ``--``.
         host: of a lab, on which it runs.
+        machine: an unusual one, on which it runs.
     """
 
     def __init__(
-        self, folder: Path, *arguments: str, flags: tuple[str, ...] = (), host: Host | None = None
+        self,
+        folder: Path,
+        *arguments: str,
+        flags: tuple[str, ...] = (),
+        host: Host | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.log_dir = log_dir = folder / "logs"
         self.disk, self.temporary = folder / "kv", folder / "tmp"
+        if machine is not None:
+            self.temporary = folder / machine.temporary
         self.temporary.mkdir(exist_ok=True)
+        if machine is not None and machine.user:
+            for path in (folder, self.temporary):
+                path.chmod(0o777)
         command = [
+            *(machine.user if machine is not None else ()),
             *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path("tiny"))),
             *("--port", "0", "--log-dir", str(log_dir), *arguments),
             *("--", "--max-total-tokens", "8192", "--kv-dram-size", "64MB"),
@@ -65,7 +125,11 @@ class RunningCluster:
             if host is not None
             else subprocess.Popen(
                 command,
-                env={**os.environ, "TMPDIR": str(self.temporary)},
+                env={
+                    **os.environ,
+                    **(machine.environment if machine is not None else {}),
+                    "TMPDIR": str(self.temporary),
+                },
                 umask=0,  # nothing is to depend on it
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -250,7 +314,9 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
         _, left = psutil.wait_procs(below, timeout=END_S)
         assert left == []
 
-    with closing(RunningCluster(folder, "--colocated", "2", flags=kv)) as cluster:
+    # The machine is unusual now: behind a proxy, with a deep TMPDIR, in ASCII, without a compiler.
+    machine = together(PROXY, MALFORMED, ASCII, DEEP, without_compiler(folder))
+    with closing(RunningCluster(folder, "--colocated", "2", flags=kv, machine=machine)) as cluster:
         where = addresses(cluster)
         url, names = where["router"], {address: name for name, address in where.items()}
         # First those of the server that an idle cluster without knowledge would not have chosen.
@@ -268,6 +334,49 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
             assert meta["cached_tokens"] == PROMPT_TOKENS - BLOCK
             assert meta["cached_tokens_details"]["storage"] == PROMPT_TOKENS - BLOCK, meta
         a_dead_scheduler_ends_it_and_is_named(cluster)
+
+
+def nameless() -> Machine:
+    """A machine on which a user without a name and a home starts the cluster."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("only root can run as another user, by setpriv")
+    return Machine(
+        dict.fromkeys(("USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME"), "") | {"HOME": "/"},
+        user=AS_NAMELESS,
+    )
+
+
+def answers_on(machine: Machine, folder: Path) -> None:
+    """A cluster of one server starts there, answers twice the same, and leaves nothing behind."""
+    with closing(RunningCluster(folder, machine=machine)) as cluster:
+        url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
+        first, second = ask(url, prompt(0)), ask(url, prompt(0))
+        assert first["output_ids"] == second["output_ids"]
+        assert second["meta_info"]["cached_tokens"] == PROMPT_TOKENS - BLOCK
+        below = cluster.below()
+        cluster.process.terminate()
+        assert cluster.process.wait(END_S) == 0
+        _, left = psutil.wait_procs(below, timeout=END_S)
+        assert left == []
+    assert {path.name for path in cluster.temporary.iterdir()} <= {f"sglang-ext-cache-{NAMELESS}"}
+
+
+@pytest.mark.long
+def test_a_user_without_a_name_and_a_home_can_start_a_cluster(folder: Path) -> None:
+    answers_on(nameless(), folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "machine", [PROXY, MALFORMED, ASCII, DEEP, None], ids=["proxy", "malformed", "ascii", "deep", "compiler"]
+)
+def test_a_cluster_starts_on_an_unusual_machine(folder: Path, machine: Machine | None) -> None:
+    answers_on(machine or without_compiler(folder), folder)
+
+
+@pytest.mark.long
+def test_a_cluster_starts_on_a_machine_that_is_unusual_in_every_way(folder: Path) -> None:
+    answers_on(together(PROXY, MALFORMED, ASCII, DEEP, without_compiler(folder), nameless()), folder)
 
 
 def a_hint_is_known_to_both_routers(where: dict[str, str]) -> None:
