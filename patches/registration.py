@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from sglang_ext.patches import readiness
-from sglang_ext.patches.adapter.support import BACKEND
+from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.base import Patch, PatchMismatchError, Scope
 from sglang_ext.patches.cpu import runtime
 from sglang_ext.patches.hooks import flags

@@ -47,19 +47,18 @@ from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
+from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import transfers_of
 from sglang_ext.patches.adapter.pd_setup import (
-    BACKEND,
-    FLAG,
     MetadataBuffers,
     keys_of,
     on_all_ranks,
-    require_supported,
     watch_layers,
     weights_of,
 )
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.request_stages import request_stages
+from sglang_ext.patches.adapter.support import require_movable
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.patches.seams import current
 from sglang_ext.stages import NO_STAGES, Handed
@@ -166,9 +165,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.prefill_info_table = AnyPrefill()
         scheduler = PROCESS.scheduler
         if scheduler is None:
-            raise RuntimeError(f"{FLAG}: the hook before Scheduler.init_disaggregation did not take")
+            raise RuntimeError(f"{TRANSFER_FLAG}: the hook before Scheduler.init_disaggregation did not take")
         config = PROCESS.settings()
-        require_supported(args, server_args, get_parallel())
+        require_movable(scheduler.model_config, server_args, get_parallel(), config)
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
         self.fence = ForwardFence.of(scheduler)
@@ -318,7 +317,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         return True
 
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
-        raise NotImplementedError(f"{FLAG} does not support pause_generation(mode='retract') with requests")
+        raise NotImplementedError(
+            f"{TRANSFER_FLAG} does not support pause_generation(mode='retract') with requests"
+        )
 
 
 class GlobalKVSender(BaseKVSender):  # type: ignore[misc]

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.cluster_key import read_cluster_key
@@ -18,10 +17,6 @@ from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.engine.model_identity import element_sums, model_digest
 from sglang_ext.engine.pd.pushing import LayerFeed
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter.support import unsupported_parallelism
-
-BACKEND = "global"
-FLAG = f"--disaggregation-transfer-backend {BACKEND}"
 
 log = logging.getLogger(__name__)
 
@@ -61,49 +56,6 @@ class MetadataBuffers:
         for at, size in self._buffers:
             ctypes.memmove(at + row * size, metadata[start : start + size], size)
             start += size
-
-
-def require_supported(args: Any, server_args: Any, parallel: Any) -> None:
-    """Refuse what this backend cannot move.
-
-    Args:
-        args: SGLang's ``KVArgs``.
-        server_args: the server's.
-        parallel: SGLang's ``get_parallel()``, which knows what has become of the flags.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    if args.state_types:
-        raise ConfigError(
-            f"does not move the state of this model's layers ({', '.join(map(str, args.state_types))})",
-            field=FLAG,
-            hint="Use another transfer backend",
-        )
-    reason = unsupported_parallelism(
-        FLAG,
-        dp_size=parallel.dp_size,
-        attn_dp_size=parallel.attn_dp_size,
-        attn_cp_size=parallel.attn_cp_size,
-    )
-    if reason is not None:
-        raise ConfigError(reason)
-    for value, flag in (
-        (server_args.pp_size, "--pp-size"),
-        (server_args.nnodes, "--nnodes"),
-    ):
-        if value > 1:
-            raise ConfigError(f"does not support {flag} above 1", field=FLAG, hint="Use --tp-size")
-    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
-        raise ConfigError(
-            "registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 backs a part",
-            field=FLAG,
-            hint="Unset that variable",
-        )
-    if args.num_draft_entries:
-        raise ConfigError(
-            "does not move the KV of a draft model", field=FLAG, hint="Use --speculative-algorithm NGRAM"
-        )
 
 
 def watch_layers(kvcache: Any, feed: LayerFeed) -> None:

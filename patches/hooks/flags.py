@@ -20,12 +20,8 @@ from sglang_ext.addresses import SystemNetwork, place
 from sglang_ext.config import KvConfig, check_block_size
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches import readiness
-from sglang_ext.patches.adapter.support import (
-    BACKEND,
-    require_supported_flags,
-    require_supported_model,
-    require_supported_parallelism,
-)
+from sglang_ext.patches.adapter.admission import BACKEND
+from sglang_ext.patches.adapter.support import require_admitted
 from sglang_ext.patches.cpu import runtime
 from sglang_ext.patches.environment import require_short_sockets
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
@@ -79,11 +75,7 @@ def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
         return
     readiness.require()
     require_short_sockets(os.environ)
-    if getattr(args, "radix_cache_backend", None) == BACKEND:
-        require_supported_flags(server_args, config)
-        require_supported_model(server_args)
-    else:
-        require_supported_parallelism(server_args, "--disaggregation-transfer-backend global")
+    require_admitted(server_args, config)
     setattr(server_args, ATTRIBUTE, place(config, server_args, SystemNetwork()).values())
 
 

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.engine.tiers.acked_answers import DETAIL_PREFIX as DURABILITY_PREFIX
+from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.base import Patch, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.hooks.scheduler import called_cache
-from sglang_ext.patches.hooks.transfer import BACKEND
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.stages import DETAIL_PREFIX, StageTimes

@@ -24,13 +24,12 @@ from typing import Any
 
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter.support import BACKEND as CACHE_BACKEND
+from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.base import Patch, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
 
-BACKEND = "global"
 _MEMBER = "GLOBAL"
 _UTILS = "sglang.srt.disaggregation.utils"
 _CHOICES = "sglang.srt.arg_groups.choices.DISAGG_TRANSFER_BACKEND_CHOICES"
@@ -77,15 +76,15 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
                 field="--kv-durability",
                 hint="Choose --kv-pd-caching 2 or 3, or disk instead of acked",
             )
-        if getattr(args, "radix_cache_backend", None) == CACHE_BACKEND:
+        if getattr(args, "radix_cache_backend", None) == BACKEND:
             raise ConfigError(
                 f"a {mode} server keeps nothing with {config.pd_caching}",
                 field="--kv-pd-caching",
-                hint=f"Drop --radix-cache-backend {CACHE_BACKEND}, or choose 2 or 3",
+                hint=f"Drop --radix-cache-backend {BACKEND}, or choose 2 or 3",
             )
         args.disable_radix_cache = True
     else:
-        args.radix_cache_backend = CACHE_BACKEND
+        args.radix_cache_backend = BACKEND
     if mode == "decode":
         args.disaggregation_decode_enable_radix_cache = caches
         if args.disaggregation_decode_retraction_backup is None:

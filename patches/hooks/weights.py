@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.hooks.scheduler import called_cache
-from sglang_ext.patches.hooks.transfer import BACKEND
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
 WEIGHTS: Final = "weights"

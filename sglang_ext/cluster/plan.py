@@ -414,7 +414,7 @@ def fixed_roles(config: ClusterConfig) -> str:
 
 
 def _refuse_replicas(flags: Sequence[str]) -> None:
-    """What ``patches/adapter/support.py`` refuses in each server, said here before any of them starts."""
+    """What ``patches/adapter/admission.py`` refuses in each server, said here before any of them starts."""
     for names, hint in REPLICA_FLAGS:
         value = flag_value(flags, *names)
         if value is not None and value.strip() not in ("", "1"):

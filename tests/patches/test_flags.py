@@ -132,10 +132,10 @@ def test_replicas_in_one_server_are_refused_on_the_command_line(
     given = parser()
     given.add_argument("--disaggregation-transfer-backend")
     args = given.parse_args([*chosen])
-    carry_flags(record(**{flag: 1}), object, args)
+    carry_flags(record(**{flag: 1}, **vars(args)), object, args)
     named = f"{' '.join(chosen)} cannot be combined with --{flag.replace('_', '-')} above 1"
     with pytest.raises(ConfigError, match=named):
-        carry_flags(record(**{flag: 2}), object, args)
+        carry_flags(record(**{flag: 2}, **vars(args)), object, args)
     carry_flags(record(**{flag: 2}), object, given.parse_args([]))
 
 

@@ -17,7 +17,7 @@ import pytest
 import sglang.srt
 from sglang.srt.managers.tp_worker import BaseTpWorker, TpModelWorker
 
-from sglang_ext.patches.adapter.support import Facts, unsupported
+from sglang_ext.patches.adapter.admission import Facts, unsupported
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
 
 FIELD = "enable_hierarchical_cache"

@@ -14,21 +14,36 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
+from transformers import PretrainedConfig
 
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.admission import Facts, unsupported
 from sglang_ext.patches.adapter.support import (
-    Facts,
     facts_of,
+    require_admitted,
+    require_movable,
     require_supported,
-    require_supported_flags,
-    unsupported,
     wait_for_whole_passes,
     why_not_retracting,
 )
 
+PLAIN = SimpleNamespace(
+    hf_config=PretrainedConfig(architectures=["LlamaForCausalLM"]),
+    is_hybrid_swa=False,
+    is_draft_model=False,
+    linear_attn_registry_result=None,
+)
+"""What ``admission`` reads of a plain model's ``ModelConfig``."""
+
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"is_hybrid_swa": True}, ("sliding-window", "Start without --radix-cache-backend global")),
+    (
+        {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0},
+        ("sliding-window", "--disable-hybrid-swa-memory", "2.0 times the memory", "Or: Start without"),
+    ),
+    ({"is_minimax_sparse": True}, ("MSA", "Start without")),
+    ({"is_deepseek_v4": True, "is_hybrid_swa": True}, ("DeepSeek V4", "Start without")),
     ({"is_hybrid_ssm": True}, ("Mamba", "Start without")),
     ({"is_dsa": True}, ("DSA", "Start without")),
     ({"kv_pool": "MHATokenToKVPoolFP4"}, ("MHATokenToKVPoolFP4", "--kv-cache-dtype")),
@@ -62,6 +77,20 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"prefill_war_read_done": True, "dram": True}, ("SGLANG_ENABLE_PREFILL_WAR_READ_DONE", "Unset")),
     ({"post_capture_kv_sizing": True}, ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "Unset")),
     ({"optimistic_prefill_attempts": 1, "disk": True}, ("--optimistic-prefill-attempts", "--kv-disk-path")),
+    *(
+        ({"caches": False, "transfers": True, **facts}, ("--disaggregation-transfer-backend global", word))
+        for facts, word in (
+            ({"is_hybrid_ssm": True}, "Use another transfer backend"),
+            ({"is_hybrid_swa": True, "kv_with_whole_windows": 2.0}, "--disable-hybrid-swa-memory"),
+            ({"dp_size": 2}, "--dp-size above 1"),
+            ({"attn_dp_size": 2}, "--attn-dp-size above 1"),
+            ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
+            ({"pp_size": 2}, "--pp-size above 1"),
+            ({"nnodes": 2}, "--nnodes above 1"),
+            ({"speculative_algorithm": "EAGLE"}, "does not move the KV of a draft model"),
+            ({"post_capture_kv_sizing": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1"),
+        )
+    ),
 ]
 
 
@@ -89,6 +118,9 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"prefill_graphs": "disabled", "dram": True},
         {"prefill_graphs": "full"},
         {"pp_size": 2},
+        {"nnodes": 2},
+        {"caches": False, "disable_radix_cache": True, "is_hybrid_ssm": True},
+        {"caches": False, "transfers": True, "disable_radix_cache": True},
         {"prefill_war_read_done": True},
         {"optimistic_prefill_attempts": 1, "dram": True},
     ],
@@ -97,9 +129,20 @@ def test_what_is_served(facts: dict[str, Any]) -> None:
     assert unsupported(Facts(**facts)) is None
 
 
+def given_args(**given: Any) -> SimpleNamespace:
+    """A command line that chooses the cache. It names no model, so that flags alone decide."""
+    return SimpleNamespace(radix_cache_backend="global", **given)
+
+
 @pytest.mark.parametrize(
     ("given", "word"),
     [
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"speculative_algorithm": "eagle"}, "--speculative-algorithm EAGLE"),
+        ({"radix_eviction_policy": "lfu"}, "--radix-eviction-policy lfu"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"dcp_size": 2}, "--dcp-size above 1"),
         ({"dp_size": 2}, "--dp-size"),
         ({"attn_dp_size": 2}, "--attn-dp-size"),
         ({"attn_cp_size": 2}, "--attn-cp-size"),
@@ -115,10 +158,10 @@ def test_the_command_line_is_refused_before_anything_is_loaded(given: dict[str, 
     config = KvConfig(dram_size=1, disk_path="/somewhere")
     fields = {field.name for field in record_fields(ServerArgs)} | {"attn_dp_size"}
     assert set(given) <= fields, "SGLang calls it so"
-    require_supported_flags(SimpleNamespace(), config)
-    require_supported_flags(SimpleNamespace(cuda_graph_config={"decode": {"backend": "full"}}), config)
+    require_admitted(given_args(), config)
+    require_admitted(given_args(cuda_graph_config={"decode": {"backend": "full"}}), config)
     with pytest.raises(ConfigError, match=word):
-        require_supported_flags(SimpleNamespace(**given), config)
+        require_admitted(given_args(**given), config)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +178,10 @@ def test_computing_ahead_is_refused_where_requests_of_our_own_have_no_place(
     config = KvConfig(dram_size=1, router="http://127.0.0.1:1", advisory_compute=True)
     served = {"disaggregation_mode": "null", "tokenizer_worker_num": 1}
     assert set(given) <= {field.name for field in record_fields(ServerArgs)}
-    require_supported_flags(SimpleNamespace(**served), config)
-    require_supported_flags(SimpleNamespace(**given), replace(config, advisory_compute=False))
+    require_admitted(given_args(**served), config)
+    require_admitted(given_args(**given), replace(config, advisory_compute=False))
     with pytest.raises(ConfigError, match=f"--kv-advisory-compute: .*Drop one of .* and {flag}"):
-        require_supported_flags(SimpleNamespace(**served | given), config)
+        require_admitted(given_args(**served | given), config)
     with pytest.raises(ConfigError, match="Give --kv-router and --kv-dram-size too"):
         KvConfig(advisory_compute=True)
 
@@ -155,15 +198,15 @@ def test_computing_ahead_is_refused_where_requests_of_our_own_have_no_place(
     ],
 )
 def test_retraction_is_refused_where_sglang_decides_alone(given: dict[str, Any], words: str) -> None:
-    served = SimpleNamespace(enable_priority_scheduling=True)
+    served = given_args(enable_priority_scheduling=True)
     assert set(given) <= {field.name for field in record_fields(ServerArgs)}
-    require_supported_flags(served, KvConfig(retract_wait=0.0))
+    require_admitted(served, KvConfig(retract_wait=0.0))
     assert why_not_retracting(served) is None
     other = SimpleNamespace(**vars(served) | given)
     assert why_not_retracting(other) is not None
-    require_supported_flags(other, KvConfig())
+    require_admitted(other, KvConfig())
     with pytest.raises(ConfigError, match=f"--kv-retract-wait: .*{words}"):
-        require_supported_flags(other, KvConfig(retract_wait=0.0))
+        require_admitted(other, KvConfig(retract_wait=0.0))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +215,7 @@ def test_retraction_is_refused_where_sglang_decides_alone(given: dict[str, Any],
 def test_the_environment_is_refused_too(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ConfigError, match=variable):
-        require_supported_flags(SimpleNamespace(), KvConfig(dram_size=1))
+        require_admitted(given_args(), KvConfig(dram_size=1))
 
 
 def test_passes_are_waited_for_where_sglang_does_not_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +223,7 @@ def test_passes_are_waited_for_where_sglang_does_not_by_default(monkeypatch: pyt
     monkeypatch.setattr(variable, "default", True)
     monkeypatch.setenv(variable.name, "1")
     monkeypatch.delenv(variable.name)
-    require_supported_flags(SimpleNamespace(), KvConfig(dram_size=1))
+    require_admitted(given_args(), KvConfig(dram_size=1))
     wait_for_whole_passes(KvConfig())
     assert variable.get()
     wait_for_whole_passes(KvConfig(dram_size=1))
@@ -193,11 +236,9 @@ def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
     pool = SimpleNamespace(get_kvcache=lambda: object.__new__(MHATokenToKVPool), page_size=1)
     ctx = SimpleNamespace(
         params=SimpleNamespace(token_to_kv_pool_allocator=pool, is_eagle=False),
-        is_hybrid_swa=False,
-        is_hybrid_ssm=False,
-        is_dsa=False,
         disable_radix_cache=False,
         enable_hierarchical_cache=False,
+        model_config=PLAIN,
     )
     assert unsupported(facts_of(ctx, KvConfig(dram_size=1))) is None
     get_context().override("test", enable_pdmux=True)
@@ -212,6 +253,17 @@ def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
     with pytest.raises(ConfigError, match="--cuda-graph-backend-prefill full"):
         require_supported(ctx, KvConfig(dram_size=1))
     publish_server_args()
+
+
+def test_hand_overs_look_at_what_has_become_of_the_flags() -> None:
+    """With ``--kv-pd-caching basic`` too, where there is no cache of ours."""
+    parallel = SimpleNamespace(dp_size=1, attn_dp_size=1, attn_cp_size=1)
+    args = SimpleNamespace(radix_cache_backend=None, disable_radix_cache=True, pp_size=1, nnodes=1)
+    require_movable(PLAIN, args, parallel, KvConfig())
+    with pytest.raises(ConfigError, match=r"transfer-backend global .*--dp-size above 1.*sglang-ext cluster"):
+        require_movable(PLAIN, args, SimpleNamespace(**vars(parallel) | {"dp_size": 2}), KvConfig())
+    with pytest.raises(ConfigError, match="--nnodes above 1"):
+        require_movable(PLAIN, SimpleNamespace(**vars(args) | {"nnodes": 2}), parallel, KvConfig())
 
 
 def test_every_fact_matters() -> None:

@@ -15,7 +15,7 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.build_transfers import accelerator_place
-from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, keys_of, require_supported
+from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, keys_of
 
 
 def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None:
@@ -32,37 +32,6 @@ def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None
         assert not theirs[:4].any()
     with pytest.raises(ValueError, match="32 bytes"):
         over(there).write(0, row[:-1])
-
-
-def facts(**more: object) -> tuple[SimpleNamespace, SimpleNamespace, SimpleNamespace]:
-    args = SimpleNamespace(**{"state_types": [], "num_draft_entries": 0, **more})
-    parallel = SimpleNamespace(**{"dp_size": 1, "attn_dp_size": 1, "attn_cp_size": 1, **more})
-    return args, SimpleNamespace(**{"pp_size": 1, "nnodes": 1, **more}), parallel
-
-
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({"pp_size": 2}, "--pp-size"),
-        ({"dp_size": 2}, "--dp-size above 1.*sglang-ext cluster"),
-        ({"attn_dp_size": 2}, "--attn-dp-size"),
-        ({"attn_cp_size": 2}, "--attn-cp-size"),
-        ({"nnodes": 2}, "--nnodes"),
-        ({"state_types": ["mamba"]}, "mamba"),
-        ({"num_draft_entries": 1}, "draft"),
-    ],
-)
-def test_what_cannot_be_moved_is_refused_by_name(more: dict[str, object], text: str) -> None:
-    require_supported(*facts())
-    with pytest.raises(ConfigError, match=text):
-        require_supported(*facts(**more))
-
-
-def test_a_pool_of_which_a_part_is_backed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--kv-pd-caching basic`` too, where nobody asks ``patches/adapter/support.py``."""
-    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
-    with pytest.raises(ConfigError, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.*Unset"):
-        require_supported(*facts())
 
 
 def test_the_key_file_gives_the_keys(tmp_path: pytest.TempPathFactory) -> None:

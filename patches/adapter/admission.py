@@ -1,0 +1,268 @@
+"""Which models and flags the backends ``global`` can serve: pure, decided before any weight is loaded.
+
+The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA
+or MLA. Whatever keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with
+the way out. So is every mode in which a forward pass would not wait for KV that is being loaded;
+``tests/engine/cache/test_hicache_guards.py`` gives for each of SGLang's own guards the refusal here, or why
+there is none. ``admission`` takes SGLang's ``ModelConfig`` and the flags, and needs no server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+BACKEND = "global"
+FLAG = f"--radix-cache-backend {BACKEND}"
+TRANSFER_FLAG = f"--disaggregation-transfer-backend {BACKEND}"
+WHOLE_WINDOWS = "--disable-hybrid-swa-memory"
+"""SGLang's flag with which layers with a sliding window keep the KV of every token, in the one pool."""
+
+_STOCK = f"Start without {FLAG} to use SGLang's own cache"
+_OTHER_TRANSFER = "Use another transfer backend"
+_POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
+# NGRAM drafts from the text; the others keep a draft model's KV in the same slots, which no tier restores.
+_DRAFTLESS = frozenset({None, "NGRAM"})
+_WITHOUT_DRAFTS = "Leave that flag out, or use --speculative-algorithm NGRAM, which needs a GPU"
+# Their attention runs eagerly, layer by layer, so that it waits for a layer that is being loaded. In a full
+# graph the wait is recorded at capture and never again; tc_piecewise SGLang turns off beside HiCache.
+_WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
+_EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
+_REPLICAS = (
+    "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
+    "sglang-ext router --worker-urls URL URL"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the decision depends on; the names are SGLang's."""
+
+    caches: bool = True
+    """``--radix-cache-backend global``."""
+    transfers: bool = False
+    """``--disaggregation-transfer-backend global``."""
+    is_deepseek_v4: bool = False
+    is_minimax_sparse: bool = False
+    is_dsa: bool = False
+    is_hybrid_ssm: bool = False
+    is_hybrid_swa: bool = False
+    kv_with_whole_windows: float | None = None
+    """How many times the KV of a long context takes with ``WHOLE_WINDOWS``; None where that does not admit a
+    model with sliding windows."""
+    kv_pool: str = "MHATokenToKVPool"
+    disable_radix_cache: bool = False
+    disaggregation_mode: str = "null"
+    disaggregation_decode_enable_radix_cache: bool = False
+    disaggregation_decode_retraction_backup: str | None = None
+    enable_hierarchical_cache: bool = False
+    enable_lmcache: bool = False
+    enable_flexkv: bool = False
+    enable_unified_cache_external_linker: bool = False
+    enable_session_radix_cache: bool = False
+    enable_streaming_session: bool = False
+    enable_unified_memory: bool = False
+    enable_hisparse: bool = False
+    dcp_enabled: bool = False
+    kv_sharded: bool = False
+    is_eagle: bool = False
+    speculative_algorithm: str | None = None
+    radix_eviction_policy: str = "lru"
+    dp_size: int = 1
+    attn_dp_size: int = 1
+    attn_cp_size: int = 1
+    pp_size: int = 1
+    nnodes: int = 1
+    enable_pdmux: bool = False
+    dllm_algorithm: str | None = None
+    prefill_graphs: str | None = None
+    """The backend of the CUDA graphs for prefill."""
+    optimistic_prefill_attempts: int = 0
+    prefill_war_read_done: bool = False
+    post_capture_kv_sizing: bool = False
+    dram: bool = False
+    """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
+    disk: bool = False
+
+
+def admission(config: ModelConfig, flags: Facts) -> str | None:
+    """Why the backends cannot serve this model with these flags, with the way out; None when they can."""
+    return unsupported(_with_model(config, flags))
+
+
+def _with_model(config: ModelConfig, flags: Facts) -> Facts:
+    """The facts with what the model keeps besides one slot of KV per token."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+
+    return replace(
+        flags,
+        is_deepseek_v4=is_deepseek_v4(config.hf_config),
+        is_minimax_sparse=is_minimax_sparse(config.hf_config),
+        is_dsa=is_deepseek_dsa(config.hf_config),
+        is_hybrid_ssm=mambaish_config(config) is not None,
+        is_hybrid_swa=bool(config.is_hybrid_swa),
+        kv_with_whole_windows=_kv_with_whole_windows(config) if config.is_hybrid_swa else None,
+    )
+
+
+def _kv_with_whole_windows(config: ModelConfig) -> float | None:
+    """All layers over those that keep the KV of every token anyway; None where layers with a window have
+    other heads than the rest, which one pool cannot hold, or where SGLang needs its own pool for them."""
+    windowed, whole = config.swa_attention_layer_ids, config.full_attention_layer_ids
+    widths = (config.swa_head_dim, config.swa_v_head_dim, config.get_swa_num_kv_heads(1))
+    uniform = widths == (config.head_dim, config.v_head_dim, config.get_num_kv_heads(1))
+    if config.is_hybrid_swa_compress or not uniform or not windowed or not whole:
+        return None
+    return (len(windowed) + len(whole)) / len(whole)
+
+
+def unsupported(facts: Facts) -> str | None:
+    """The same, where the model's part of the facts is known."""
+    if facts.caches:
+        reason = (
+            _unsupported_model(facts, FLAG, _STOCK)
+            or _unsupported_parallelism(facts, FLAG)
+            or _unsupported_flags(facts)
+            or _unwaiting(facts)
+        )
+        if reason is not None:
+            return reason
+    return _unmovable(facts) if facts.transfers else None
+
+
+def _unmovable(facts: Facts) -> str | None:
+    """What hand-overs between prefill and decode do not move."""
+    reason = _unsupported_model(facts, TRANSFER_FLAG, _OTHER_TRANSFER)
+    reason = reason or _unsupported_parallelism(facts, TRANSFER_FLAG)
+    if reason is not None:
+        return reason
+    for value, flag in ((facts.pp_size, "--pp-size"), (facts.nnodes, "--nnodes")):
+        if value > 1:
+            return f"{TRANSFER_FLAG} does not support {flag} above 1. Use --tp-size"
+    if facts.post_capture_kv_sizing:
+        return (
+            f"{TRANSFER_FLAG} registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 "
+            f"backs a part. Unset that variable"
+        )
+    if facts.is_eagle or facts.speculative_algorithm not in _DRAFTLESS:
+        return (
+            f"{TRANSFER_FLAG} does not move the KV of a draft model "
+            f"(--speculative-algorithm {facts.speculative_algorithm or 'EAGLE'}). {_WITHOUT_DRAFTS}"
+        )
+    return None
+
+
+def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
+    """Why this kind of parallelism does not go with the flag ``chosen``, with the way out; None when it does.
+
+    Every replica of data parallelism has a scheduler and a tree of its own, and the server has one name: they
+    would take each other's place in the routers' index, and want the same directory on disk. With context
+    parallelism the ranks of one prefix would not agree on what each of them has loaded.
+    """
+    for size, flag, way_out in (
+        (facts.dp_size, "--dp-size", _REPLICAS),
+        (facts.attn_dp_size, "--attn-dp-size", _REPLICAS),
+        (facts.attn_cp_size, "--attn-cp-size", "Use --tp-size instead"),
+    ):
+        if size > 1:
+            return f"{chosen} cannot be combined with {flag} above 1, with DP attention or without. {way_out}"
+    return None
+
+
+def _unwaiting(facts: Facts) -> str | None:
+    """Modes in which a batch would read KV before it is there, or KV would be kept before it is written."""
+    if facts.enable_pdmux:
+        return f"{FLAG} cannot be combined with --enable-pdmux. Drop that flag"
+    if facts.dllm_algorithm is not None:
+        return f"{FLAG} does not serve diffusion language models (--dllm-algorithm). {_STOCK}"
+    if facts.post_capture_kv_sizing:
+        return f"{FLAG} cannot be combined with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1. Unset that variable"
+    if facts.dram and facts.pp_size > 1:
+        # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
+        return (
+            "--kv-dram-size cannot be combined with --pp-size above 1. "
+            "Use --tp-size instead, or do without a DRAM tier"
+        )
+    if facts.dram and facts.prefill_graphs not in _WAITING_GRAPHS:
+        return (
+            f"--kv-dram-size cannot be combined with --cuda-graph-backend-prefill {facts.prefill_graphs}. "
+            f"Use --cuda-graph-backend-prefill breakable, or disabled"
+        )
+    if facts.dram and facts.prefill_war_read_done:
+        return f"--kv-dram-size cannot be combined with {_EARLY_WRITES}=1. Unset that variable"
+    if facts.disk and facts.optimistic_prefill_attempts > 0:
+        return "--kv-disk-path cannot be combined with --optimistic-prefill-attempts. Drop one of them"
+    return None
+
+
+def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
+    kinds = (
+        # Before the kinds that these are made of.
+        (facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
+        (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
+        (facts.is_dsa, "sparse attention with an index cache (DSA)"),
+        (facts.is_hybrid_ssm, "Mamba or other state-space layers"),
+        (facts.is_hybrid_swa, "sliding-window attention"),
+    )
+    found = [kind for present, kind in kinds if present]
+    if found == ["sliding-window attention"] and facts.kv_with_whole_windows is not None:
+        return (
+            f"{chosen} does not serve models with {found[0]}. Add {WHOLE_WINDOWS}, with which layers "
+            f"with a window keep the KV of every token: that of a long context takes up to "
+            f"{facts.kv_with_whole_windows:.1f} times the memory. Or: {way_out}"
+        )
+    if found:
+        return f"{chosen} does not serve models with {found[0]}. {way_out}"
+    if facts.kv_pool not in _POOLS:
+        return (
+            f"{chosen} does not serve the KV pool {facts.kv_pool} of this model and --kv-cache-dtype "
+            f"(it serves {', '.join(sorted(_POOLS))}). {way_out}"
+        )
+    return None
+
+
+def _unsupported_flags(facts: Facts) -> str | None:
+    if facts.disable_radix_cache:
+        if facts.disaggregation_mode == "decode" and not facts.disaggregation_decode_enable_radix_cache:
+            return (
+                f"{FLAG} on a decode server needs --disaggregation-decode-enable-radix-cache; "
+                f"without it SGLang keeps no prefixes there. Add that flag"
+            )
+        return f"{FLAG} cannot be combined with --disable-radix-cache. Drop one of them"
+    if facts.enable_hierarchical_cache:
+        return f"{FLAG} cannot be combined with --enable-hierarchical-cache. Use --kv-dram-size instead"
+    rivals = (
+        (facts.enable_lmcache, "--enable-lmcache", "Use --kv-dram-size instead"),
+        (facts.enable_flexkv, "--enable-flexkv", "Use --kv-dram-size instead"),
+        (facts.enable_unified_cache_external_linker, "--enable-unified-cache-external-linker", _STOCK),
+        (facts.enable_session_radix_cache, "--enable-session-radix-cache", "Drop that flag"),
+        (facts.enable_streaming_session, "--enable-streaming-session", "Drop that flag"),
+        (facts.enable_unified_memory, "--enable-unified-memory", "Drop that flag"),
+        (facts.enable_hisparse, "--enable-hisparse", "Drop that flag"),
+        (facts.dcp_enabled, "--dcp-size above 1", "Use --tp-size instead"),
+        (facts.kv_sharded, "a KV pool sharded by pages", _STOCK),
+    )
+    for present, flag, way_out in rivals:
+        if present:
+            return f"{FLAG} cannot be combined with {flag}. {way_out}"
+    if facts.is_eagle or facts.speculative_algorithm not in _DRAFTLESS:
+        name = facts.speculative_algorithm or "EAGLE"
+        return (
+            f"{FLAG} cannot be combined with --speculative-algorithm {name}: the draft model's KV is not "
+            f"kept. {_WITHOUT_DRAFTS}"
+        )
+    if facts.radix_eviction_policy != "lru":
+        return (
+            f"{FLAG} does not take --radix-eviction-policy {facts.radix_eviction_policy}. "
+            f"Use --kv-eviction-policy instead"
+        )
+    if facts.disaggregation_decode_retraction_backup == "host_pool":
+        return (
+            f"{FLAG} cannot be combined with --disaggregation-decode-retraction-backup host_pool. "
+            f"Use cpu_tensor instead"
+        )
+    return None

@@ -1,0 +1,151 @@
+"""Which families of models are admitted, by SGLang's own configuration of each: no server, no weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from sglang_ext.config import KvConfig
+from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.admission import WHOLE_WINDOWS, Facts, admission
+from sglang_ext.patches.adapter.support import require_admitted
+
+CACHE = Facts()
+TRANSFER = Facts(caches=False, transfers=True)
+
+ADMITTED: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "LlamaForCausalLM", {}),
+    ("qwen2", "Qwen2ForCausalLM", {}),
+    ("qwen3", "Qwen3ForCausalLM", {}),
+    ("qwen3_moe", "Qwen3MoeForCausalLM", {}),
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {}),
+    ("qwen3_vl", "Qwen3VLForConditionalGeneration", {}),
+    ("deepseek_v3", "DeepseekV3ForCausalLM", {}),
+    ("glm4_moe", "Glm4MoeForCausalLM", {}),
+    ("gemma2", "Gemma2ForCausalLM", {}),
+    ("gemma3_text", "Gemma3ForCausalLM", {}),
+    ("olmo3", "Olmo3ForCausalLM", {}),
+    ("exaone4", "Exaone4ForCausalLM", {}),
+    ("cohere2", "Cohere2ForCausalLM", {}),
+    ("mistral", "MistralForCausalLM", {}),
+    ("mixtral", "MixtralForCausalLM", {}),
+    ("phi3", "Phi3ForCausalLM", {}),
+    ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", {}),
+]
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("qwen3_next", "Qwen3NextForCausalLM", {}, "Mamba"),
+    ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {}, "Mamba"),
+    ("nemotron_h", "NemotronHForCausalLM", {}, "Mamba"),
+    ("falcon_h1", "FalconH1ForCausalLM", {}, "Mamba"),
+    ("lfm2", "Lfm2ForCausalLM", {}, "Mamba"),
+    ("granitemoehybrid", "GraniteMoeHybridForCausalLM", {}, "Mamba"),
+    ("deepseek_v3", "DeepseekV32ForCausalLM", {"index_topk": 2048, "index_head_dim": 128}, "DSA"),
+    ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {"index_topk": 2048}, "DSA"),
+]
+WINDOWED: list[tuple[str, str, dict[str, Any]]] = [
+    ("gpt_oss", "GptOssForCausalLM", {}),
+    ("llama4", "Llama4ForConditionalGeneration", {}),
+]
+"""Refused, and admitted with ``WHOLE_WINDOWS``."""
+
+
+def model(folder: Path, kind: str, architecture: str, more: dict[str, Any], **given: Any) -> ModelConfig:
+    """SGLang's configuration of a model of this kind; no weights are there."""
+    made = _CONFIG_REGISTRY.get(kind) or CONFIG_MAPPING[kind]
+    values = made(**more).to_dict() | {"architectures": [architecture], "model_type": kind} | more
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    return ModelConfig(model_path=str(folder), **given)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+
+
+@pytest.mark.parametrize("flags", [CACHE, TRANSFER], ids=["cache", "transfer"])
+@pytest.mark.parametrize(("kind", "architecture", "more"), ADMITTED, ids=[a for _, a, _ in ADMITTED])
+def test_plain_models_are_admitted(
+    kind: str, architecture: str, more: dict[str, Any], flags: Facts, tmp_path: Path
+) -> None:
+    config = model(tmp_path, kind, architecture, more)
+    assert admission(config, flags) is None
+    assert "--nnodes" in str(admission(config, replace(flags, transfers=True, nnodes=2)))
+
+
+@pytest.mark.parametrize("flags", [CACHE, TRANSFER], ids=["cache", "transfer"])
+@pytest.mark.parametrize(("kind", "architecture", "more", "word"), REFUSED, ids=[r[1] for r in REFUSED])
+def test_other_models_are_refused_by_their_configuration(
+    kind: str, architecture: str, more: dict[str, Any], word: str, flags: Facts, tmp_path: Path
+) -> None:
+    reason = admission(model(tmp_path, kind, architecture, more), flags)
+    assert reason is not None
+    assert word in reason
+    assert ("Start without" if flags.caches else "another transfer backend") in reason
+    assert WHOLE_WINDOWS not in reason
+
+
+@pytest.mark.parametrize("flags", [CACHE, TRANSFER], ids=["cache", "transfer"])
+@pytest.mark.parametrize(("kind", "architecture", "more"), WINDOWED, ids=[a for _, a, _ in WINDOWED])
+def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
+    kind: str, architecture: str, more: dict[str, Any], flags: Facts, tmp_path: Path
+) -> None:
+    reason = str(admission(model(tmp_path, kind, architecture, more), flags))
+    assert "sliding-window" in reason
+    assert f"Add {WHOLE_WINDOWS}" in reason
+    assert " times the memory" in reason
+    assert admission(model(tmp_path, kind, architecture, more, disable_hybrid_swa_memory=True), flags) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "word"),
+    [
+        ("DeepseekV4ForCausalLM", "DeepSeek V4"),
+        ("MiniMaxM3SparseForConditionalGeneration", "MSA"),
+        ("Glm5NextForConditionalGeneration", "DSA"),
+    ],
+)
+def test_kinds_of_sparse_attention_are_known_by_their_architecture(architecture: str, word: str) -> None:
+    """Their configurations cannot be built from defaults; SGLang decides by these fields."""
+    config = SimpleNamespace(
+        hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048),
+        is_hybrid_swa=False,
+        is_draft_model=False,
+        linear_attn_registry_result=None,
+    )
+    reason = admission(config, CACHE)  # type: ignore[arg-type]
+    assert reason is not None
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    "other", [{"is_hybrid_swa_compress": True}, {"swa_head_dim": 32}, {"full_attention_layer_ids": []}]
+)
+def test_the_flag_is_not_named_where_one_pool_cannot_hold_both_kinds(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    config = model(tmp_path, *WINDOWED[0])
+    vars(config).update(other)
+    reason = str(admission(config, CACHE))
+    assert "sliding-window" in reason
+    assert WHOLE_WINDOWS not in reason
+
+
+def test_a_command_line_is_refused_before_the_weights_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = model(tmp_path, "lfm2", "Lfm2ForCausalLM", {})
+    monkeypatch.setattr(ModelConfig, "from_server_args", staticmethod(lambda args: config))
+    assert not list(tmp_path.glob("*.safetensors"))
+    for chosen in ("radix_cache_backend", "disaggregation_transfer_backend"):
+        with pytest.raises(ConfigError, match="Mamba"):
+            require_admitted(SimpleNamespace(**{chosen: "global"}), KvConfig())
+    require_admitted(SimpleNamespace(radix_cache_backend=None), KvConfig())
