@@ -500,3 +500,21 @@ async def test_a_decode_server_that_starts_with_another_fine_tune_is_refused(
             answered, _ = await generate(client, router.url, prompt)
     assert_same(rig.expected(prompt), answered)
     nothing_is_left(rig.pd.servers)
+
+
+@between_hosts_too
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_samples_of_a_prompt_are_those_of_one_server(rig: Rig, prompts: int) -> None:
+    """``n`` samples of each prompt: greedy, so all are equal."""
+    ids = [prompt_of(400 + number, 200) for number in range(prompts)]
+    body = {
+        "input_ids": ids[0] if prompts == 1 else ids,
+        "sampling_params": {"n": 3, "temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
+    }
+    pair = rig.pd.pair()
+    servers = (rig.pd.prefill[0].server, rig.pd.decode[0])
+    sent = [rig.pd.pool.submit(server.post, "/generate", {**body, **pair}) for server in servers]
+    expected = rig.truth.post("/generate", body)
+    answers = [each.result(120) for each in sent]
+    assert [each["output_ids"] for each in answers[1]] == [each["output_ids"] for each in expected]
+    nothing_is_left(servers)

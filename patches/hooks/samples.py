@@ -1,0 +1,70 @@
+"""Give each sample of a prompt (``n`` above 1) a hand-over of its own.
+
+What: SGLang sends a prompt of several samples to its scheduler once more than it has samples: first a request
+without output, which computes the prefix that all samples share, then one request per sample. All of them get
+the prompt's ``bootstrap_room``, but a room is one hand-over between prefill and decode: the second request
+of a room was refused. Two hooks, in the tokenizer process of either server:
+
+- after ``GenerateReqInput.__getitem__``, which makes the request of one prompt of a batch: one that will be
+  sampled several times gets a counter, which the copies that SGLang makes of it share;
+- before ``_send_one_request``: the first request of a room keeps it, the others get rooms derived from it.
+  Both servers expand the same body in the same order, and so derive the same rooms.
+
+The first request's KV is inserted where decode keeps KV (``--kv-pd-caching`` 2 and 3), so that the samples are
+handed over only what follows the last whole block.
+
+Why no extension point serves: the requests of a batch are made inside the tokenizer manager.
+
+Can go: when SGLang gives every sample a room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, Final
+
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
+_SENT: Final = "sglang_ext_sent"
+"""Attribute of a prompt's request: counts the requests that were sent of it."""
+ROOMS: Final = 1 << 62
+"""Derived rooms are 1 to this; SGLang keeps a room in 63 bits."""
+
+
+def room_of(room: int, number: int) -> int:
+    """The room of a prompt's request.
+
+    Args:
+        room: of the prompt, as the client or a router chose it.
+        number: of the request, in the order in which they are sent: 0 keeps the room.
+    """
+    if number == 0:
+        return room
+    digest = hashlib.blake2b(room.to_bytes(8, "little") + number.to_bytes(4, "little"), digest_size=8).digest()
+    return 1 + int.from_bytes(digest, "little") % ROOMS
+
+
+def after_getitem(request: Any, batch: Any, _index: int) -> None:
+    """After ``GenerateReqInput.__getitem__``."""
+    if batch.parallel_sample_num > 1 and request.bootstrap_room is not None and not hasattr(request, _SENT):
+        setattr(request, _SENT, itertools.count())
+
+
+def before_send(manager: Any, tokenized: Any) -> None:
+    """Before ``_send_one_request``."""
+    state = manager.rid_to_state.get(tokenized.rid)
+    sent: Iterator[int] | None = getattr(getattr(state, "obj", None), _SENT, None)
+    if sent is not None:
+        tokenized.bootstrap_room = room_of(tokenized.bootstrap_room, next(sent))
+
+
+PATCH = hook_patch(
+    "samples",
+    "each sample of a prompt has a hand-over of its own",
+    Hook(f"{_REQUEST}.__getitem__", "after", after_getitem),
+    Hook(f"{_MANAGER}._send_one_request", "before", before_send),
+)
