@@ -10,8 +10,8 @@ of a room was refused. Two hooks, in the tokenizer process of either server:
 - before ``_send_one_request``: the first request of a room keeps it, the others get rooms derived from it.
   Both servers expand the same body in the same order, and so derive the same rooms.
 
-The first request's KV is inserted where decode keeps KV (``--kv-pd-caching`` 2 and 3), so that the samples are
-handed over only what follows the last whole block.
+Where decode keeps KV (``--kv-pd-caching`` 2 and 3), it keeps that of the first request; the samples then
+transfer only what follows the last whole block.
 
 Why no extension point serves: the requests of a batch are made inside the tokenizer manager.
 
@@ -44,7 +44,9 @@ def room_of(room: int, number: int) -> int:
     """
     if number == 0:
         return room
-    digest = hashlib.blake2b(room.to_bytes(8, "little") + number.to_bytes(4, "little"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        room.to_bytes(8, "little") + number.to_bytes(4, "little"), digest_size=8
+    ).digest()
     return 1 + int.from_bytes(digest, "little") % ROOMS
 
 

@@ -106,33 +106,35 @@ class Service:
     async def _guarded(
         self, request: Request, responder: Responder, record: Record, handler: Handler
     ) -> None:
+        answer: RequestRefused
         try:
             await handler(request, responder, record)
+            return
         except RequestRefused as refused:
             record.error = refused.message
-            await self._send_error(responder, record, refused)
-        except NoFilesLeft as error:
-            record.error = str(error)
-            await self._send_error(responder, record, no_files(str(error)))
-        except RequestTimeout as error:
-            record.error = str(error)
-            timeout = RequestRefused(str(error), status=504, kind="server_error", code="timeout")
-            await self._send_error(responder, record, timeout)
+            answer = refused
+        except NoFilesLeft as lacking:
+            record.error = str(lacking)
+            answer = no_files(record.error)
+        except RequestTimeout as late:
+            record.error = str(late)
+            answer = RequestRefused(record.error, status=504, kind="server_error", code="timeout")
         except asyncio.CancelledError:
             record.status, record.error = CLIENT_GONE, "the client went away"
             raise
         except ClientGone:
             record.status, record.error = CLIENT_GONE, "the client went away"
+            return
         except Exception:
             logger.exception("request %s failed by an error of the router", record.request_id)
             record.error = "internal error"
-            internal = RequestRefused(
+            answer = RequestRefused(
                 f"internal error of the router; its log has the details under {record.request_id}",
                 status=500,
                 kind="server_error",
                 code="internal_error",
             )
-            await self._send_error(responder, record, internal)
+        await self._send_error(responder, record, answer)
 
     async def _send_error(self, responder: Responder, record: Record, refused: RequestRefused) -> None:
         if responder.started:

@@ -102,6 +102,18 @@ async def beside(
         await _wait(task, block, before, interrupted=bool(failed))
 
 
+async def run_beside(
+    leg: Callable[[], Awaitable[None]],
+    block: Callable[[], Awaitable[None]],
+    may_interrupt: Callable[[], bool],
+) -> None:
+    """Like ``beside``, with the block as a function. Compiled modules cannot leave an ``async with`` by an
+    exception: they must not await while they handle one.
+    """
+    async with beside(leg, may_interrupt):
+        await block()
+
+
 async def _wait(
     task: asyncio.Future[None], block: asyncio.Task[object], before: int, *, interrupted: bool
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from sglang_ext.clock import Clock
+from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.stream_splice import NoContinuation
@@ -15,7 +16,7 @@ from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
-from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, beside, meeting_point
+from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, meeting_point, run_beside
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.lifecycle import State
@@ -120,15 +121,19 @@ class Relay:
         meeting = meeting_point(decision.instance, facts)
         flight.take_fields()
         body = splice(flight.sent.body, meeting)
-        async with beside(
+        await run_beside(
             lambda: self._prefill(flight, decision, body),
+            lambda: self._decode(flight, decision, decode, body),
             lambda: not flight.responder.started,
-        ):
-            try:
-                await self._answer(flight, decision, decode, body)
-            except (ConnectFailed, ConnectionLost):
-                flight.failed = decode
-                raise
+        )
+
+    async def _decode(self, flight: Flight, decision: Decision, decode: str, body: bytes) -> None:
+        """The half of a request that answers the client."""
+        try:
+            await self._answer(flight, decision, decode, body)
+        except (ConnectFailed, ConnectionLost):
+            flight.failed = decode
+            raise
 
     async def _prefill(self, flight: Flight, decision: Decision, body: bytes) -> None:
         """The half of a request whose answer nobody reads."""
@@ -260,7 +265,9 @@ class Relay:
         await responder.start(response.status, head, _told(flight, first))
         leg.response, leg.reader = response, reader
         reader.feed(first)
+        broken: SglangExtError | None = None
         try:
+            goes_on = False
             try:
                 while chunk := await response.piece():
                     load.answered()
@@ -268,19 +275,22 @@ class Relay:
                         await responder.write(told)
                     reader.feed(chunk)
             except GoesOnElsewhere:
+                goes_on = True
+            if goes_on:
                 await self._go_on(flight, leg, reader)
         except (ConnectionLost, RequestTimeout, NoContinuation) as error:
-            self._lost(flight, record.instance or decision.instance, error)
-            record.error = str(error)
+            broken = error
+        if broken is not None:
+            self._lost(flight, record.instance or decision.instance, broken)
+            record.error = str(broken)
             self._broken_streams.inc()
-            message = f"the worker went away in mid-answer: {error}"
+            message = f"the worker went away in mid-answer: {broken}"
             # What was translated are whole events.
             end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
             rest = flight.admitted.dialect.broken_off(message)
             await responder.write(_held_back(flight) + end + rest)
-        else:
-            if held := _held_back(flight):
-                await responder.write(held)
+        elif held := _held_back(flight):
+            await responder.write(held)
         if reader.done:
             _infer_cached(flight, reader.usage)
         if reader.usage.output_keys or reader.usage.response_id is not None:

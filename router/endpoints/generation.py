@@ -221,9 +221,12 @@ class Generation:
 
     async def _parsed(self, body: bytes) -> Json:
         # Nothing else runs while JSON is parsed, in no thread: between two large bodies others get a turn.
-        async with self._parsing:
+        await self._parsing.acquire()
+        try:
             await asyncio.sleep(0)
             return parse_json_object(body)
+        finally:
+            self._parsing.release()
 
     # -- attempts ---------------------------------------------------------------------------------
 

@@ -274,10 +274,14 @@ async def _unpacked(
     handler: Handler, request: Request, responder: HttpResponder, coding: str, state: ServerState
 ) -> None:
     """Answer a request whose body came compressed."""
+    refusal: RequestRefused | None = None
+    body = b""
     try:
         body = await unpack(request.body, coding, state.limits.max_body_bytes, state.bodies)
     except RequestRefused as refused:
-        await handler.refuse(request, responder, refused)
+        refusal = refused
+    if refusal is not None:
+        await handler.refuse(request, responder, refusal)
         return
     plain = Request(request.method, request.path, request.target, request.headers, body)
     try:

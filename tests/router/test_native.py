@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,55 @@ def test_no_name_has_errors_of_two_kinds_in_what_is_compiled() -> None:
         assert two_kinds(native.source(ROOT / "sglang_ext", name).read_text()) == [], name
     twin = "def f():\n try: g()\n except OSError as e: print(e)\n except ValueError as e: print(e)\n"
     assert two_kinds(twin) == ["f"]
+
+
+SUSPENDS = (ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Yield, ast.YieldFrom)
+
+
+def suspends(body: Iterable[ast.AST]) -> bool:
+    """Whether a coroutine may be suspended in a block; functions that the block defines do not count."""
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, SUSPENDS):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return False
+
+
+def suspended_in_handlers(source: str) -> list[int]:
+    """Lines of blocks in which a coroutine may be suspended while it handles an exception.
+
+    mypyc keeps the exception that a function handles in the thread's state, and not per coroutine: another
+    coroutine that runs meanwhile raises it again in place of its own, or the interpreter crashes.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            bad = suspends(node.body)
+        elif isinstance(node, ast.Try):
+            bad = suspends(node.finalbody)
+        else:
+            bad = isinstance(node, ast.AsyncWith)  # its end awaits while an exception is handled
+        if bad:
+            found.append(node.lineno)
+    return found
+
+
+def test_no_compiled_coroutine_is_suspended_while_it_handles_an_exception() -> None:
+    for name in script().MODULES:
+        source = native.source(ROOT / "sglang_ext", name).read_text(encoding="utf-8")
+        assert suspended_in_handlers(source) == [], name
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [
+        "async def f():\n try: g()\n except OSError: await h()\n",
+        "async def f():\n try: g()\n finally: await h()\n",
+        "async def f():\n async with g(): pass\n",
+    ],
+)
+def test_a_suspension_in_a_handler_is_found(twin: str) -> None:
+    assert suspended_in_handlers(twin)
