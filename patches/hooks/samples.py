@@ -31,23 +31,21 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 _SENT: Final = "sglang_ext_sent"
 """Attribute of a prompt's request: counts the requests that were sent of it."""
-ROOMS: Final = 1 << 62
-"""Derived rooms are 1 to this; SGLang keeps a room in 63 bits."""
+HANDOVERS: Final = 1 << 62
+"""Derived numbers are 1 to this; SGLang keeps a ``bootstrap_room`` in 63 bits."""
 
 
-def room_of(room: int, number: int) -> int:
-    """The room of a prompt's request.
+def handover_of(handover: int, number: int) -> int:
+    """The ``bootstrap_room`` of a prompt's request.
 
     Args:
-        room: of the prompt, as the client or a router chose it.
-        number: of the request, in the order in which they are sent: 0 keeps the room.
+        handover: the ``bootstrap_room`` of the prompt, as the client or a router chose it.
+        number: of the request, in the order in which they are sent: 0 keeps the prompt's.
     """
     if number == 0:
-        return room
-    digest = hashlib.blake2b(
-        room.to_bytes(8, "little") + number.to_bytes(4, "little"), digest_size=8
-    ).digest()
-    return 1 + int.from_bytes(digest, "little") % ROOMS
+        return handover
+    name = handover.to_bytes(8, "little") + number.to_bytes(4, "little")
+    return 1 + int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") % HANDOVERS
 
 
 def after_getitem(request: Any, batch: Any, _index: int) -> None:
@@ -61,7 +59,7 @@ def before_send(manager: Any, tokenized: Any) -> None:
     state = manager.rid_to_state.get(tokenized.rid)
     sent: Iterator[int] | None = getattr(getattr(state, "obj", None), _SENT, None)
     if sent is not None:
-        tokenized.bootstrap_room = room_of(tokenized.bootstrap_room, next(sent))
+        tokenized.bootstrap_room = handover_of(tokenized.bootstrap_room, next(sent))
 
 
 PATCH = hook_patch(
