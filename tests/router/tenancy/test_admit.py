@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.chat import CHAT, INVOCATIONS
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.generate import GENERATE
@@ -30,6 +30,7 @@ TURNS: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
 BODIES: dict[Dialect, dict[str, Any]] = {
     GENERATE: {"text": "hello"},
     CHAT: {"messages": TURNS},
+    INVOCATIONS: {"messages": TURNS},
     COMPLETIONS: {"prompt": "hello"},
     RESPONSES: {"input": "hello"},
     MESSAGES: {"model": "m", "max_tokens": 4, "messages": TURNS},
@@ -58,7 +59,7 @@ def test_what_is_sent(dialect: Dialect, caller: Caller) -> None:
     result, body = admitted(dialect, caller)
     chat = dialect is MESSAGES and caller.salt is not None
     expected = dict(BODIES[dialect])
-    if dialect in (CHAT, COMPLETIONS) or chat:
+    if dialect in (CHAT, INVOCATIONS, COMPLETIONS) or chat:
         expected |= TELLS
     if caller.salt is not None:
         expected["cache_salt"] = caller.salt
