@@ -48,18 +48,18 @@ def handover_of(handover: int, number: int) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") % HANDOVERS
 
 
-def after_getitem(request: Any, batch: Any, _index: int) -> None:
+def after_getitem(request: Any, prompts: Any, i: int) -> None:
     """After ``GenerateReqInput.__getitem__``."""
-    if batch.parallel_sample_num > 1 and request.bootstrap_room is not None and not hasattr(request, _SENT):
+    if prompts.parallel_sample_num > 1 and request.bootstrap_room is not None and not hasattr(request, _SENT):
         setattr(request, _SENT, itertools.count())
 
 
-def before_send(manager: Any, tokenized: Any) -> None:
+def before_send(manager: Any, tokenized_obj: Any) -> None:
     """Before ``_send_one_request``."""
-    state = manager.rid_to_state.get(tokenized.rid)
+    state = manager.rid_to_state.get(tokenized_obj.rid)
     sent: Iterator[int] | None = getattr(getattr(state, "obj", None), _SENT, None)
     if sent is not None:
-        tokenized.bootstrap_room = handover_of(tokenized.bootstrap_room, next(sent))
+        tokenized_obj.bootstrap_room = handover_of(tokenized_obj.bootstrap_room, next(sent))
 
 
 PATCH = hook_patch(
