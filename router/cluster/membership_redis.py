@@ -419,7 +419,7 @@ def _library() -> Any:
         raise ConfigError(
             "the Redis client is not installed",
             field="--cluster",
-            hint="pip install 'sglang-ext[redis]', or leave --cluster out: one router needs no Redis",
+            hint="pip install 'redis>=5.2', or leave --cluster out: one router needs no Redis",
         ) from None
     return exceptions
 

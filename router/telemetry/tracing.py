@@ -145,7 +145,7 @@ def open_tracing(endpoint: str | None) -> Tracing:
         raise ConfigError(
             f"traces need packages that are not installed ({error.name})",
             field="--otel-endpoint",
-            hint="pip install 'sglang-ext[otel]'",
+            hint="pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "sglang-ext-router"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -65,7 +65,7 @@ class ClusterConfig(Flagged):
     ray: str | None = flag(
         None,
         "Place servers and routers on the Ray cluster at this address (HOST:PORT, or auto) instead of this "
-        "machine; needs pip install 'sglang-ext[ray]' on every node.",
+        "machine; needs pip install 'ray>=2.40' on every node.",
         metavar="ADDRESS",
     )
     server_args: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ def library() -> Any:
         return importlib.import_module("ray")
     except ImportError:
         raise ConfigError(
-            "Ray is not installed", field="--ray", hint="pip install 'sglang-ext[ray]', on every node"
+            "Ray is not installed", field="--ray", hint="pip install 'ray>=2.40', on every node"
         ) from None
 
 

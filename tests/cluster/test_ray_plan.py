@@ -164,7 +164,7 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError) as caught:
         ray_cluster.library()
     assert caught.value.field == "--ray"
-    assert "sglang-ext[ray]" in str(caught.value)
+    assert "ray>=2.40" in str(caught.value)
 
 
 def test_keys_of_a_node_beyond_loopback() -> None:

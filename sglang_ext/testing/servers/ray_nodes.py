@@ -17,7 +17,7 @@ from sglang_ext.testing.lab.hosts import Lab
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
-HOW_TO_GET_IT = "Ray is not installed: pip install 'sglang-ext[ray]'"
+HOW_TO_GET_IT = "Ray is not installed: pip install 'ray>=2.40'"
 START_S = 60.0
 END_S = 30.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
