@@ -58,7 +58,7 @@ class ChatCompletions(OpenAiDialect):
         count="max_tokens max_completion_tokens",
         boolean="stream logprobs",
         top="top_logprobs",
-        object="stream_options chat_template_kwargs",
+        object="stream_options chat_template_kwargs response_format",
     )
 
     def parse(self, payload: Json, limits: Limits) -> Job:

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from sglang_ext.patches.contract.places import folder_of
 
 Json = dict[str, Any]
@@ -57,6 +55,12 @@ BASES: Mapping[str, Json] = {
     "/v1/tokenize": {"prompt": PROMPT},
     "/vertex_generate": {"instances": [{"text": PROMPT}], "parameters": {"sampling_params": SAMPLING}},
     "/api/generate": {"model": "m", "prompt": PROMPT, "options": {"num_predict": TOKENS}, "stream": False},
+    "/api/chat": {
+        "model": "m",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "options": {"num_predict": TOKENS},
+        "stream": False,
+    },
     "/v1/score": {"query": PROMPT, "items": ["a"], "label_token_ids": [5]},
 }
 """A right body where the least that the schema asks for would not be one, or would generate for long."""
@@ -176,10 +180,3 @@ def sample(found: list[Case], count: int, seed: int) -> list[Case]:
         (rest if key in seen else first).append(case)
         seen.add(key)
     return [*first, *rest][:count]
-
-
-def send(client: httpx.Client, case: Case) -> httpx.Response:
-    """Send one. Raises ``httpx.HTTPError`` where there is no answer."""
-    return client.post(
-        case.path, content=case.body, headers={"content-type": "application/json"}, timeout=SECONDS
-    )

@@ -13,7 +13,6 @@ from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.patches.hooks import request_values
-from sglang_ext.patches.hooks.uncompiled import around_compiled
 
 VOCABULARY = 100
 
@@ -210,12 +209,3 @@ def sampling_context(monkeypatch: pytest.MonkeyPatch) -> None:
         features=SimpleNamespace(enable_custom_logit_processor=False, enable_watermark=False),
     )
     monkeypatch.setattr(sampling_batch_info, "get_exec", lambda: settings)
-
-
-def test_what_is_compiled_is_called_uncompiled() -> None:
-    def compiled(x: int) -> int:
-        pytest.fail("it was compiled")
-
-    compiled._torchdynamo_orig_callable = lambda x: x + 1  # type: ignore[attr-defined]
-    assert around_compiled(compiled, 1) == 2
-    assert around_compiled(lambda x: x + 2, 1) == 3
