@@ -23,21 +23,21 @@ from sglang_ext.patches.cpu import (
     attention as native_attention,
 )
 from sglang_ext.patches.cpu import (
+    early_send,
+    mla_attention,
+    mla_rope,
+)
+from sglang_ext.patches.cpu import (
     fork as fork_children,
 )
 from sglang_ext.patches.cpu import (
     kernels as sgl_kernel_stand_in,
 )
 from sglang_ext.patches.cpu import (
-    mla_attention,
-    mla_rope,
-)
-from sglang_ext.patches.cpu import (
     torchvision as torchvision_operators,
 )
 from sglang_ext.patches.hooks import (
     durability,
-    early_send,
     exact_abort,
     flags,
     load_details,
@@ -51,6 +51,7 @@ from sglang_ext.patches.hooks import (
     template_errors,
     uncompiled,
     vocabulary,
+    wide_pads,
 )
 from sglang_ext.patches.hooks import (
     messages as commands,
@@ -101,6 +102,7 @@ PATCHES: tuple[Patch, ...] = (
     role_switch.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,
+    wide_pads.PATCH,
     request_values.PATCH,
     template_errors.PATCH,
     served_name.PATCH,

@@ -3,6 +3,14 @@
 A *block* is a fixed run of tokens with all its planes. Its *key* is a hash chained over
 (namespace, parent key, the block's tokens), so that equal keys mean equal prefixes under
 equal weights, dtype and layout; KV never crosses a namespace.
+
+An encoded prompt has one word of 4 bytes for each token. A text token is its own word. In place of the tokens
+of a picture, a video or a sound, SGLang puts hashes of the content: *wide* ids, of up to 63 bits. An aligned
+group of four tokens with a wide id among them becomes four words of a digest of its four ids: 124 bits, and
+the highest bit of each word set, which no text token has. So two prompts that differ in any bit of a wide id
+have different encodings, and block size, offsets and protocol do not depend on the content of a prompt.
+The first tokens of a prompt encode to the first words of the prompt's encoding wherever a group ends. The
+block size of a server that takes pictures is therefore a multiple of `GROUP_TOKENS`.
 """
 
 from __future__ import annotations
@@ -22,11 +30,19 @@ TOKEN_BYTES = 4
 """Bytes of one token in an encoded prompt (little-endian int32)."""
 
 MAX_TOKEN = 2**31 - 1
+"""The largest id that is its own word. Those above are wide."""
+MAX_WIDE_ID = 2**63 - 1
+GROUP_TOKENS = 4
+"""Tokens that are encoded together where one of them has a wide id."""
 
 BLOCK_KEY_BYTES = 16
 
 _ENCODED = np.dtype("<i4")
 _UNSIGNED = np.dtype(np.uint64)
+_LITTLE = np.dtype("<u8")
+_WORD = np.dtype("<u4")
+_WIDE_WORD = np.uint32(1 << 31)
+"""Set in each word of a group with a wide id."""
 _NATIVE = sys.byteorder == "little" and array("i").itemsize == TOKEN_BYTES
 """This machine's integers are encoded ones."""
 FEW_TOKENS = 64
@@ -64,14 +80,14 @@ def tenant_salt(extra_key: str | None, cache_salt: str | None) -> str:
 
 
 def encode_tokens(tokens: TokenIds | bytes, count: int | None = None) -> bytes:
-    """Encode token ids as little-endian int32, the form in which prompts are compared.
+    """Encode token ids as words of 4 bytes, the form in which prompts are compared (see the module).
 
     Args:
         tokens: of any integer type; bytes are taken to be encoded already and returned as they are.
         count: encode the first so many only; for an array of int64 that spares a copy.
 
     Raises:
-        ValueError: a token id does not fit into 31 bits, or is not an integer.
+        ValueError: a token id is below 0, does not fit into 63 bits, or is not an integer.
     """
     if isinstance(tokens, bytes):
         return tokens if count is None else tokens[: count * TOKEN_BYTES]
@@ -86,9 +102,33 @@ def encode_tokens(tokens: TokenIds | bytes, count: int | None = None) -> bytes:
             tokens = tokens[:count]
         wide = _as_integers(tokens).astype(np.int64, copy=False).view(_UNSIGNED)
     # Read as unsigned, a negative id is a huge one, so that one pass finds both ends of the range.
-    if np.maximum.reduce(wide) > MAX_TOKEN:
-        raise ValueError(f"token ids must lie in [0, {MAX_TOKEN}]")
-    return wide.astype(_ENCODED).tobytes()
+    most = np.maximum.reduce(wide)
+    if most <= MAX_TOKEN:
+        return wide.astype(_ENCODED).tobytes()
+    if most > MAX_WIDE_ID:
+        raise ValueError(f"token ids must lie in [0, {MAX_WIDE_ID}]")
+    return _with_wide_ids(wide)
+
+
+def _with_wide_ids(ids: npt.NDArray[np.uint64]) -> bytes:
+    """As ``encode_tokens``, where an id is wide. An incomplete last group is filled up with zeros."""
+    groups = np.zeros((-(-len(ids) // GROUP_TOKENS), GROUP_TOKENS), _LITTLE)
+    groups.reshape(-1)[: len(ids)] = ids
+    words = groups.astype(_WORD)
+    at = np.flatnonzero((groups > MAX_TOKEN).any(axis=1))
+    wide = groups[at]
+    # The ids of a picture repeat: of equal groups in a row, the first is hashed.
+    first = np.ones(len(at), bool)
+    first[1:] = (wide[1:] != wide[:-1]).any(axis=1)
+    digests = b"".join(
+        hashlib.blake2b(
+            group.tobytes(), digest_size=GROUP_TOKENS * TOKEN_BYTES, person=b"kv-wide-ids"
+        ).digest()
+        for group in wide[first]
+    )
+    rows = np.frombuffer(digests, _WORD).reshape(-1, GROUP_TOKENS) | _WIDE_WORD
+    words[at] = rows[np.cumsum(first) - 1]
+    return words.tobytes()[: len(ids) * TOKEN_BYTES]
 
 
 def _packed(tokens: list[int], count: int | None) -> bytes | None:
@@ -119,7 +159,10 @@ def _as_integers(tokens: TokenIds) -> npt.NDArray[np.integer]:
 
 
 def decode_tokens(key: bytes) -> npt.NDArray[np.int32]:
-    """The token ids of an encoded prompt, shape (tokens,), without a copy."""
+    """The token ids of an encoded prompt, shape (tokens,), without a copy.
+
+    Negative where a group has a wide id: those tokens cannot be had back.
+    """
     return np.frombuffer(key, dtype=_ENCODED)
 
 

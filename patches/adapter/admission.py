@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from sglang_ext.keys import GROUP_TOKENS
+
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -50,6 +52,8 @@ class Facts:
     is_dsa: bool = False
     is_hybrid_ssm: bool = False
     is_hybrid_swa: bool = False
+    is_multimodal: bool = False
+    block_size: int = GROUP_TOKENS
     kv_with_whole_windows: float | None = None
     """How many times the KV of a long context takes with ``WHOLE_WINDOWS``; None where that does not admit a
     model with sliding windows."""
@@ -105,6 +109,7 @@ def _with_model(config: ModelConfig, flags: Facts) -> Facts:
         is_dsa=is_deepseek_dsa(config.hf_config),
         is_hybrid_ssm=mambaish_config(config) is not None,
         is_hybrid_swa=bool(config.is_hybrid_swa),
+        is_multimodal=config.is_multimodal,
         kv_with_whole_windows=_kv_with_whole_windows(config) if config.is_hybrid_swa else None,
     )
 
@@ -126,12 +131,23 @@ def unsupported(facts: Facts) -> str | None:
         reason = (
             _unsupported_model(facts, FLAG, _STOCK)
             or _unsupported_parallelism(facts, FLAG)
+            or _cut_groups(facts)
             or _unsupported_flags(facts)
             or _unwaiting(facts)
         )
         if reason is not None:
             return reason
     return _unmovable(facts) if facts.transfers else None
+
+
+def _cut_groups(facts: Facts) -> str | None:
+    """Blocks that end within a group of tokens in which ids of pictures are encoded."""
+    if facts.is_multimodal and facts.block_size % GROUP_TOKENS:
+        return (
+            f"a model that takes pictures needs a --kv-block-size that {GROUP_TOKENS} divides, not "
+            f"{facts.block_size}. Use the default"
+        )
+    return None
 
 
 def _unmovable(facts: Facts) -> str | None:

@@ -51,6 +51,8 @@ _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
 _RECEIVED = "sglang_ext_received"
 """Attribute of a request: what a prefill server has computed of it is in the tree."""
+_FAULTED = "sglang_ext_faulted"
+"""Attribute of a request: the cache failed on it, and keeps nothing more of it."""
 
 
 class _RootView:
@@ -81,7 +83,12 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         self.host = host
         RankCache.__init__(self, parts, params.token_to_kv_pool_allocator, params.page_size)
         StoragePrefetch.__init__(
-            self, parts.promotions, parts.peers, parts.weights.namespace, priority_sign=parts.priority_sign
+            self,
+            parts.promotions,
+            parts.peers,
+            parts.weights.namespace,
+            self.faults,
+            priority_sign=parts.priority_sign,
         )
         self.disable = False
         self.req_to_token_pool = params.req_to_token_pool
@@ -125,6 +132,13 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix: its slots in HBM, and how many tokens more are in DRAM."""
+        with self.faults.guard("match_prefix"):
+            return self._match(params)
+        if params.req is not None:
+            setattr(params.req, _FAULTED, True)
+        return self.found([], self.tree.root, self.tree.root, 0)
+
+    def _match(self, params: MatchPrefixParams) -> MatchResult:
         key = params.key
         namespace = self.namespace(key.extra_key, key.cache_salt)
         if params.req is not None:
@@ -151,8 +165,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     def touch_prefix(self, key: RadixKey) -> None:
         """What is cached of a request that waits is evicted last (SGLang from 0.5.22 on, with lru)."""
-        namespace = self.namespace(key.extra_key, key.cache_salt)
-        self.tree.touch(namespace, encode_tokens(key.token_ids, key.limit))
+        with self.faults.guard("touch_prefix"):
+            namespace = self.namespace(key.extra_key, key.cache_salt)
+            self.tree.touch(namespace, encode_tokens(key.token_ids, key.limit))
 
     def namespace_of(self, req: Req) -> Hashable | None:
         """Where the request's KV belongs; ``None`` when it is nobody else's.
@@ -197,8 +212,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         if self.namespace_of(req) is None:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
-        self._insert_row(req, tokens)
-        self.listeners.request_ended(req, tokens)
+        if self._insert_row(req, tokens) is not None:
+            with self.faults.guard("request_ended"):
+                self.listeners.request_ended(req, tokens)
 
     def keep_running_req(self, req: Req, *, up_to: int) -> None:
         """A running request is about to lose its slots: the tree takes over its whole blocks before position
@@ -209,7 +225,10 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
         if self.namespace_of(req) is not None:
             before = req.kv.cache_protected_len
-            node, held = self._insert_row(req, tokens)
+            inserted = self._insert_row(req, tokens)
+            if inserted is None:
+                return
+            node, held = inserted
             if held > before:
                 # Somebody else inserted the same tokens first. The request goes on with those slots; its own
                 # were freed.
@@ -218,22 +237,32 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
                 self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
             self.move_lock(req, node)
 
-    def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int]:
+    def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int] | None:
         """Insert the whole blocks of a request's row; frees the slots of what the tree had already.
 
-        Returns the node at which they end, and how many leading tokens the tree had before.
+        Returns the node at which they end, and how many leading tokens the tree had before. None after a
+        fault that left all slots with the request.
         """
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
         whole = len(tokens) // self.block_size * self.block_size
-        result = (self.store.transfer_with_insert if _comes_over(req) else self.store.insert)(
-            Tier.HBM,
-            self.namespace_of(req),
-            encode_tokens(tokens),
-            self.slot_ops.keep(row)[:whole],  # a slice of what is kept: torch's own takes ten times as long
-            priority=req.priority or 0,
-        )
-        held = result.held_blocks * self.block_size
         protected = req.kv.cache_protected_len
+        key, done = b"", None
+        with self.faults.guard("insert"):
+            key = encode_tokens(tokens)
+            result = (self.store.transfer_with_insert if _comes_over(req) else self.store.insert)(
+                Tier.HBM,
+                self.namespace_of(req),
+                key,
+                self.slot_ops.keep(row)[:whole],  # a slice of what is kept: torch's is slow
+                priority=req.priority or 0,
+            )
+            done = result.node, result.held_blocks * self.block_size, whole
+        if done is None:
+            done = self._taken_over(req, key, row)
+            setattr(req, _FAULTED, True)
+        if done is None:
+            return None
+        node, held, whole = done
         if held > protected:
             # A copy: the row is about to be rewritten.
             duplicates = row[protected:held].to(dtype=torch.int64, copy=True)
@@ -241,7 +270,21 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         # Never less than before: of a retracted request that comes back the tree may own output too, which
         # --strip-thinking-cache leaves out here.
         req.kv.cache_protected_len = max(protected, whole)
-        return result.node, held
+        return node, held
+
+    def _taken_over(self, req: Req, key: bytes, row: torch.Tensor) -> tuple[Node, int, int] | None:
+        """The part of a request's row that the tree has after an insertion that failed: the last node, tokens
+        that the tree had before, and tokens that it has now. None when the request owns all slots as before.
+        """
+        path = [
+            node for node in self.tree.match(self.namespace_of(req), key).path if self.hbm in node.placements
+        ]
+        if not path:
+            return None
+        slots = self.slot_ops.join(self.slots_of_path(path[-1]))
+        protected = req.kv.cache_protected_len
+        ours = torch.nonzero(slots[protected:] == row[protected : len(slots)].to(slots.dtype))
+        return None if not len(ours) else (path[-1], protected + int(ours[0]), len(slots))
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free ranges of a request's row; what of them the tree owns stays the tree's."""
@@ -299,7 +342,8 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
     def pass_begins(self, reqs: Sequence[Req]) -> None:
         """A prefill batch is about to run."""
         if self.peers is not None:
-            self.peers.spans.pass_begins(reqs, current.computed_end, self._slots_of)
+            with self.faults.guard("pass_begins"):
+                self.peers.spans.pass_begins(reqs, current.computed_end, self._slots_of)
 
     def _slots_of(self, req: Req, start: int, end: int) -> Any:
         """Where tokens of a request are."""
@@ -308,7 +352,8 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
     def check_hicache_events(self) -> None:
         """Called once per scheduler iteration, after requests came and before a batch is formed: take note of
         what has completed on every rank."""
-        self.each_pass()
+        with self.faults.guard("each_pass"):
+            self.each_pass()
         if self.prefetcher is not None and self.prefetcher.next_due < math.inf:
             self._tell_time()
 
@@ -347,6 +392,6 @@ def _is_private(req: Req) -> bool:
     """Whether the request's KV does not follow from its tokens, so that nobody else may have it.
 
     SGLang does not match requests whose embeddings are overridden; inserting them would hand their KV to
-    others that have the same tokens.
+    others that have the same tokens. After a fault of the cache nothing more is inserted.
     """
-    return req.positional_embed_overrides is not None
+    return req.positional_embed_overrides is not None or getattr(req, _FAULTED, False)

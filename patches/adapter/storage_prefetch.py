@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.tiers.load_report import begin_report
 from sglang_ext.engine.tiers.promotion import Wanted
@@ -35,6 +36,7 @@ class StoragePrefetch:
         promotions: bring what is on disk; None without a disk.
         peers: fetch; None where that is not possible.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        faults: takes note of what fails here.
         priority_sign: -1 where smaller priorities go first (``--schedule-low-priority-values-first``).
     """
 
@@ -45,9 +47,11 @@ class StoragePrefetch:
         promotions: Promotions | None,
         peers: PeerKv | None,
         namespace: Callable[[str | None, str | None], Hashable],
+        faults: CacheFaults,
         *,
         priority_sign: int = 1,
     ) -> None:
+        self.faults = faults
         self._promoting = promotions
         self._fetching = peers
         self._namespace_now = namespace
@@ -92,7 +96,19 @@ class StoragePrefetch:
         """Look for what of a prompt is not in memory."""
         if not self.uses_storage or not len(new_input_tokens):
             return
-        key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
+        with self.faults.guard("prefetch_from_storage"):
+            self._look_for(handle, matched_prefix_tokens, new_input_tokens, extra_key, cache_salt)
+
+    def _look_for(
+        self,
+        handle: CacheRequestHandle,
+        matched: Any,
+        new: Any,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> None:
+        # The matched tokens are whole blocks, at whose ends an encoding may be cut.
+        key = encode_tokens(matched) + encode_tokens(new)
         wanted = Wanted(self._namespace_now(extra_key, cache_salt), key, request=handle.rid)
         req = self._last_matched  # SGLang has just matched it
         if req is not None and req.cache_request_handle == handle:
@@ -104,6 +120,11 @@ class StoragePrefetch:
             self._promoting.begin(handle, wanted)
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
+        with self.faults.guard("check_prefetch_progress"):
+            return self._is_ready(handle)
+        return True
+
+    def _is_ready(self, handle: CacheRequestHandle) -> bool:
         wanted = self._behind_peers.get(handle)
         if wanted is not None:
             if self._fetching is not None and self._fetching.waits(wanted.namespace, wanted.key):

@@ -64,6 +64,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         optimistic_prefill_attempts=disagg.optimistic_prefill_attempts,
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        block_size=config.block_size,
         dram=bool(config.dram_size),
         disk=config.disk_path is not None,
     )
@@ -126,6 +127,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        block_size=config.block_size,
         dram=bool(config.dram_size),
         disk=config.disk_path is not None,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from sglang_ext.patches.contract import pads
 from sglang_ext.patches.contract.calls import (
     Shape,
     construction,
@@ -66,6 +67,8 @@ def check(source: Source, modules: Iterable[Module]) -> Report:
         reader.read_hooks(hooked)
     for reader in readers:
         reader.read(hooked)
+    if too_wide := pads.problem(source):
+        report.broken.append(Broken("sglang_ext/keys.py", f"{pads.MODULE}.{pads.SHIFT}", too_wide))
     report.broken = sorted(
         set(report.broken), key=lambda each: (each.at.partition(":")[0], each.need, each.at)
     )

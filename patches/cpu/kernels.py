@@ -3,8 +3,10 @@
 What: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``).
 None of them is called for dense Llama- and Qwen-like models or for MLA models without speculative decoding;
 without Intel AMX operators SGLang takes its own plain-torch paths. The stand-in answers every import with a
-function that raises ``NotImplementedError`` with the kernel's name and the way out, and registers no
-operator in ``torch.ops.sgl_kernel``, so that SGLang's check for AMX says no.
+function that raises ``NotImplementedError`` with the kernel's name and the way out. In
+``torch.ops.sgl_kernel`` it declares the operators that SGLang's Qwen3.5 names at import, without a form for
+any device: the processors of Qwen's vision models import that module. It does not declare the operator by
+which SGLang recognises AMX.
 
 Why no extension point serves: the imports stand at the top of SGLang's modules, before any plugin.
 
@@ -43,6 +45,13 @@ _WAY_OUT = {
     "causal_conv1d_update_cpu": _LINEAR_ATTENTION,
     "chunk_gated_delta_rule_cpu": _LINEAR_ATTENTION,
 }
+_NAMED_AT_IMPORT = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""Operators that ``sglang.srt.models.qwen3_5`` names when it is imported."""
 _DEFAULT_WAY_OUT = (
     "use a dense Llama-, Qwen- or DeepSeek-V2-like model in float32, float16 or bfloat16, unquantised, "
     "or a host with a GPU"
@@ -91,6 +100,15 @@ def apply() -> None:
     module = _StandIn(MODULE, "Stand-in for SGLang's kernel library on a CPU host.")
     module.__spec__ = importlib.machinery.ModuleSpec(MODULE, loader=None, origin="sglang_ext")
     sys.modules[MODULE] = module
+    _declare_operators()
+
+
+def _declare_operators() -> None:
+    import torch
+
+    for name in _NAMED_AT_IMPORT:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            torch.library.define(f"{MODULE}::{name}", "(Tensor x) -> Tensor")
 
 
 def in_use() -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+import orjson
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api import json_schema as schemas
@@ -116,15 +119,16 @@ class Generate(Dialect):
         if not _PER_PROMPT.isdisjoint(payload):
             _check_lists(payload, len(prompts), is_batch)
             _check_logprobs(payload, limits)
-        opaque = _has_media(payload)
+        media = _media_digest(payload)
         spaces = namespaces(payload, len(prompts))
         return Job(
             stream,
             tuple(
                 PromptInput(
-                    ids=None if opaque and prompt.text is not None else prompt.ids,
+                    ids=prompt.ids,
                     text=prompt.text,
-                    opaque=opaque or prompt.opaque,
+                    opaque=bool(media) or prompt.opaque,
+                    media=media,
                     namespace=space,
                     max_new_tokens=max_new,
                 )
@@ -207,6 +211,15 @@ def _sum(total: int | None, value: Any) -> int | None:
 
 def _has_media(payload: Json) -> bool:
     return not payload.keys().isdisjoint(MEDIA_FIELDS) and any(payload.get(name) for name in MEDIA_FIELDS)
+
+
+def _media_digest(payload: Json) -> str:
+    """A digest of all that comes beside the prompts, in whatever form; empty where nothing comes."""
+    if not _has_media(payload):
+        return ""
+    return hashlib.blake2b(
+        orjson.dumps([payload.get(name) for name in MEDIA_FIELDS]), digest_size=16
+    ).hexdigest()
 
 
 def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:

@@ -32,6 +32,9 @@ class PromptInput(msgspec.Struct, frozen=True):
     chat: Chat | None = None
     opaque: bool = False
     """The tokens cannot be known here (images, embeddings): it is matched by its text only."""
+    media: str = ""
+    """A digest of the images, videos and sounds that come beside it: of the same words about another picture,
+    no KV is expected."""
     namespace: tuple[str | None, ...] = ()
     """What keeps it apart from equal prompts: (adapter, extra_key, cache_salt)."""
     max_new_tokens: int | None = None

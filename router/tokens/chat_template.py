@@ -11,6 +11,7 @@ costs precision, never correctness, because requests are forwarded as they came.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ UNSUPPORTED_PARSERS = frozenset({
 UNSUPPORTED_ARCHITECTURES = re.compile(r"DeepseekV(32|4)|GptOss|Inkling|KimiK3", re.IGNORECASE)
 """Models whose messages SGLang encodes in Python instead of by a template."""
 
+LONG_PART = 256
+"""Bytes of a part of a message, as JSON, up to which it is matched as it is."""
 _GENERIC_FIELDS = ("content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
 
 
@@ -312,7 +315,22 @@ def _reasoning(payload: Json) -> tuple[Any, bool | None]:
 def text_of(payload: Json) -> str:
     """A text in which a conversation that goes on starts with the conversation before it.
 
-    It stands for the prompt when its tokens cannot be known.
+    It stands for the prompt when its tokens cannot be known. A long part that is not text, such as a picture,
+    is in it by its digest: another picture is another text, and the prompt tree keeps no pictures.
     """
     head = orjson.dumps([payload.get("tools"), payload.get("chat_template_kwargs")])
-    return (head + orjson.dumps(payload["messages"])[:-1]).decode()
+    return (head + orjson.dumps([_with_digests(each) for each in payload["messages"]])[:-1]).decode()
+
+
+def _with_digests(message: Json) -> Json:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [_part(each) for each in content]}
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") == "text":
+        return part
+    raw = orjson.dumps(part)
+    return part if len(raw) <= LONG_PART else hashlib.blake2b(raw, digest_size=16).hexdigest()

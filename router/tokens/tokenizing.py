@@ -198,7 +198,7 @@ class TokenizerService:
     def _encode_one(
         self, prompt: PromptInput, completion_template: bool, answer_follows: bool, most_new: int | None
     ) -> Encoded:
-        if prompt.ids is not None:
+        if prompt.ids is not None and not prompt.media:
             return _from_ids(prompt)
         tokenizer = self.tokenizer
         fallback = self._cannot(prompt, completion_template)
@@ -226,8 +226,12 @@ class TokenizerService:
                 logger.debug("matched by text: %s", error)
                 fallback = Fallback.REQUEST
         self.fell_back(fallback or Fallback.NO_TOKENIZER)
-        text = prompt.text if prompt.chat is None else text_of(prompt.chat.payload)
-        raw = (text or "").encode()
+        if prompt.chat is not None:
+            raw = text_of(prompt.chat.payload).encode()
+        elif prompt.ids is not None:
+            raw = prompt.media.encode() + encode_tokens(prompt.ids)
+        else:
+            raw = (prompt.media + (prompt.text or "")).encode()
         return Encoded(("text", *prompt.namespace), raw[: len(raw) // TOKEN_BYTES * TOKEN_BYTES], None)
 
     def _cannot(self, prompt: PromptInput, completion_template: bool) -> Fallback | None:

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
+    VISION_TOKENS,
     VOCAB_SIZE,
     emitted_ids,
     write_tokenizer,
@@ -94,6 +95,21 @@ _LLAMA: dict[str, Any] = {
     "rope_theta": 500_000.0,
     "rope_scaling": None,
 }
+
+_VISION_VOCABULARY = VOCAB_SIZE + 32
+_VISION_START, _VISION_END, _IMAGE, _VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(VISION_TOKENS))
+_PICTURES: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_pixels": 784,
+    "max_pixels": 100_352,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""How a picture is cut: a token for each 28 by 28 pixels, 128 at most."""
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -156,6 +172,47 @@ RECIPES: dict[str, Recipe] = {
             },
         ),
         Recipe(
+            "tiny-vl",
+            "Qwen2.5-VL, two layers of vision: takes pictures, for tests",
+            {
+                **_COMMON,
+                "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+                "model_type": "qwen2_5_vl",
+                "vocab_size": _VISION_VOCABULARY,
+                "hidden_size": 256,
+                "intermediate_size": 2048,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+                "rope_theta": 10_000.0,
+                "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]},
+                "vision_start_token_id": _VISION_START,
+                "vision_end_token_id": _VISION_END,
+                "vision_token_id": _IMAGE,
+                "image_token_id": _IMAGE,
+                "video_token_id": _VIDEO,
+                "vision_config": {
+                    "model_type": "qwen2_5_vl",
+                    "depth": 2,
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_heads": 2,
+                    "in_channels": 3,
+                    "in_chans": 3,
+                    "out_hidden_size": 256,
+                    "patch_size": 14,
+                    "spatial_merge_size": 2,
+                    "spatial_patch_size": 14,
+                    "temporal_patch_size": 2,
+                    "tokens_per_second": 2,
+                    "window_size": 56,
+                    "fullatt_block_indexes": [1],
+                    "hidden_act": "silu",
+                },
+            },
+        ),
+        Recipe(
             "tiny-swa",
             "gpt-oss-like layers with a sliding window, config and tokenizer only: for tests of refusals",
             {
@@ -188,6 +245,35 @@ def _llama_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str,
     yield prefix + "k_proj.weight", (keys, hidden)
     yield prefix + "v_proj.weight", (keys, hidden)
     yield prefix + "o_proj.weight", (hidden, queries)
+    if "vision_config" in config:  # Qwen2's attention has biases
+        yield prefix + "q_proj.bias", (queries,)
+        yield prefix + "k_proj.bias", (keys,)
+        yield prefix + "v_proj.bias", (keys,)
+
+
+def _vision(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The part of Qwen2.5-VL that makes embeddings of a picture."""
+    hidden, inner, patch = config["hidden_size"], config["intermediate_size"], config["patch_size"]
+    yield "visual.patch_embed.proj.weight", (hidden, 3, config["temporal_patch_size"], patch, patch)
+    for layer in range(config["depth"]):
+        prefix = f"visual.blocks.{layer}."
+        yield prefix + "norm1.weight", (hidden,)
+        yield prefix + "norm2.weight", (hidden,)
+        for name, shape in (
+            ("attn.qkv", (3 * hidden, hidden)),
+            ("attn.proj", (hidden, hidden)),
+            ("mlp.gate_proj", (inner, hidden)),
+            ("mlp.up_proj", (inner, hidden)),
+            ("mlp.down_proj", (hidden, inner)),
+        ):
+            yield f"{prefix}{name}.weight", shape
+            yield f"{prefix}{name}.bias", shape[:1]
+    merged = hidden * config["spatial_merge_size"] ** 2
+    yield "visual.merger.ln_q.weight", (hidden,)
+    yield "visual.merger.mlp.0.weight", (merged, merged)
+    yield "visual.merger.mlp.0.bias", (merged,)
+    yield "visual.merger.mlp.2.weight", (config["out_hidden_size"], merged)
+    yield "visual.merger.mlp.2.bias", (config["out_hidden_size"],)
 
 
 def _mla_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -208,7 +294,7 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     config = recipe.config
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = _mla_attention if "kv_lora_rank" in config else _llama_attention
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
@@ -218,6 +304,8 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
         shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
     shapes["model.norm.weight"] = (hidden,)
+    if "vision_config" in config:
+        shapes.update(_vision(config["vision_config"]))
     return shapes
 
 
@@ -228,12 +316,12 @@ def parameter_count(recipe: Recipe) -> int:
 
 def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     if len(shape) == 1:
-        return np.ones(shape, np.float32)
+        return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
     # A generator per weight: adding or reordering weights leaves the others as they are.
     generator = np.random.Generator(np.random.PCG64([SEED, zlib.crc32(name.encode())]))
     values = generator.standard_normal(shape, np.float32) * np.float32(DEVIATION)
     if name == "model.embed_tokens.weight":
-        rare = np.ones(VOCAB_SIZE, bool)
+        rare = np.ones(len(values), bool)
         rare[list(emitted_ids())] = False
         values[rare] *= np.float32(RARE_TOKEN_FACTOR)
     return values
@@ -293,7 +381,10 @@ def build_model(name: str, dtype: DType, out_dir: Path | str) -> Path:
         out_dir / "generation_config.json",
         {key: recipe.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
-    write_tokenizer(out_dir, CONTEXT_LENGTH)
+    vision = "vision_config" in recipe.config
+    write_tokenizer(out_dir, CONTEXT_LENGTH, vision=vision)
+    if vision:
+        _write_json(out_dir / "preprocessor_config.json", _PICTURES)
     if recipe.has_weights:
         _save_weights(recipe, dtype, out_dir / "model.safetensors")
     return out_dir

@@ -32,6 +32,8 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1, 2: beginning of text and padding; start of a message; end of a message (the stop token)."""
 BOS_TOKEN_ID = 0
 EOS_TOKEN_ID = 2
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Of a vision model, behind the others: around a picture, and in the place of a picture and of a video."""
 
 _WORD = re.compile("Ġ[A-Za-z]+")
 _STATIC = files("sglang_ext.testing") / "static"
@@ -66,14 +68,19 @@ def emitted_ids() -> tuple[int, ...]:
     return tuple(index for index, entry in enumerate(vocabulary()[0]) if _WORD.fullmatch(entry))
 
 
-def chat_template() -> str:
-    """The Jinja source of the chat template: <|im_start|>role, newline, content, <|im_end|>, newline."""
-    return (_STATIC / "chat_template.jinja").read_text("utf-8").rstrip("\n")
+def chat_template(*, vision: bool = False) -> str:
+    """The Jinja source of the chat template: <|im_start|>role, newline, content, <|im_end|>, newline.
+
+    With `vision`, content may be parts, and a part that is no text becomes the tokens of a picture.
+    """
+    name = "chat_template_vision.jinja" if vision else "chat_template.jinja"
+    return (_STATIC / name).read_text("utf-8").rstrip("\n")
 
 
-def tokenizer_json() -> dict[str, Any]:
-    """The tokenizer in the format of the `tokenizers` library."""
+def tokenizer_json(*, vision: bool = False) -> dict[str, Any]:
+    """The tokenizer in the format of the `tokenizers` library. vision: with `VISION_TOKENS`."""
     entries, merges = vocabulary()
+    special = dict(enumerate(SPECIAL_TOKENS)) | (dict(enumerate(VISION_TOKENS, VOCAB_SIZE)) if vision else {})
     return {
         "version": "1.0",
         "truncation": None,
@@ -88,7 +95,7 @@ def tokenizer_json() -> dict[str, Any]:
                 "normalized": False,
                 "special": True,
             }
-            for index, token in enumerate(SPECIAL_TOKENS)
+            for index, token in special.items()
         ],
         "normalizer": None,
         "pre_tokenizer": {
@@ -139,10 +146,10 @@ def tokenizer_config(context_length: int) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(out_dir: Path, context_length: int) -> None:
+def write_tokenizer(out_dir: Path, context_length: int, *, vision: bool = False) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `out_dir`."""
-    compact = json.dumps(tokenizer_json(), ensure_ascii=False, separators=(",", ":"))
+    compact = json.dumps(tokenizer_json(vision=vision), ensure_ascii=False, separators=(",", ":"))
     (out_dir / "tokenizer.json").write_text(compact, "utf-8")
     config = json.dumps(tokenizer_config(context_length), indent=2)
     (out_dir / "tokenizer_config.json").write_text(config + "\n", "utf-8")
-    (out_dir / "chat_template.jinja").write_text(chat_template(), "utf-8")
+    (out_dir / "chat_template.jinja").write_text(chat_template(vision=vision), "utf-8")

@@ -7,8 +7,7 @@ import torch
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-from sglang_ext.patches.cpu import mla_attention, mla_rope
-from sglang_ext.patches.hooks import early_send
+from sglang_ext.patches.cpu import early_send, mla_attention, mla_rope
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,10 @@ from sglang_ext.testing.models import (
 from sglang_ext.testing.reference import Reference
 from sglang_ext.testing.tokenizer import emitted_ids
 
-WITH_WEIGHTS = [name for name, recipe in RECIPES.items() if recipe.has_weights]
+TEXT = [
+    name for name, recipe in RECIPES.items() if recipe.has_weights and "vision_config" not in recipe.config
+]
+"""Those that `Reference` reads. The vision model: `tests/integration/cache/test_pictures.py`."""
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -55,6 +58,8 @@ def test_sizes() -> None:
     assert round(parameter_count(RECIPES["small"]) / 1e6) == 40
     assert round(parameter_count(RECIPES["tiny-mla"]) / 1e6) == 12
     assert parameter_count(RECIPES["tiny-swa"]) == 0
+    assert round(parameter_count(RECIPES["tiny-vl"]) / 1e6) == 16
+    assert RECIPES["tiny-vl"].kv_elements_per_token == 4 * 2 * 4 * 32
     assert RECIPES["tiny"].kv_elements_per_token == 4 * 2 * 4 * 32
     assert RECIPES["tiny-mla"].kv_elements_per_token == 4 * (64 + 32)
     small = RECIPES["small"]
@@ -136,7 +141,7 @@ def test_the_command_lists_and_builds(tmp_path: Path, capsys: pytest.CaptureFixt
 # --- what the models compute, by transformers' implementation ---
 
 
-@pytest.fixture(scope="module", params=WITH_WEIGHTS)
+@pytest.fixture(scope="module", params=TEXT)
 def reference(request: pytest.FixtureRequest) -> Reference:
     return Reference(request.param)
 

@@ -117,6 +117,12 @@ class CacheMetrics:
         )
         for call in Call:
             self._calls.labels(call.value, self._rank)
+        self._faults = Counter(
+            metric_name("cache", "faults"),
+            "Calls of SGLang's scheduler that failed in the cache, and were treated as a miss.",
+            ["call", "tp_rank"],
+            registry=registry,
+        )
         self._events = {
             "prefetch": events(
                 "prefetches",
@@ -177,6 +183,7 @@ class CacheMetrics:
         for call, count in cache.store.calls.items():
             self._calls.labels(call.value, self._rank).inc(count - self._seen.get(("calls", call), 0))
             self._seen["calls", call] = count
+        self._count_faults(cache.faults.counts)
         for tier, (used, capacity) in cache.blocks_by_tier().items():
             self._blocks.labels(tier.name, self._rank).set(used)
             self._capacity.labels(tier.name, self._rank).set(capacity)
@@ -230,6 +237,11 @@ class CacheMetrics:
             self._count("announced", {"given_up": cache.prefetcher.retention.given_up})
         if cache.advice is not None and cache.advice.computes is not None:
             self._count("announced", {"computed": cache.advice.computes.blocks})
+
+    def _count_faults(self, counts: Mapping[str, int]) -> None:
+        for call, count in counts.items():
+            self._faults.labels(call, self._rank).inc(count - self._seen.get(("faults", call), 0))
+            self._seen["faults", call] = count
 
     def _count_tier(self, tier: Tier, event: str, count: int) -> None:
         more = count - self._seen.get((tier.name, event), 0)

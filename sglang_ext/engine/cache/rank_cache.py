@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
@@ -118,6 +119,7 @@ class RankCache:
         self.command_queue = parts.commands
         self.listeners = Listeners()
         """Parts that hear what happens here."""
+        self.faults = CacheFaults(strict=parts.check)
         self._check_when_idle = parts.check
         self._checked_state = ""
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
@@ -173,12 +175,14 @@ class RankCache:
     def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         """A prefill batch is about to run; what it costs is weighed against loading."""
         if self.prefill_clock is not None:
-            self.prefill_clock.begins(lengths, loads=loads)
+            with self.faults.guard("prefill_begins"):
+                self.prefill_clock.begins(lengths, loads=loads)
 
     def prefill_ended(self) -> None:
         """The result of the oldest such batch was processed."""
         if self.prefill_clock is not None:
-            self.prefill_clock.ended()
+            with self.faults.guard("prefill_ended"):
+                self.prefill_clock.ended()
 
     def each_pass(self) -> None:
         """Take note of what has completed on every rank, and go on with what is brought in ahead."""

@@ -118,6 +118,7 @@ def test_kinds_of_sparse_attention_are_known_by_their_architecture(architecture:
     config = SimpleNamespace(
         hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048),
         is_hybrid_swa=False,
+        is_multimodal=False,
         is_draft_model=False,
         linear_attn_registry_result=None,
     )

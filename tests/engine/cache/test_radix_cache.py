@@ -101,6 +101,20 @@ def test_only_whole_blocks_match(make_rank: MakeRank) -> None:
     rank.check()
 
 
+@pytest.mark.parametrize("bit", [0, 29, 31, 40, 60])
+def test_pictures_match_by_all_bits_of_their_ids(make_rank: MakeRank, bit: int) -> None:
+    rank = make_rank()
+    pads = [(1 << 61) + at % 4 for at in range(14)]
+    other = [pad ^ (1 << bit) for pad in pads] if bit else [(1 << 61) + (at + 1) % 4 for at in range(14)]
+    slots = fill(rank, [*TOKENS[:9], *pads, 1])
+    assert found_slots(match(rank, [*TOKENS[:9], *pads, 1]), rank.cache).tolist() == slots.tolist()
+    assert found_tokens(match(rank, [*TOKENS[:9], *pads[:6], 5])) == 12
+    assert found_tokens(match(rank, [*TOKENS[:9], *other, 1])) == 8
+    rank.cache.touch_prefix(key([*TOKENS[:9], *pads]))
+    rank.look_inside = False  # the oracle goes by tokens, and a digest has none
+    rank.check()
+
+
 def test_the_limit_of_a_key_cuts_the_match(make_rank: MakeRank) -> None:
     rank = make_rank()
     fill(rank, TOKENS)

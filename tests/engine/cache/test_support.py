@@ -32,6 +32,7 @@ PLAIN = SimpleNamespace(
     hf_config=PretrainedConfig(architectures=["LlamaForCausalLM"]),
     is_hybrid_swa=False,
     is_draft_model=False,
+    is_multimodal=False,
     linear_attn_registry_result=None,
 )
 """What ``admission`` reads of a plain model's ``ModelConfig``."""
@@ -46,6 +47,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"is_deepseek_v4": True, "is_hybrid_swa": True}, ("DeepSeek V4", "Start without")),
     ({"is_hybrid_ssm": True}, ("Mamba", "Start without")),
     ({"is_dsa": True}, ("DSA", "Start without")),
+    ({"is_multimodal": True, "block_size": 6}, ("--kv-block-size that 4 divides, not 6", "default")),
     ({"kv_pool": "MHATokenToKVPoolFP4"}, ("MHATokenToKVPoolFP4", "--kv-cache-dtype")),
     ({"disable_radix_cache": True}, ("--disable-radix-cache", "Drop one")),
     (

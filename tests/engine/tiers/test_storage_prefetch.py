@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.tiers.promotion import Promoted, Wanted
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import encode_tokens
@@ -39,7 +40,7 @@ class Recorder:
 
 class Cache(StoragePrefetch):
     def __init__(self, promotions: Recorder | None, sign: int = 1) -> None:
-        super().__init__(promotions, None, Weights().namespace, priority_sign=sign)  # type: ignore[arg-type]
+        super().__init__(promotions, None, Weights().namespace, CacheFaults(strict=True), priority_sign=sign)  # type: ignore[arg-type]
 
 
 def handle(rid: str, attempt: int = 0) -> Any:

@@ -181,7 +181,7 @@ def test_what_was_lost_is_all_dropped_and_what_passes_by_is_believed_beside_the_
     "payload",
     [b"", b"\xc1", b"\x93", ENCODE([0.0, [{"type": "Other"}], None]), ENCODE([0.0, "x", 1])]
     + [ENCODE(Batch(0.0, [BlockStored([1, 2], None, tokens, 4, None)]))
-       for tokens in ([1, 2, 3], [-1] * 8, [2**40] * 8)]
+       for tokens in ([1, 2, 3], [-1] * 8, [-(2**40)] * 8)]
     + [ENCODE(Batch(0.0, [BlockStored([500], 77, [1, 2, 3, 4], 4, None)]))],
 )  # fmt: skip
 def test_a_batch_that_says_nothing_counts_as_lost(index: Index, payload: bytes) -> None:
@@ -249,3 +249,15 @@ def test_two_instances_share_the_tree_and_one_restart_concerns_one(index: Index)
     while index.tidy():
         pass
     index.check()
+
+
+@pytest.mark.parametrize("page", [1, BLOCK])
+def test_pictures_of_a_stock_server_are_pages_like_any_other(index: Index, page: int) -> None:
+    """From SGLang 0.5.23 on their ids have 62 bits."""
+    stock = Stock(index, page=page)
+    text, ids = list(range(2 * BLOCK)), [2**61 + at % 4 for at in range(6 * BLOCK)]
+    stock.store([*text, *ids])
+    assert found(index, [*text, *ids]) == 8 * BLOCK
+    assert found(index, [*text, *range(BLOCK)]) == 2 * BLOCK
+    stock.evict([*text, *ids], keep=3 * BLOCK)
+    assert found(index, [*text, *ids]) == 3 * BLOCK

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.keys import decode_tokens, encode_tokens
 from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
 from sglang_ext.router.http.types import RequestRefused
-from sglang_ext.router.tokens.chat_template import CannotRender
+from sglang_ext.router.tokens.chat_template import CannotRender, text_of
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING, Trust, compare
@@ -353,6 +354,36 @@ async def test_only_what_agrees_with_the_worker_is_trusted(service, tokenizer_di
     opaque = PromptInput(text="Hello", opaque=True)
     assert (await service.encode(job(opaque)))[0].tokens is None
     assert service.fallbacks[-1] is Fallback.OPAQUE
+
+
+async def test_the_same_words_about_another_picture_are_another_prompt(service) -> None:
+    url = "data:image/png;base64," + "A" * 10_000
+
+    async def key(**fields):
+        return (
+            await service.encode(GENERATE.parse({"sampling_params": {}, **fields}, Limits(32_000, 4096)))
+        )[0]
+
+    for words in ({"text": "What is this?"}, {"input_ids": [5, 6, 7]}):
+        one, same, other = [await key(image_data=data, **words) for data in ([url], [url], [url + "B"])]
+        assert one == same != other
+        assert one.tokens is None
+        assert one.key[:8] != other.key[:8]
+        assert len(one.key) < 100
+
+
+def test_a_picture_in_a_conversation_is_matched_by_its_digest() -> None:
+    def text(url):
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+        return text_of(
+            {"messages": [{"role": "user", "content": "Hello"}, {"role": "user", "content": parts}]}
+        )
+
+    one, other = text("data:" + "A" * 10_000), text("data:" + "A" * 9_999 + "B")
+    assert len(one) == len(other) < 400
+    assert one != other == text("data:" + "A" * 9_999 + "B")
+    assert one[: one.index("Hello")] == other[: other.index("Hello")]
+    assert "https://host/a.png" in text("https://host/a.png")
 
 
 def test_there_are_as_many_threads_as_cores_but_not_too_many(monkeypatch) -> None:

@@ -1,0 +1,49 @@
+"""Pictures in prompts of the tiny vision model."""
+
+from __future__ import annotations
+
+import base64
+import random
+import struct
+import zlib
+from typing import Any
+
+from sglang_ext.testing.tokenizer import VISION_TOKENS, VOCAB_SIZE, emitted_ids
+
+MODEL = "tiny-vl"
+TOKEN_BYTES = 4 * 2 * 4 * 32 * 4
+"""Of KV: four layers of keys and values, four heads of 32 float32 numbers."""
+START, END, IMAGE = (
+    VOCAB_SIZE + VISION_TOKENS.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad")
+)
+SIDE = 112
+PICTURE_TOKENS = (SIDE // 28) ** 2
+
+
+def picture(number: int, side: int = SIDE) -> str:
+    """A data URL of a PNG of noise, a different one for each number."""
+    rng = random.Random(number)
+    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    chunks = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + chunks).decode()
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Tokens that are whole words, as the server has them again after it has made a text of them."""
+    rng = random.Random(seed)
+    return rng.choices(emitted_ids(), k=count)
+
+
+def prompt(seed: int, *, before: int, after: int) -> list[int]:
+    """Words, a picture, and words; the server puts `PICTURE_TOKENS` ids in the place of one."""
+    return [*words(seed, before), START, IMAGE, END, *words(seed + 1, after)]
+
+
+def with_picture(number: int, side: int = SIDE, **fields: Any) -> dict[str, Any]:
+    """Fields of a request to ``/generate``."""
+    return {"image_data": [picture(number, side)], **fields}
