@@ -29,8 +29,10 @@ from sglang_ext.patches.adapter.build_transfers import endpoint_config, make_pee
 from sglang_ext.protocol.agent import Advise
 from sglang_ext.radix_global import Holder
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
+from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.tiers import Tier
@@ -159,10 +161,16 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
         await until(lambda: held().get(owner.url, Match(0)).tokens == 20 * BLOCK, nodes, "the index")
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
         decision = Decision(reader.url, Reason.FETCH, fetch=(Fetch(owner.url, 20 * BLOCK),))
-        flight: Any = SimpleNamespace(
-            prompts=[Encoded(TENANT, key, len(TOKENS))],
-            units=len(TOKENS),
-            record=SimpleNamespace(request_id="r1"),
+        nothing: Any = None
+        admitted: Any = SimpleNamespace(hides_usage=False)
+        flight = Flight(
+            admitted,
+            [Encoded(TENANT, key, len(TOKENS))],
+            nothing,
+            nothing,
+            Record("r1", "POST", "/generate", 0.0),
+            nothing,
+            len(TOKENS),
         )
         router.fetching.least_wait_s = 8.0  # nobody waits for it here
         note = router.fetching.begin(flight, decision.fetch, decision, fleet, held())
