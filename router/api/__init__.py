@@ -9,5 +9,7 @@ from sglang_ext.router.api.dialect import register
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.api.rewritten.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
+from sglang_ext.router.api.rewritten.vertex import VERTEX
 
-register(GENERATE, CHAT, INVOCATIONS, COMPLETIONS, RESPONSES, MESSAGES)
+register(GENERATE, CHAT, INVOCATIONS, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE, VERTEX)

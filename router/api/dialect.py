@@ -20,7 +20,7 @@ from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.stream_splice import StreamSplice
 from sglang_ext.router.api.usage import Usage
 from sglang_ext.router.api.validation import Json
-from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.http.types import EVENT_STREAM_TYPE, RequestRefused
 
 SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
 
@@ -122,6 +122,9 @@ class Dialect(ABC):
     """In all of the events, and in no other, with which a stream tells them then."""
     via: ClassVar[Dialect | None] = None
     """The dialect in which requests go to servers that do not take the router's own fields in this one."""
+    admitted_as: ClassVar[Dialect | None] = None
+    """The dialect in which requests of this one are admitted and sent (``rewritten``). Workers get no request
+    in this one."""
 
     @abstractmethod
     def parse(self, payload: Json, limits: Limits) -> Job:
@@ -139,6 +142,22 @@ class Dialect(ABC):
             in_place: see ``Chat.seen``.
         """
         raise NotImplementedError
+
+    def rewritten(self, payload: Json, limits: Limits) -> Json:
+        """The body in the dialect ``admitted_as``. Only asked where there is one.
+
+        Raises:
+            RequestRefused: the body is wrong; the error names the field as the client sent it.
+        """
+        raise NotImplementedError
+
+    def answers(self, payload: Json, limits: Limits) -> Translation:
+        """Translates the answer to a ``rewritten`` request. Only asked where there is such a dialect."""
+        raise NotImplementedError
+
+    def answer_at_once(self, payload: Json, limits: Limits) -> tuple[str, bytes] | None:
+        """(content type, body) of the answer to a request that needs no worker; None for all others."""
+        return None
 
     def field_of(self, job: Job, index: int) -> str:
         """The field in which a prompt came."""
@@ -187,6 +206,8 @@ class Dialect(ABC):
 
     # -- answers --------------------------------------------------------------------------------------
 
+    stream_type: ClassVar[str] = EVENT_STREAM_TYPE
+    """Content type of streams."""
     whole_events: ClassVar[bool] = False
     """Each event of a stream has the whole answer so far, with the ids of what was generated."""
     says_usage: ClassVar[re.Pattern[bytes]] = SAYS_USAGE

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.http.types import HOP_BY_HOP, Upstream, UpstreamResponse
+from sglang_ext.router.http.types import HOP_BY_HOP, JSON_TYPE, Upstream, UpstreamResponse
 from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
 from sglang_ext.router.tenancy.request_fields import STEERING_HEADERS, TENANT_HEADERS
 
@@ -73,5 +73,7 @@ class Forwarding:
             for name in TRACE_HEADERS[:2]:
                 headers.pop(name, None)
             headers.update(continued)
+        if flight.sent.dialect is not flight.admitted.dialect:
+            headers["content-type"] = JSON_TYPE  # the body is the router's, not the client's
         headers["x-request-id"] = flight.record.request_id
         return headers

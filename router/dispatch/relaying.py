@@ -262,6 +262,8 @@ class Relay:
         record.status = response.status
         self._learn(flight, decision, Usage())
         head = self._response_headers(response, record, reader.first(first))
+        if flight.admitted.dialect.stream_type != EVENT_STREAM_TYPE:
+            head["content-type"] = flight.admitted.dialect.stream_type
         await responder.start(response.status, head, _told(flight, first))
         leg.response, leg.reader = response, reader
         reader.feed(first)

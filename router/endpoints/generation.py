@@ -172,13 +172,17 @@ class Generation:
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
+        limits = model.limits
+        if (answer := dialect.answer_at_once(payload, limits)) is not None:
+            record.status = 200
+            await responder.send(200, {"content-type": answer[0]}, answer[1])
+            return
         if DOCUMENT_IDS in payload:
             payload = await self._composed(dialect, payload, record)
             request = msgspec.structs.replace(request, body=orjson.dumps(payload))
         if dialect.only_warms(payload):
             await self._hinting.serve_prewarm(dialect, payload, responder, record)
             return
-        limits = model.limits
         in_place = self._tokenizers.shows_in_place
         admitted = admit(
             dialect, payload, request, record.caller, limits, self._rules, new_request_id(), in_place

@@ -63,10 +63,10 @@ _REFUSALS = {
 }
 
 
-def _answers(*, streams: bool = False, plain: bool = False) -> Json:
+def _answers(*, streams: str = "", plain: bool = False) -> Json:
     content: Json = {"application/json": {"schema": {}}}
     if streams:
-        content["text/event-stream"] = {"schema": TEXT}
+        content[streams] = {"schema": TEXT}
     if plain:
         content = {"text/plain": {"schema": TEXT}}
     good: Json = {"description": "The answer.", "headers": _HEADERS, "content": content}
@@ -77,7 +77,7 @@ def _answers(*, streams: bool = False, plain: bool = False) -> Json:
     return {"200": good, **errors}
 
 
-def _post(schema: Json, summary: str, *, streams: bool = False) -> Json:
+def _post(schema: Json, summary: str, *, streams: str = "") -> Json:
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"post": {"summary": summary, "requestBody": body, "responses": _answers(streams=streams)}}
 
@@ -104,7 +104,7 @@ def _paths() -> Json:
     abort = schemas.record({"rid": schemas.FULL_TEXT, "abort_all": {"type": "boolean"}})
     paths: Json = {}
     for dialect in DIALECTS.values():
-        paths[dialect.path] = _post(dialect.schema, dialect.summary, streams=True)
+        paths[dialect.path] = _post(dialect.schema, dialect.summary, streams=dialect.stream_type)
         if dialect.keeps_answers:
             kept = dialect.path + "/{response_id}"
             paths[kept] = _get("A response that is kept", parameter="response_id")

@@ -65,7 +65,8 @@ _TABLE: Final = (
     *_rows(
         How.PREFIX,
         "generation",
-        "/generate /v1/chat/completions /invocations /v1/completions /v1/responses /v1/messages",
+        "/generate /vertex_generate /v1/chat/completions /invocations /v1/completions /v1/responses "
+        "/v1/messages /api/chat /api/generate",
     ),
     *_rows(How.ANY, "tokens of a text or a conversation", "/tokenize /v1/tokenize /v1/messages/count_tokens"),
     *_rows(How.ANY, "text of tokens", "/detokenize /v1/detokenize"),
@@ -155,16 +156,6 @@ _TABLE: Final = (
         How.REFUSED,
         "a fleet of this router generates text. For embeddings, scores and classes, " + _DIRECTLY,
         "/v1/embeddings /v1/rerank /v1/score /v1/classify /classify /encode",
-    ),
-    *_rows(
-        How.REFUSED,
-        "the router has no prompts in Ollama's form. Send them to /v1/chat/completions",
-        "/api/chat /api/generate",
-    ),
-    *_rows(
-        How.REFUSED,
-        "the router has no prompts in Vertex AI's form. Send them to /generate",
-        "/vertex_generate",
     ),
     *_rows(
         How.REFUSED,

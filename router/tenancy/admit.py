@@ -29,6 +29,8 @@ RESUME = "sglang_ext_resume"
 nothing without a state that the instance was sent for it; refused here so that the client is told why."""
 SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 """Names that clients choose and servers look up; each tenant has its own."""
+ROUTING = ("rid", "extra_key", "cache_salt", "priority")
+"""Fields of the router's own, which clients may add to a body in any dialect."""
 DEFAULT_MODEL = "default"
 MAX_SESSION_CHARS = 512
 """Of a session's name; a longer one is cut: it is a key, and its length is the client's choice."""
@@ -56,6 +58,8 @@ def admit(
     Raises:
         RequestRefused: 400, naming the field.
     """
+    if dialect.admitted_as is not None:
+        return _admit_rewritten(dialect, payload, request, caller, limits, rules, new_rid, in_place)
     check_reserved(payload, caller, dialect)
     priority = priority_of(payload, caller)
     job = with_salt(dialect.parse(payload, limits), caller)
@@ -95,6 +99,31 @@ def admit(
         hides_usage=hides_usage,
         hints=tuple(prefetch_actions(payload)) if HINTS in payload else (),
         in_place=in_place,
+    )
+
+
+def _admit_rewritten(
+    dialect: Dialect,
+    payload: Json,
+    request: Request,
+    caller: Caller,
+    limits: Limits,
+    rules: Rules,
+    new_rid: str,
+    in_place: bool,
+) -> Admitted:
+    """``admit`` for a request that goes to workers in another dialect (``Dialect.admitted_as``)."""
+    other = dialect.admitted_as
+    assert other is not None
+    named = session_of(request.headers, payload, rules)
+    body = {name: payload[name] for name in ROUTING if name in payload} | dialect.rewritten(payload, limits)
+    sent = msgspec.structs.replace(request, body=orjson.dumps(body), target=other.path)
+    admitted = admit(other, body, sent, caller, limits, rules, new_rid, in_place)
+    return msgspec.structs.replace(
+        admitted,
+        dialect=dialect,
+        sent=msgspec.structs.replace(admitted.sent, translation=dialect.answers(payload, limits)),
+        session=None if named is None else caller.scope + named,
     )
 
 

@@ -71,6 +71,22 @@ BODIES: dict[str, list[Any]] = {
          "thinking": {"type": "enabled", "budget_tokens": 5}, "output_config": {"effort": "low"}, "top_k": 3},
         {"model": "m", "max_tokens": 0, "messages": [{"role": "user", "content": "warm"}]},
     ],
+    "/api/chat": [
+        {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi", "images": []}],
+         "options": {"temperature": 0.5, "num_predict": 4, "stop": ["x"], "top_k": 3, "seed": 1, "num_ctx": 9},
+         "stream": False, "format": "json", "think": "low", "keep_alive": "5m"},
+        {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "rid": "r", "priority": 1, "extra_key": "k"},
+    ],
+    "/api/generate": [
+        {"model": "m", "prompt": "Once", "system": "s", "stream": False, "raw": True, "context": [1], "images": None,
+         "options": {"num_predict": 4, "presence_penalty": 0.1, "frequency_penalty": 0.1, "top_p": 0.5, "stop": "x"}},
+        {"model": "m", "prompt": ""},
+    ],
+    "/vertex_generate": [
+        {"instances": [{"text": "a"}, {"text": "b"}], "parameters": {"sampling_params": {"max_new_tokens": 4}}},
+        {"instances": [{"input_ids": [5, 6], "image_data": "data:,"}], "parameters": {"stream": True, "rid": ["r"]}},
+        {"instances": []},
+    ],
 }  # fmt: skip
 ADVISORY = [
     {"session": "s", "earliest_s": 1, "ttl_s": 20},

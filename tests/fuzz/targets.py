@@ -111,6 +111,8 @@ def body(dialect: Dialect, data: bytes) -> None:
 
 
 def _admit(dialect: Dialect, data: bytes, payload: dict[str, Any], caller: Caller) -> None:
+    if dialect.answer_at_once(payload, LIMITS) is not None:
+        return
     if dialect.only_warms(payload):
         admit_hint(payload, caller, LIMITS, dialect)
         return

@@ -21,6 +21,8 @@ from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.messages_as_chat import to_chat
 from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.api.rewritten.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
+from sglang_ext.router.api.rewritten.vertex import VERTEX
 from sglang_ext.router.fleet.facts import ChatFacts
 from sglang_ext.router.fleet.worker import _TOOLS_AS_GIVEN
 from sglang_ext.router.tenancy.request_fields import (
@@ -38,6 +40,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.srt.entrypoints.anthropic import protocol as anthropic
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.ollama import protocol as ollama
     from sglang.srt.entrypoints.openai import protocol as openai
     from sglang.srt.managers import io_struct
     from sglang.srt.parser import template_detection
@@ -54,6 +57,12 @@ BODIES: dict[Dialect, Any] = {
 }
 """What SGLang makes of a body. Embeddings, scores, and whatever else it serves, have no endpoint here."""
 
+REWRITTEN: dict[Dialect, Any] = {
+    OLLAMA_CHAT: ollama.OllamaChatRequest,
+    OLLAMA_GENERATE: ollama.OllamaGenerateRequest,
+    VERTEX: io_struct.VertexGenerateReqInput,
+}
+"""The same of bodies that reach workers as those of another API."""
 
 LATER = {
     *("mm_processor_kwargs", "watermark", "return_flat_raw_output_top_logprobs", "max_long_side_pixel"),
@@ -79,10 +88,18 @@ def media() -> Iterator[Any]:
 
 
 def test_every_endpoint_is_judged() -> None:
-    assert list(BODIES) == list(DIALECTS.values())
+    assert [*BODIES, *REWRITTEN] == list(DIALECTS.values())
+    assert all(dialect.admitted_as is None for dialect in BODIES)
 
 
-@pytest.mark.parametrize("dialect", BODIES, ids=DIALECTS)
+@pytest.mark.parametrize("dialect", REWRITTEN, ids=repr)
+def test_every_field_of_a_rewritten_body_is_known(dialect: Dialect) -> None:
+    """A new one is to be put into the other API's body, or named as one that SGLang ignores."""
+    notes = {"rid", "http_worker_ipc"} & fields_of(REWRITTEN[dialect])
+    assert fields_of(REWRITTEN[dialect]) - set(FIELDS) - notes == dialect.own_fields
+
+
+@pytest.mark.parametrize("dialect", BODIES, ids=repr)
 def test_every_field_of_a_body_is_judged(dialect: Dialect) -> None:
     """A new one reaches no server until someone has said who may set it: in `tenancy/request_fields.py`, or,
     where only this API has it, with the API."""
@@ -227,7 +244,7 @@ def test_the_twin_with_a_new_field_is_seen() -> None:
     assert unjudged(payload, GENERATE, tenant=False, trusted=frozenset()) == ["names_content_by_hash"]
 
 
-@pytest.mark.parametrize("dialect", BODIES, ids=DIALECTS)
+@pytest.mark.parametrize("dialect", BODIES, ids=repr)
 def test_what_sglang_writes_itself_nobody_may(dialect: Dialect) -> None:
     for name in fields_of(BODIES[dialect]):
         if FIELDS.get(name) is Who.NOBODY:

@@ -14,6 +14,8 @@ from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.api.rewritten.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
+from sglang_ext.router.api.rewritten.vertex import VERTEX
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.telemetry.record import Record
@@ -34,7 +36,12 @@ BODIES: dict[Dialect, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello"},
     RESPONSES: {"input": "hello"},
     MESSAGES: {"model": "m", "max_tokens": 4, "messages": TURNS},
+    OLLAMA_CHAT: {"model": "m", "messages": TURNS},
+    OLLAMA_GENERATE: {"model": "m", "prompt": "hello"},
+    VERTEX: {"instances": [{"text": "hello"}]},
 }
+PASSED = [dialect for dialect in BODIES if dialect.admitted_as is None]
+"""Dialects that workers are sent as they come."""
 TELLS = {"return_cached_tokens_details": True}
 
 
@@ -53,7 +60,11 @@ def admitted(
     return result, orjson.loads(result.sent.body)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_there_is_a_body_for_every_dialect() -> None:
+    assert list(BODIES) == list(DIALECTS.values())
+
+
+@pytest.mark.parametrize("dialect", PASSED, ids=repr)
 @pytest.mark.parametrize("caller", [ANYBODY, TENANT, SHARED], ids=["anybody", "tenant", "shared"])
 def test_what_is_sent(dialect: Dialect, caller: Caller) -> None:
     result, body = admitted(dialect, caller)
@@ -72,13 +83,33 @@ def test_what_is_sent(dialect: Dialect, caller: Caller) -> None:
     assert (result.rid, result.rids, result.session, result.hints) == ("new", (), None, ())
 
 
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@pytest.mark.parametrize("dialect", PASSED, ids=repr)
 def test_a_body_with_nothing_to_change_is_sent_as_it_came(dialect: Dialect) -> None:
     payload = BODIES[dialect]
     request = Request("POST", dialect.path, dialect.path, {}, orjson.dumps(payload))
     result = admit(dialect, payload, request, ANYBODY, LIMITS, Rules(cache_details=False), "new")
     assert result.sent.body is request.body
     assert not result.tells_cached
+
+
+@pytest.mark.parametrize("dialect", [OLLAMA_CHAT, OLLAMA_GENERATE, VERTEX], ids=repr)
+@pytest.mark.parametrize("caller", [ANYBODY, TENANT, SHARED], ids=["anybody", "tenant", "shared"])
+def test_a_rewritten_request_is_admitted_as_the_other_dialect_s(dialect: Dialect, caller: Caller) -> None:
+    other = dialect.admitted_as
+    assert other is not None
+    result, body = admitted(
+        dialect, caller, Rules(session_field="user"), user="u", rid="r", priority=2, extra_key="k", newer="x"
+    )
+    text = body.get("text", body.get("messages"))
+    assert text in ("hello", ["hello"], TURNS)
+    assert result.sent.target == other.path
+    assert (result.dialect, result.sent.dialect) == (dialect, other)
+    assert result.sent.translation is not None
+    assert body.get("cache_salt") == caller.salt
+    assert (body["rid"], body["extra_key"]) == (caller.scope + "r", "k")
+    assert {"newer", "user"}.isdisjoint(body)
+    assert [prompt.namespace for prompt in result.job.prompts] == [(None, "k", caller.salt)]
+    assert (result.priority, result.session) == (2, caller.scope + "u")
 
 
 @pytest.mark.parametrize("asked", [True, False])

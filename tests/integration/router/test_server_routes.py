@@ -1,0 +1,187 @@
+"""Routes of SGLang's server beside OpenAI's and Anthropic's, through a router: each answer is the one that a
+server gives when it is asked directly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from router_rig import SPECS, running, until
+
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+
+pytestmark = pytest.mark.integration
+
+Json = dict[str, Any]
+TEXT = "The librarian of a small town reads a book about radix trees. " * 6
+GREEDY = {"temperature": 0, "num_predict": 8}
+CHAT: Json = {
+    "model": "any",
+    "messages": [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": "And then?"},
+    ],
+    "options": GREEDY,
+}
+SAMPLED = {"temperature": 0, "max_new_tokens": 8}
+PROMPT: Json = {"model": "any", "prompt": TEXT, "system": "Be terse.", "options": GREEDY}
+OF_THE_TIME = {"created_at", "total_duration", "modified_at"}
+OF_THE_REQUEST = {
+    "id", "e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def servers(get_server: Callable[[ServerSpec], ServerProcess]) -> list[ServerProcess]:
+    return [get_server(spec) for spec in SPECS]
+
+
+@pytest.fixture
+async def router(servers: list[ServerProcess]) -> AsyncIterator[Router]:
+    await until(lambda: running(servers) == 0)
+    for server in servers:
+        server.flush()
+    async with Router(RouterConfig(worker_urls=tuple(server.url for server in servers), port=0)) as router:
+        yield router
+        router.check()
+
+
+def settled(answer: Any, left_out: set[str] = OF_THE_TIME) -> Any:
+    """An answer without what differs between two equal requests."""
+    if isinstance(answer, list):
+        return [settled(each, left_out) for each in answer]
+    if isinstance(answer, dict):
+        return {name: settled(each, left_out) for name, each in answer.items() if name not in left_out}
+    return answer
+
+
+async def ask(client: aiohttp.ClientSession, url: str, body: Json | None = None) -> tuple[Any, str]:
+    """(answer, type of content): of a stream all its lines."""
+    async with client.request("GET" if body is None else "POST", url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        kind = answer.headers["content-type"].partition(";")[0]
+        raw = await answer.read()
+    if kind == "application/json":
+        return json.loads(raw), kind
+    parts = raw.splitlines() if kind == "application/x-ndjson" else raw.split(b"\n\n")
+    return [
+        json.loads(part.removeprefix(b"data: ")) for part in parts if part and b"[DONE]" not in part
+    ], kind
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", CHAT),
+        ("/api/chat", {**CHAT, "options": {**GREEDY, "stop": ["e"], "top_k": 3, "top_p": 0.5}}),
+        ("/api/generate", PROMPT),
+        ("/api/generate", {**PROMPT, "system": None, "options": {**GREEDY, "presence_penalty": 1.5}}),
+        ("/api/generate", {**PROMPT, "system": None, "prompt": " "}),
+    ],
+)
+async def test_ollama_is_answered_as_by_a_server(
+    path: str, body: Json, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    whole = {**body, "stream": False}
+    expected, kind = await ask(client, servers[0].url + path, whole)
+    assert kind == "application/json"
+    assert settled((await ask(client, router.url + path, whole))[0]) == settled(expected)
+    # The twin: an answer that differs by one character is another one.
+    text = expected["message"] if path == "/api/chat" else expected
+    name = "content" if path == "/api/chat" else "response"
+    damaged = json.loads(json.dumps(expected).replace(json.dumps(text[name]), json.dumps(text[name] + "x")))
+    assert settled(damaged) != settled(expected)
+
+    # SGLang 0.5.23 leaves the last piece out of a stream; the router's has all of the text.
+    (theirs, kind), (ours, our_kind) = [
+        await ask(client, url + path, body) for url in (servers[0].url, router.url)
+    ]
+    assert (kind, our_kind) == ("application/x-ndjson", "application/x-ndjson")
+    said, says = (
+        "".join((line["message"] if path == "/api/chat" else line)[name] for line in lines)
+        for lines in (theirs, ours)
+    )
+    assert says == text[name]
+    assert text[name].startswith(said)
+    assert settled(ours[-1]) == settled(theirs[-1])
+    assert [line.keys() for line in ours[:1]] == [line.keys() for line in theirs[:1]]
+
+
+async def test_a_seed_of_ollamas_is_heeded(
+    router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    """SGLang 0.5.23 takes it for a sampling parameter of its own, of which there is none of this name."""
+    body = {**PROMPT, "stream": False, "options": {"num_predict": 8, "seed": 5}}
+    async with client.post(servers[0].url + "/api/generate", json=body) as answer:
+        assert answer.status == 500
+    assert (await ask(client, router.url + "/api/generate", body))[0]["response"]
+
+
+async def test_what_ollama_tells_of_the_model(
+    router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    for path, body in (("/api/tags", None), ("/api/show", {"model": "tiny"})):
+        expected, _ = await ask(client, servers[0].url + path, body)
+        found, _ = await ask(client, router.url + path, body)
+        (one,), (other,) = ([settled(each)] for each in (expected, found))
+        if path == "/api/show":
+            assert one == other
+        else:  # the servers of this fleet are called by their models' paths, which are the same
+            assert one["models"][0]["name"] == other["models"][0]["name"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"instances": [{"text": TEXT}, {"text": "One day"}], "parameters": {"sampling_params": SAMPLED}},
+        {"instances": [{"input_ids": [5, 6, 7]}], "parameters": {"sampling_params": SAMPLED}},
+        {"instances": [{"text": TEXT}], "parameters": {"sampling_params": SAMPLED, "stream": True}},
+        {"instances": []},
+    ],
+)
+async def test_vertex_is_answered_as_by_a_server(
+    body: Json, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    answers = [await ask(client, url + "/vertex_generate", body) for url in (servers[0].url, router.url)]
+    expected, found = answers
+    assert settled(found[0], OF_THE_REQUEST) == settled(expected[0], OF_THE_REQUEST)
+    assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/separate_reasoning", {"text": "<think>hm</think>yes", "reasoning_parser": "deepseek-r1"}),
+        (
+            "/parse_function_call",
+            {
+                "text": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+                "tool_call_parser": "qwen25",
+                "tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}],
+            },
+        ),
+    ],
+)
+async def test_parsers_answer_as_those_of_a_server(
+    path: str, body: Json, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    expected, _ = await ask(client, servers[0].url + path, body)
+    assert (await ask(client, router.url + path, body))[0] == expected
+
+
+async def test_loads_are_gathered_from_all(
+    router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    found, _ = await ask(client, router.url + "/v1/loads?include=core")
+    for server in servers:
+        told = found["workers"][server.url]
+        assert told["status"] == 200
+        (ours,), (theirs,) = told["message"]["loads"], server.get("/v1/loads?include=core")["loads"]
+        assert ours.keys() == theirs.keys()
+        assert ours["max_total_num_tokens"] == theirs["max_total_num_tokens"]
