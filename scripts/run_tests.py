@@ -1,5 +1,5 @@
-"""Run all tests in four processes side by side: fleets of servers, servers that tests share, the router,
-commands and other programs, moving and keeping KV, and all others (`part_of` in tests/conftest.py).
+"""Run all tests in processes side by side: fleets of servers (two), servers that tests share, the router,
+commands and other programs, moving and keeping KV (two), and all others (`part_of` in tests/conftest.py).
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
@@ -8,8 +8,8 @@ there. The output of the first is shown as it comes, that of the others when the
 select tests, two more runs follow when the tests without servers have ended: the RDMA transport's tests in a
 virtual machine (tests/rdma, under a minute), and some tests of the compiled modules with their sources, which
 is what runs where there is no C compiler. No test runs a second time: one that fails is a finding. How each
-part ended is said at the end, and the worst status of all is the run's. `--fast` runs the parts without
-servers, and of those what takes seconds.
+part ended is said at the end, and the worst status of all is the run's. `--fast` runs the tests
+that start no server and are not marked slow.
 
 Processes that a part has left fail the run, also those that have no parent any more. SIGINT, SIGTERM and
 SIGHUP end all that the run has started: first the parts as Ctrl-C does, so that they take down what they set
@@ -43,8 +43,10 @@ EXTRA = {"rdma": "RDMA tests", "sources": "tests of the compiled modules, with t
 NEW_EXAMPLES = "--new-examples"
 """The one argument that selects no tests."""
 FAST = "--fast"
-WITHOUT_SERVERS = ("servers", "moving", "others")
-"""Parts that have tests without SGLang servers."""
+SHARES = {"fleets": 2, "servers": 1, "moving": 2, "others": 1}
+"""Into how many processes each part is divided. Fleets and tests of moving KV wait much of their time."""
+FAST_SHARES = {"servers": 1, "moving": 2, "others": 2}
+"""The same for `--fast`, of parts that have tests without SGLang servers."""
 SOURCES = (
     "tests/radix_global/test_tree.py", "tests/router/policies", "tests/router/http", "tests/router/dispatch",
     "tests/router/app/test_service.py",
@@ -62,6 +64,19 @@ REAP_SECONDS = 0.3
 """How often what has lost its parent and ended is looked for."""
 ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
+
+
+def parts_of(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """What to call the processes of a run with such arguments, and what selects the tests of each; the output
+    of the first is shown as it comes."""
+    return {
+        PARTS[part] + (f" ({share} of {shares})" if shares > 1 else ""): [
+            *("--part", part),
+            *("--share", f"{share}/{shares}"),
+        ]
+        for part, shares in (FAST_SHARES if FAST in arguments else SHARES).items()
+        for share in range(1, shares + 1)
+    }
 
 
 def start(
@@ -174,36 +189,38 @@ def end_the_run(number: int, _: object) -> None:
 def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as name:
         folder = Path(name)
-        parts = list(WITHOUT_SERVERS if FAST in arguments else PARTS)
-        logs = {part: folder / f"{part}.log" for part in parts[1:]}
+        parts = parts_of(arguments)
+        # Names of folders are short: sockets below them have names of at most 107 bytes.
+        folders = {title: folder / str(number) for number, title in enumerate(parts)}
+        logs = {title: folder / f"{number}.log" for number, title in enumerate(parts) if number}
         rdma_log, sources_log = folder / "rdma.log", folder / "sources.log"
         running = {
-            part: start(["--part", part, "--durations=15", *arguments], folder / part[0], logs.get(part))
-            for part in parts
+            title: start([*selection, "--durations=15", *arguments], folders[title], logs.get(title))
+            for title, selection in parts.items()
         }
         starting, over = threading.Lock(), threading.Event()
         reaper = threading.Thread(target=reap_orphans, args=(running, starting, over), name="reaper")
         reaper.start()
         try:
-            running["others"].wait()
             if not set(arguments) - {NEW_EXAMPLES}:
+                running[PARTS["others"]].wait()
                 with starting:
-                    running["rdma"] = start_rdma(rdma_log)
-                    running["sources"] = start(
+                    running[EXTRA["rdma"]] = start_rdma(rdma_log)
+                    running[EXTRA["sources"]] = start(
                         [*SOURCES, "-q"], folder / "u", sources_log, SGLANG_EXT_NATIVE="0"
                     )
             statuses = [running[part].wait() for part in parts]
-            for part, log in logs.items():
-                show(PARTS[part], log)
-            if rdma := running.get("rdma"):
+            for title, log in logs.items():
+                show(title, log)
+            if rdma := running.get(EXTRA["rdma"]):
                 statuses.append(rdma_status(rdma.wait(), rdma_log))
-                statuses.append(running["sources"].wait())
+                statuses.append(running[EXTRA["sources"]].wait())
                 show(EXTRA["sources"], sources_log)
             over.set()
             reaper.join()
             left = end_orphans(END_SECONDS)
-            for part, status in zip(running, statuses, strict=True):
-                print(f"{(PARTS | EXTRA)[part]}: {outcome(status)}", flush=True)
+            for title, status in zip(running, statuses, strict=True):
+                print(f"{title}: {outcome(status)}", flush=True)
             if left:
                 print("\n".join(["The run left behind:", *(f"process {each}" for each in left)]), flush=True)
                 statuses.append(1)

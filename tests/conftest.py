@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--fast", action="store_true", help="no SGLang servers, nothing slow (`make test-fast`)")
     parser.addoption("--part", choices=PARTS, help="only the tests of this part of a run")
+    parser.addoption("--share", metavar="K/N", help="only the K-th of N shares of the files of tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,11 +65,22 @@ def pytest_configure(config: pytest.Config) -> None:
     free_port()  # its socket is no test's
 
 
+def share_of(file: Path, shares: int) -> int:
+    """The share of so many, from 1, that a file of tests belongs to, whatever other files there are."""
+    return zlib.crc32(file.relative_to(INTEGRATION.parent).as_posix().encode()) % shares + 1
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    part = config.getoption("--part")
+    part, share = config.getoption("--part"), config.getoption("--share")
     if config.getoption("--fast") and collection_path == INTEGRATION:
         return True
-    return True if part and collection_path.is_file() and part not in parts_of(collection_path) else None
+    if not collection_path.is_file() or collection_path.name == "conftest.py":
+        return None
+    if share:
+        number, shares = map(int, share.split("/"))
+        if share_of(collection_path, shares) != number:
+            return True
+    return True if part and part not in parts_of(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,8 @@ from sglang_ext import cli
 from sglang_ext.cluster import command
 from sglang_ext.patches.versions import installed_sglang_version
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "sglang_ext.cli"]
 HEAVY = ("torch", "sglang", "transformers", "aiohttp", "numpy")
 

@@ -22,6 +22,8 @@ from sglang_ext.cli import COMMANDS, flags_of
 from sglang_ext.config import KvConfig
 from sglang_ext.launch_server import KEY_FILE_FLAG
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "sglang-ext"

@@ -19,6 +19,8 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches import versions
 from sglang_ext.patches.cpu import runtime
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
 
 

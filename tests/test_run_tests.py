@@ -15,6 +15,8 @@ import pytest
 
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_tests.py"
 
 
@@ -40,14 +42,31 @@ def test_it_runs_every_part() -> None:
     assert tuple(runpy.run_path(str(SCRIPT))["PARTS"]) == parts
 
 
+@pytest.mark.parametrize("arguments", [[], ["--fast"]])
+def test_each_file_is_in_one_share_of_each_of_its_parts(arguments: list[str]) -> None:
+    tests = Path(__file__).parent
+    conftest = runpy.run_path(str(tests / "conftest.py"))
+    selections = runpy.run_path(str(SCRIPT))["parts_of"](arguments).values()
+    shares = [(part, *map(int, share.split("/"))) for _, part, _, share in selections]
+    for file in tests.rglob("test_*.py"):
+        if arguments and tests / "integration" in file.parents:
+            continue
+        for part in conftest["parts_of"](file):
+            holds = [k for of, k, n in shares if of == part and conftest["share_of"](file, n) == k]
+            assert len(holds) == 1, (file, part)
+
+
 SUITE = {
     "conftest.py": """
         import pytest
         pytest_plugins = ["sglang_ext.testing.strict"]
         def pytest_addoption(parser):
             parser.addoption("--part")
+            parser.addoption("--share")
         def pytest_ignore_collect(collection_path, config):
-            if collection_path.is_file() and config.getoption("--part") not in collection_path.name:
+            first = config.getoption("--share").startswith("1/")
+            chosen = first and config.getoption("--part") in collection_path.name
+            if collection_path.is_file() and not chosen:
                 return True
     """,
     "test_fleets.py": "def test_passes(): pass",

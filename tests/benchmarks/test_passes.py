@@ -17,6 +17,8 @@ import pytest
 from benchmarks.lib.data import data_folder
 from sglang_ext.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ALONE: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "index": ((), {"match_vs_sglang_python", "insert_vs_sglang_rust", "hash_match_vs_tree"}),

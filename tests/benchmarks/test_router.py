@@ -22,6 +22,8 @@ from benchmarks.router.standin import FLOOD, HOLD
 from sglang_ext.testing.tokenizer import write_tokenizer
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 CASE_OF_FRESH = FRESH_CASES[0]
 
 

@@ -42,6 +42,8 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.testing.lab.hosts import Lab, stop, why_not
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 KEY, OTHER_KEY = (ClusterKey(secrets.token_hex(32).encode()) for _ in range(2))
 RANGE = 8

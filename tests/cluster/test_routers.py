@@ -25,6 +25,8 @@ from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, make_plan
 from sglang_ext.cluster.supervisor import Cluster
 
+pytestmark = pytest.mark.slow
+
 ROUTERS = ("router-0", "router-1")
 
 

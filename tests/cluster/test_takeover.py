@@ -30,6 +30,8 @@ from sglang_ext.cluster.process import PartProcess
 from sglang_ext.cluster.supervisor import Cluster
 from sglang_ext.testing.servers.workers import running_worker
 
+pytestmark = pytest.mark.slow
+
 MakePart = Callable[..., Part]
 Pids = Callable[[str], list[int]]
 INSTANCE = Path(__file__).parents[1] / "router" / "instance_process.py"

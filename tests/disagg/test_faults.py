@@ -59,6 +59,8 @@ from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instan
 from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"layers": 2, "heads": 4, "width": 64, "blocks": 64, "block_tokens": 64, "dtype": "float32"}
 TRANSPORTS = [TransportName.SHM, TransportName.CMA, TransportName.TCP]
 

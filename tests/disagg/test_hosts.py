@@ -18,6 +18,8 @@ import pytest
 from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 PORTS = (31_000, 31_001)
 
 

@@ -10,6 +10,8 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports._stream import MAX_RANGES, _next_request
 from sglang_ext.testing.transfer.transports import TransportConformance
 
+pytestmark = pytest.mark.slow
+
 
 class TestShm(TransportConformance):
     transport = TransportName.SHM

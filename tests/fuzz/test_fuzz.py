@@ -30,6 +30,8 @@ from sglang_ext.testing.servers.workers import running_worker
 from sglang_ext.testing.sources import from_sources
 from sglang_ext.testing.waiting import until
 
+pytestmark = pytest.mark.slow
+
 TARGETS = {target.name: target for target in targets()}
 LONG = 1_000_000
 OVER_SOCKETS = 20_000

@@ -27,6 +27,8 @@ from sglang_ext.patches.contract.places import (
 from sglang_ext.patches.contract.source import Found, Source
 from sglang_ext.patches.versions import SUPPORTED, Supported, installed_sglang_version
 
+pytestmark = pytest.mark.slow
+
 
 def folder_or_skip(version: str) -> Path:
     try:

@@ -16,6 +16,8 @@ from sglang_ext.patches.contract.places import folder_of
 from sglang_ext.patches.hooks import exact_abort
 from sglang_ext.patches.process import PROCESS
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("job-1", "job-10", "job-11", "job")
 QUEUES = {
     "null": {"waiting", "running", "grammar", "chunked"},

@@ -17,6 +17,8 @@ import pytest
 
 from sglang_ext.patches.cpu import fork as fork_children
 
+pytestmark = pytest.mark.slow
+
 NO_METRICS = SimpleNamespace(enable_metrics=False)
 
 

@@ -19,6 +19,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang_ext.patches.cpu import allocator as paged_allocator
 from sglang_ext.patches.cpu.allocator import alloc_decode, alloc_extend
 
+pytestmark = pytest.mark.slow
+
 PAGE_SIZES = (1, 2, 4, 16)
 
 

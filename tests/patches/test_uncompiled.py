@@ -11,6 +11,8 @@ import pytest
 from sglang_ext.patches.cpu import runtime
 from sglang_ext.patches.hooks.uncompiled import around_compiled
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os
 from sglang_ext.patches.cpu import runtime

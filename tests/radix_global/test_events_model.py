@@ -34,6 +34,8 @@ from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.testing.sources import from_sources
 from sglang_ext.tiers import Tier
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 2
 Contents = dict[tuple[Hashable, bytes], int]
 picks = st.integers(0, 10**6)

@@ -24,6 +24,8 @@ from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree, policy_by_
 from sglang_ext.testing.sources import from_sources
 from sglang_ext.tiers import Tier
 
+pytestmark = pytest.mark.slow
+
 HOLDERS = [
     Holder.of("a", 1, Tier.HBM),
     Holder.of("a", 1, Tier.DRAM),

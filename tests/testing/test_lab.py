@@ -17,6 +17,8 @@ from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
 from sglang_ext.testing.lab.switch import QUEUE_S, Wire
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 0.2
 """For a packet that may never come: it would take a millisecond."""
 

@@ -19,6 +19,8 @@ import pytest
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.leaks import MARK, LeakError, LeakGuard, Resources
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def thread() -> Iterator[None]:

@@ -28,6 +28,8 @@ from sglang_ext.testing.models import (
 from sglang_ext.testing.reference import Reference
 from sglang_ext.testing.tokenizer import emitted_ids
 
+pytestmark = pytest.mark.slow
+
 TEXT = [
     name for name, recipe in RECIPES.items() if recipe.has_weights and "vision_config" not in recipe.config
 ]

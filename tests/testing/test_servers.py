@@ -24,6 +24,8 @@ from sglang_ext.testing.servers.server import (
 )
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 STAND_IN = """
 import json, mmap, os, subprocess, sys, tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer

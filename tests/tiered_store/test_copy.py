@@ -18,6 +18,8 @@ from sglang_ext.geometry import Geometry, Plane, PlaneKind, Shard
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 96
 
 

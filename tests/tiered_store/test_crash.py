@@ -11,6 +11,8 @@ from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, get_all, prefix_keys
 from sglang_ext.testing.crash import HOT, RECLAIM_STEPS, STEPS, CrashTest, config
 from sglang_ext.tiered_store.disk.tier import DiskTier
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_at_a_step(tmp_path: Path, step: str) -> None:

@@ -38,6 +38,8 @@ from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
 
+pytestmark = pytest.mark.slow
+
 RUN_BYTES = 16 << 10
 """A run of a few blocks of the test layout: a page for the header and one for each of three layers."""
 

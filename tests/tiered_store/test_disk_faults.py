@@ -35,6 +35,8 @@ from sglang_ext.tiered_store.disk.state import DiskConfig, DiskHealth
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome, Put
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 64 << 20
 
 

@@ -24,6 +24,8 @@ from sglang_ext.tiered_store.dram import memory as arena_memory
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.dram.memory import ArenaMemory, ArenaMemoryError
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=32, block_tokens=4)
 
 

@@ -26,6 +26,8 @@ from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome
 
+pytestmark = pytest.mark.slow
+
 
 class TestMemoryTier(TierContract):
     def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:

@@ -15,7 +15,7 @@ import pytest
 from engine_scheduler import SimulatedScheduler
 from engine_simulation import SCENARIOS, Rank, Scenario, Traffic, run
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 
 @contextmanager

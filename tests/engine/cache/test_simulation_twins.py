@@ -26,7 +26,7 @@ from sglang_ext.radix_global import Node
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, Get, Ids, LayerRead
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 BUSY = Scenario(
     "busy",

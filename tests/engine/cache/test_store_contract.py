@@ -21,6 +21,8 @@ from sglang_ext.testing.store_contract import BLOCK, Rig, StoreContract, run_sto
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiers import Tier
 
+pytestmark = pytest.mark.slow
+
 
 class Slots:
     """What the room asks of SGLang's allocator."""

@@ -19,7 +19,7 @@ from sglang_ext.radix_global.sync.runs import path_key
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
 from sglang_ext.tiers import Tier
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 
 class Follower:

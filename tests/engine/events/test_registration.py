@@ -20,6 +20,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
+pytestmark = pytest.mark.slow
+
 OFF_S = -90.0
 """By which the clocks of instances are ahead of the routers'."""
 

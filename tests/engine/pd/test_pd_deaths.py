@@ -31,6 +31,8 @@ from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4
 FREED_SECONDS = 9.0
 """Within which a survivor frees what the dead one's requests held, on a machine with other work;

@@ -29,6 +29,8 @@ from sglang_ext.stages import StageTimes
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import pack_ids
 
+pytestmark = pytest.mark.slow
+
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)
 

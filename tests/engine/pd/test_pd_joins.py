@@ -34,6 +34,8 @@ from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def told(*addresses: str, router: str = "r", epoch: bytes = b"1" * 16) -> PrefillServers:
     return PrefillServers(router, tuple(PrefillServer("p", epoch, address) for address in addresses))

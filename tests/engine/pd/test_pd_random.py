@@ -15,6 +15,8 @@ from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = 8
 ABORTS: list[State] = [state for state in (*SenderState, *ReceiverState) if not ended(state)]
 REQUEST_PAGES = 4

@@ -20,6 +20,8 @@ from sglang_ext.engine.pd.messages import Abort
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.protocol.agent import PrefillServer, PrefillServers
 
+pytestmark = pytest.mark.slow
+
 ROWS = bytes(range(METADATA))
 HERE, THERE = [5, 3, 9], [40, 2, 7]
 NUMBERS = itertools.count(1)

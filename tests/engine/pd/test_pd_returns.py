@@ -32,6 +32,8 @@ from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiers import Tier
 
+pytestmark = pytest.mark.slow
+
 NAMESPACE = (0, None, None)
 PROMPT = list(range(100, 133))
 ANSWERED = [*PROMPT, *range(300, 320)]

@@ -31,6 +31,8 @@ from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 HERE, THERE = [5, 3, 9], [40, 2, 7]
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1 << 30)

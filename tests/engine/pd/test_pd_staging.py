@@ -23,6 +23,8 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.build_transfers import staging_of
 from sglang_ext.patches.adapter.hbm import pool_geometry
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = itertools.count(1 << 40)
 MOVES = {"pull": hand_over, "push": push}
 

@@ -22,7 +22,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source
 from sglang_ext.wire import unpack_ids
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 LAYERS = 4
 SPLIT = dataclasses.replace(

@@ -31,7 +31,7 @@ from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, Layer
 from sglang_ext.tiered_store.wrapped import WrappedTier
 from sglang_ext.tiers import Tier
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 BLOCKS = 20
 

@@ -61,7 +61,7 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.testing.fakes import FakeClock
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 # -- what comes -------------------------------------------------------------------------------------
 

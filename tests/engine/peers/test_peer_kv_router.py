@@ -37,7 +37,7 @@ from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.tiers import Tier
 
-pytestmark = pytest.mark.usefixtures("sglang_config")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 BLOCK = 4
 SCENARIO = Scenario(

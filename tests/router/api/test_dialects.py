@@ -17,6 +17,8 @@ from sglang_ext.router.api.responses import to_chat as response_to_chat
 from sglang_ext.router.api.usage import StreamReader, read_answer
 from sglang_ext.router.http.types import RequestRefused
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(1000, 4096)
 HI = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [HI]}

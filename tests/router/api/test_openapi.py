@@ -14,6 +14,8 @@ from api_fuzz import BROKEN, fuzz, is_ours, operations, send_broken
 from sglang_ext.router import RouterConfig
 from sglang_ext.router.endpoints.openapi import description
 
+pytestmark = pytest.mark.slow
+
 
 async def test_every_endpoint_is_described_and_there(start_worker, start_router, client) -> None:
     router = await start_router(await start_worker())

@@ -17,6 +17,8 @@ from sglang_ext.router.config import RouterConfig
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import Gate
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:
     assert main(["--worker-urls", "http://127.0.0.1:1", "--host", "0.0.0.0"]) == 2

@@ -15,6 +15,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.telemetry.logs import JsonFormatter, TextFormatter
 from sglang_ext.testing.servers.workers import Gate
 
+pytestmark = pytest.mark.slow
+
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
 
 

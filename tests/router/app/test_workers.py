@@ -20,6 +20,8 @@ from sglang_ext.router.config import RouterConfig
 from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import until
 
+pytestmark = pytest.mark.slow
+
 START_S = 120.0
 STARTED = re.compile(r"worker (\d+) is process (\d+), alone at (http://127\.0\.0\.1:\d+)")
 BODY = {"text": "Hello", "sampling_params": {"max_new_tokens": 2}}

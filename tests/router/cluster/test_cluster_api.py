@@ -25,6 +25,8 @@ from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 
+pytestmark = pytest.mark.slow
+
 Json = dict[str, Any]
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 4}}
 needs_redis = pytest.mark.skipif(not redis_is_installed(), reason=HOW_TO_GET_IT)

@@ -47,6 +47,8 @@ from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import TRANSITIONS, USABLE, Event, State
 from sglang_ext.testing.fakes import FakeClock
 
+pytestmark = pytest.mark.slow
+
 FACTS = InstanceFacts(
     ModelFacts("llama", "LlamaForCausalLM", 32_000, 4096), "default", "start-1", "colocated", "/models/llama"
 )

@@ -18,6 +18,8 @@ from sglang_ext.router.fleet.fleet import State
 from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Awaitable[StandInWorker]]
 
 

@@ -21,6 +21,8 @@ from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
 from sglang_ext.testing.servers.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
 PATIENCE = {"health_check_interval_secs": 0.5, "health_check_timeout_secs": 60.0}
 """Probes that never give up: what is found out is found out by heartbeats."""

@@ -33,6 +33,8 @@ from membership_contract import (
 
 from sglang_ext.testing.waiting import until
 
+pytestmark = pytest.mark.slow
+
 needs_redis = pytest.mark.skipif(not redis_is_installed(), reason=HOW_TO_GET_IT)
 
 

@@ -28,6 +28,8 @@ from sglang_ext.testing.lab.hosts import Lab, why_not
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
 PORT, API_KEY = 30_000, "the-key-of-clients"
 HARMLESS_S = 3.0

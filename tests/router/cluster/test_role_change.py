@@ -24,6 +24,8 @@ from sglang_ext.stages import StageTimes
 from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 from sglang_ext.testing.servers.workers import Gate, StandInWorker
 
+pytestmark = pytest.mark.slow
+
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 4}}
 NOT_IDLE = "instance is not idle; drain all requests before switching"
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

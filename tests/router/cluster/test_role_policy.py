@@ -31,6 +31,8 @@ from sglang_ext.router.policies.roles import (
 )
 from sglang_ext.stages import StageTimes
 
+pytestmark = pytest.mark.slow
+
 CALM = RoleLoads(
     prefill=2, decode=2, arrivals=1.0, work=0.5, backlog_s=0.0, running=4.0, stay_s=4.0, slots_s=0.0,
     step_s=0.03, step_more_s=0.002,

@@ -20,6 +20,8 @@ from sglang_ext.router.dispatch.hint import State
 from sglang_ext.testing.servers.redis_server import RedisServer
 from sglang_ext.testing.servers.workers import Gate
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Awaitable[Router]]
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 4}}
 

@@ -36,6 +36,8 @@ from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.servers.workers import Gate, StandInWorker
 from sglang_ext.testing.waiting import until
 
+pytestmark = pytest.mark.slow
+
 EPOCH = bytes(16)
 STATE = Resume(encode_tokens([1]), bytes(16))
 BODIES: dict[str, dict[str, Any]] = {

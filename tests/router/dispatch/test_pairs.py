@@ -11,6 +11,8 @@ from sglang_ext.router.dispatch.pairs import beside
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.testing.servers.workers import Gate, StandInWorker
 
+pytestmark = pytest.mark.slow
+
 BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 3}},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello " * 30}], "max_tokens": 3},

@@ -11,6 +11,8 @@ import pytest
 
 from sglang_ext.testing.servers.workers import Gate
 
+pytestmark = pytest.mark.slow
+
 PROMPTS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 5}},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 5},

@@ -17,9 +17,12 @@ from sglang_ext.tiers import Tier
 
 EPOCH = bytes(16)
 BROWSER = find_browser()
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium or Chrome here: install one, or name it with CHROME"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        BROWSER is None, reason="no Chromium or Chrome here: install one, or name it with CHROME"
+    ),
+]
 
 
 @dataclass

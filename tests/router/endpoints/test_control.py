@@ -16,6 +16,8 @@ from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.testing.servers.workers import Gate
 
+pytestmark = pytest.mark.slow
+
 BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
 
 

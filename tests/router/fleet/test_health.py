@@ -18,6 +18,8 @@ from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
 from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def api():

@@ -15,6 +15,8 @@ from sglang_ext.protocol.agent import Advise, Advised
 from sglang_ext.router import Router
 from sglang_ext.testing.servers.workers import StandInWorker
 
+pytestmark = pytest.mark.slow
+
 Messages = list[dict[str, str]]
 
 

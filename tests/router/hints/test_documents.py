@@ -16,6 +16,8 @@ from sglang_ext.router import Router
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.hints.document_book import LEASE_S, RENEW_S
 
+pytestmark = pytest.mark.slow
+
 MANUAL = [{"role": "system", "content": "The manual of the ship says many things. " * 20}]
 ASK = [{"role": "user", "content": "What does it say?"}]
 

@@ -19,6 +19,8 @@ from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 
+pytestmark = pytest.mark.slow
+
 CHAT = [{"role": "user", "content": "Tell me of the sea. " * 20}]
 NEXT = [*CHAT, {"role": "assistant", "content": "It is deep. " * 20}, {"role": "user", "content": "And?"}]
 OTHER = [{"role": "user", "content": "Something else."}]

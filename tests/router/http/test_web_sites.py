@@ -16,6 +16,8 @@ from sglang_ext.router import RouterConfig
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.http.web_sites import host_name, sites_of
 
+pytestmark = pytest.mark.slow
+
 EVIL = "http://evil.example"
 BROWSER = find_browser()
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}

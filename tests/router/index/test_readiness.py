@@ -20,6 +20,8 @@ from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.workers import StandInWorker
 from sglang_ext.tiers import Tier
 
+pytestmark = pytest.mark.slow
+
 TENANT = (None, None)
 TOKENS = 40 * BLOCK
 

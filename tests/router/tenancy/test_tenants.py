@@ -22,6 +22,8 @@ from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, STEERING_HEA
 from sglang_ext.router.tenancy.tenants import KeyRing, parse_keys
 from sglang_ext.testing.fakes import FakeClock
 
+pytestmark = pytest.mark.slow
+
 STEERING = dict.fromkeys(sorted(STEERING_HEADERS | TENANT_HEADERS), "1")
 """Headers that say what the router decides."""
 A, B, OPS = "sk-tenant-a-1", "sk-tenant-b-1", "sk-operator-1"

@@ -16,6 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from sglang_ext.keys import decode_tokens
 from sglang_ext.router.tokens.segments import PIECE, Segmenter, TokenCache
 
+pytestmark = pytest.mark.slow
+
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

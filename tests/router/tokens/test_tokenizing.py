@@ -31,6 +31,8 @@ from sglang_ext.router.tokens.segments import Segmenter, TokenCache
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING, Trust, compare
 from sglang_ext.router.tokens.tokenizing import Fallback, TokenizerService
 
+pytestmark = pytest.mark.slow
+
 FACTS = InstanceFacts(ModelFacts("tiny", "LlamaForCausalLM", 32_000, 4096), "1", "x", "colocated", "")
 
 
