@@ -1,4 +1,4 @@
-"""How long a request spent in each stage (KVDirect, sections 2 and 5.4), on one instance or over several.
+"""How long a request spent in each stage (KVDirect, sections 2 and 5.2.3), on one instance or over several.
 
 Every number is a duration by one process's clock; times of two hosts are never compared. What an instance
 measured travels with the KV (`engine/pd/messages.Ready`) or with the state of a request that moves

@@ -190,7 +190,7 @@ def complete_summary(report: Report, why: Mapping[str, str]) -> None:
 def breakdown(
     report: Report, case: str, design: str, asked: Sequence[tuple[StageTimes | None, float]]
 ) -> None:
-    """Where the time of requests goes, in means (KVDirect, figures 3 and 13).
+    """Where the time of requests goes, in means (KVDirect, figures 3 and 14).
 
     Args:
         asked: (stages, seconds to the last token). What no stage has are HTTP, tokenizer and detokenizer.

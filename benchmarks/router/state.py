@@ -157,9 +157,14 @@ def timed_us(call: Callable[[], object], count: int) -> list[float]:
     return found
 
 
-def state_rows(instances: int, blocks: int, name_count: int, decisions: int) -> Iterator[dict[str, Any]]:
-    """Rows of one fleet's memory, of taking it in, and of decisions by how many hold the prompt."""
-    router = Router(instances)
+def state_rows(
+    instances: int, blocks: int, name_count: int, decisions: int, policy: str = "auto"
+) -> Iterator[dict[str, Any]]:
+    """Rows of one fleet's memory, of taking it in, and of decisions by how many hold the prompt.
+
+    policy: `auto` is `prompt-tree` here, since the router has no profile of its instances.
+    """
+    router = Router(instances, policy)
     source = Prompts(SEED)
     holders = sorted({0, 1, min(100, instances), instances})
     common = {count: source.tokens(RUN) for count in holders}
@@ -203,7 +208,7 @@ def state_rows(instances: int, blocks: int, name_count: int, decisions: int) -> 
         router.choose(prompt)
         us = timed_us(partial(router.choose, prompt), decisions)
         yield {
-            "case": "decision", "instances": instances, "holders": count,
+            "case": "decision", "policy": policy, "instances": instances, "holders": count,
             "p50_us": percentile(us, 50), "p99_us": percentile(us, 99),
         }  # fmt: skip
 

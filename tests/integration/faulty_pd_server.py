@@ -5,7 +5,8 @@ Its folder (`hooked_server`) says what is wrong now. `hooked_server.holding` has
 first layer has been sent (push by layer).
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
 is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
-server changes its role. With a file ``slow``, each pass of the scheduler takes longer, so that requests run
+server changes its role. With a file ``no-layers``, no layer is sent ahead of the others (push by layer).
+With a file ``slow``, each pass of the scheduler takes longer, so that requests run
 for a while.
 """
 
@@ -57,7 +58,14 @@ def make_faulty(folder: Path) -> None:
         while self._now and layer == self._first + 1 and is_held(folder, "layers"):
             time.sleep(0.02)
 
+    send_layers = LayerFeed._send
+
+    def send_unless_told(self: LayerFeed, computing: Any, layers: range) -> None:
+        if not (folder / "no-layers").exists():
+            send_layers(self, computing, layers)
+
     LayerFeed.layer_begins = held_layer  # type: ignore[method-assign]
+    LayerFeed._send = send_unless_told  # type: ignore[method-assign]
 
     send, poll = GlobalKVSender.poll, GlobalKVReceiver.poll
 

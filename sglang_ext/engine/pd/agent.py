@@ -112,6 +112,8 @@ class Agent:
         self._started = Tasks()
         self.calls: Counter[Call] = Counter()
         """Calls of the memory pool that named another instance (MemServe, table 1)."""
+        self.pushed: Counter[str] = Counter()
+        """Pages times layers that were pushed to decode, by when (`pushing.AHEAD`, `AFTER`)."""
         self.returns: ReceivesReturns | None = None
         self.return_sender: Returns | None = None
         self.weights: Weights = ""
@@ -169,6 +171,7 @@ class Agent:
             transport_bytes={str(name): stats.bytes for name, stats in moved.items()},
             transactions={str(name): stats.transactions for name, stats in moved.items()},
             calls={call.value: count for call, count in self.calls.items()},
+            pushed=dict(self.pushed),
         )
 
     def prefill_servers(self, message: PrefillServers) -> None:
@@ -291,7 +294,7 @@ class Agent:
             instance = await self.endpoint.reach(target.control)
             name, staging = f"{handover:x}", self.transfers.staging
             return await Writing.begin(
-                self.endpoint, instance, name, wanted, self.calls, target.pool, staging
+                self.endpoint, instance, name, wanted, self.calls, self.pushed, target.pool, staging
             )
 
         try:

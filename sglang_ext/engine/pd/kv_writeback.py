@@ -184,7 +184,8 @@ class ReturnSender:
             nbytes = len(going.pages) * self._agent.endpoint.pools[POOL].block_bytes
             answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
             going.outcome, going.tokens = answer.skipped or ReturnEnd.RETURNED, answer.tokens
-            self._agent.calls[Call.TRANSFER_WITH_INSERT] += 1
+            if answer.skipped is None:  # else prefill has neither read nor inserted anything
+                self._agent.calls[Call.TRANSFER_WITH_INSERT] += 1
         except SglangExtError as error:
             log.debug("a return to %s: %s", going.address, error)
         finally:

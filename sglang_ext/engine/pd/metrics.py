@@ -21,6 +21,7 @@ class AgentState:
     that are over, whose writers have not yet said that they stopped. prefill_servers: at decode, `connected`
     ones, and such that are `awaited` because routers tell of them. connects: by why (`PrefillPeers`).
     rail: the RDMA adapter in use. calls: of the memory pool, that named another instance.
+    pushed: pages times layers that this rank wrote to decode, by when.
     """
 
     live: Mapping[str, int]
@@ -37,6 +38,7 @@ class AgentState:
     connects: Mapping[str, int] = field(default_factory=dict)
     rail: Rail | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
+    pushed: Mapping[str, int] = field(default_factory=dict)
 
 
 class AgentMetrics:
@@ -102,6 +104,13 @@ class AgentMetrics:
             ["call", "tp_rank"],
             registry=registry,
         )
+        self._pushed = Counter(
+            metric_name("pd", "pushed_layers"),
+            "Pages times layers written to decode, of hand-overs that ended well: ahead of the end of their "
+            "request's computation (push by layer), or after it.",
+            ["when", "tp_rank"],
+            registry=registry,
+        )
         self._returns = Counter(
             metric_name("pd", "returns"),
             "Requests whose KV went back to prefill (returned), or why not.",
@@ -140,6 +149,8 @@ class AgentMetrics:
                 )
         for call, count in state.calls.items():
             self._calls.labels(call, self._rank).inc(self._more(count, "calls", call))
+        for when, count in state.pushed.items():
+            self._pushed.labels(when, self._rank).inc(self._more(count, "pushed", when))
         self._returned.labels(self._rank).inc(self._more(state.returned_tokens, "returned"))
         for transport, count in state.transactions.items():
             more = self._more(count, "transactions", transport)

@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -28,13 +29,18 @@ from sglang_ext.mempool.remote import RemoteMemory
 from sglang_ext.mempool.store import Call
 
 NOT_SENT = -1
+AHEAD: Final = "ahead"
+"""Sent before the whole request was computed, layer by layer."""
+AFTER: Final = "after"
+"""Sent when the whole request was computed."""
 
 
 class Writing:
     """One decode rank's pages, while they are being filled. Made by `begin`; ended by `finish` or `stop`.
 
     target: decode's pages, in the order of the prompt's pages that decode lacks. part, packed: how to write
-    there from our pages, and from staging.
+    there from our pages, and from staging. pushed: counts pages times layers of writings that are finished,
+    by when they were sent: `AHEAD` or `AFTER`.
     """
 
     def __init__(
@@ -42,10 +48,12 @@ class Writing:
         memory: RemoteMemory,
         part: reshard.RankPlan,
         target: Ids,
+        pushed: Counter[str],
         packed: tuple[Staging, reshard.RankPlan] | None = None,
     ) -> None:
         self._memory = memory
         self._part = part
+        self._pushed = pushed
         self._packed = packed
         self.target = target
         self.sent: Ids = np.full(target.size, NOT_SENT, np.int64)
@@ -63,6 +71,7 @@ class Writing:
         name: str,
         target: Ids,
         calls: Counter[Call],
+        pushed: Counter[str],
         pool: str = POOL,
         staging: Staging | None = None,
     ) -> Writing:
@@ -83,7 +92,9 @@ class Writing:
 
         part = part_from(POOL)
         packed = (staging, part_from(STAGING)) if staging is not None else None
-        return cls(await RemoteMemory.alloc_mem(link, name, pool, target, calls), part, target, packed)
+        return cls(
+            await RemoteMemory.alloc_mem(link, name, pool, target, calls), part, target, pushed, packed
+        )
 
     def write(self, places: Ids, pages: Ids, layers: Sequence[int] | None = None) -> None:
         """Queue pages of ours for places in `target`; layers of the whole model, None for all."""
@@ -103,6 +114,8 @@ class Writing:
             self.write(places, pages[places])
             await self._memory.landed()
         await self._memory.end()
+        self._pushed[AHEAD] += self.layers_ahead
+        self._pushed[AFTER] += places.size * len(self._part.layers)
 
     async def _write_packed(self, places: Ids, pages: Ids) -> bool:
         """Pack pages of ours and write them from there; False when there is no room for that."""

@@ -413,6 +413,8 @@ def test_layers_are_pushed_while_the_next_are_computed(moved: bool) -> None:
         assert np.array_equal(
             servers.prefill[0].kv(last, servers.page), servers.decode[0].kv(there, servers.page)
         )
+        pushed = servers.prefill[0].agent.state().pushed
+        assert pushed == {"ahead": 2 * LAYERS, "after": (3 if moved else 2) * LAYERS}
         servers.check()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
+from sglang_ext.mempool.store import Call
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiers import Tier
@@ -39,7 +40,9 @@ PROMPT = list(range(100, 133))
 ANSWERED = [*PROMPT, *range(300, 320)]
 
 
-def agent_of(rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int = 1) -> Agent:
+def agent_of(
+    rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int = 1, *, coalescing: bool = True
+) -> Agent:
     geometry = rank.pools.geometry()
     memory = [
         MemoryRange(plane.data_ptr(), plane.nbytes, keep=plane)
@@ -50,7 +53,7 @@ def agent_of(rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int 
     local = Local(number, ranks, rank.pools.kind.page, METADATA)
     arena = rank.arena
     assert arena is not None
-    transfers = transfer_thread(name, [spec, arena_pool(arena, geometry)], rank=number)
+    transfers = transfer_thread(name, [spec, arena_pool(arena, geometry)], rank=number, coalescing=coalescing)
     return Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
 
 
@@ -95,6 +98,11 @@ class Pair:
                 f"{error}: {self.return_sender.outcomes}, {self.return_receiver.outcomes}"
             ) from None
 
+    @property
+    def calls(self) -> int:
+        """Calls of `transfer_with_insert` at prefill, as decode counts them."""
+        return self.return_sender._agent.calls[Call.TRANSFER_WITH_INSERT]
+
     def compare(self, tokens: list[int]) -> None:
         """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
         compare_with_model(self.prefill, self.return_receiver._places.blocks, tokens)
@@ -121,14 +129,23 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[PoolKind(), PoolKind(page=4), PoolKind("mla")], ids=str)
 def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
+    with pair_of(request.param) as found:
+        yield found
+
+
+@contextmanager
+def pair_of(kind: PoolKind, *, coalescing: bool = True) -> Iterator[Pair]:
     with ExitStack() as stack:
-        ranks = [Rank(Scenario(name, request.param, hbm_tokens=256, dram_blocks=20)) for name in ("p", "d")]
+        ranks = [Rank(Scenario(name, kind, hbm_tokens=256, dram_blocks=20)) for name in ("p", "d")]
         for rank in ranks:
             stack.callback(rank.close)
             stack.callback(finish, rank)
         bootstrap = BootstrapService("127.0.0.1", 0, None)
         stack.callback(bootstrap.close)
-        agents = [agent_of(ranks[0], "p", bootstrap.address), agent_of(ranks[1], "d", "")]
+        agents = [
+            agent_of(ranks[0], "p", bootstrap.address, coalescing=coalescing),
+            agent_of(ranks[1], "d", ""),
+        ]
         for agent in agents:
             stack.callback(agent.transfers.close)
             stack.callback(agent.close)
@@ -150,6 +167,7 @@ def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
     pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("returned")
     pair.compare(ANSWERED)
+    assert pair.calls == 1
     block = pair.prefill.scenario.block
     assert (
         pair.return_receiver.tokens
@@ -158,6 +176,19 @@ def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
     )
     for rank in (pair.prefill, pair.decode):
         rank.check()
+
+
+def test_without_coalescing_a_return_is_read_in_more_ranges(sglang_config: None) -> None:
+    ranges = []
+    for coalescing in (True, False):
+        with pair_of(PoolKind(), coalescing=coalescing) as pair:
+            pair.decode.serve(ANSWERED)
+            pair.return_sender.ended(pair.request(), ANSWERED)
+            pair.until("returned")
+            pair.compare(ANSWERED)
+            ranges.append(sum(pair.return_receiver._agent.state().transactions.values()))
+    together, apart = ranges
+    assert 0 < together < apart, ranges
 
 
 def test_prefill_inserts_without_an_acknowledgement_of_what_it_has_read(
@@ -206,6 +237,7 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
     finally:
         gate.go.set()
     pair.until("returned" if renewed else "unread")
+    assert pair.calls == renewed
     if renewed:
         pair.compare(ANSWERED)
     pair.prefill.check()
@@ -217,6 +249,7 @@ def test_what_prefill_has_is_not_sent(pair: Pair) -> None:
     pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("known")
     assert pair.return_receiver.tokens == 0
+    assert pair.calls == 0
 
 
 @pytest.mark.parametrize("side", ["return_sender", "return_receiver"])
@@ -226,6 +259,7 @@ def test_unlike_weights_return_nothing_until_they_are_alike(pair: Pair, side: st
     getattr(pair, side)._agent.weights_changed("tuned")
     pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("weights")
+    assert pair.calls == 0
     assert pair.return_receiver.outcomes["weights"] == 1
     assert pair.return_receiver.tokens == 0
     others[side]._agent.weights_changed("tuned")
@@ -299,6 +333,7 @@ def test_what_finds_no_room_in_hbm_goes_to_dram(pair: Pair, known: int) -> None:
     pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("returned")
     assert pair.return_receiver.outcomes["dram"] == 1
+    assert pair.calls == 1
     assert prefill.pools.allocator.available_size() == free
     prefill.check()
     # A request finds it there, with the KV that the model computes: the simulation compares each pass.

@@ -31,6 +31,7 @@ from pd_fleet import (
     Rig,
     assert_failed,
     conversations_are_answered_alike,
+    count,
     fault,
     kill,
     nothing_is_left,
@@ -241,34 +242,71 @@ def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> No
     nothing_is_left([rig.pd.prefill[0].server])
 
 
-def test_deaths_while_prefill_writes_into_decode(
-    tmp_path: Path, truth: ServerProcess, leak_guard: LeakGuard
-) -> None:
-    """Push by layer: who writes stands still, and its reader may have the pages for others; then the reader
-    dies. Before, they give right answers, and keep no KV."""
+@pytest.fixture(scope="module")
+def pushing(
+    tmp_path_factory: pytest.TempPathFactory, truth: ServerProcess, leak_guard: LeakGuard
+) -> Iterator[Rig]:
+    """A pair that pushes by layer and keeps no KV."""
     kept = ("--kv-pd-caching", "basic")
     spec = FaultySpec(flags=(*COMMON, *kept, "--kv-transfer-mode", "push-by-layer", "--page-size", "16"))
-    folders = [tmp_path / name for name in ("prefill", "decode")]
-    with pd_servers([spec.looking_at(folders[0])], [spec.looking_at(folders[1])]) as (pd, _):
-        pushing = Rig(pd, truth, folders[:1], folders[1:], leak_guard)
-        prefill, decode, prompt = pd.prefill[0].server, pd.decode[0], prompt_of(12, 200)
-        calls = prefill.pool_calls()
-        conversations_are_answered_alike(pd, pushing.truth, count=2)
-        prefill.wait_for_pool_calls(calls, "alloc_mem@peer", "transfer@peer")
-        assert not prefill.pool_calls()["free_mem@peer"]
-        with fault(folders[0], "hold-writing") as at:
-            both = pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
-            wait_until(at.exists, seconds=60, what="writing")
-            with stopped(prefill):
-                assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
-                nothing_is_left([decode])
-        assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED)
-        serves(pushing, 0, 0, 1)
-        with fault(folders[0], "hold-writing") as at:
-            both = pd.start(prompt_of(13, 200), max_new_tokens=ANSWER_TOKENS)
-            wait_until(at.exists, seconds=60, what="writing")
-            kill(decode)
-            assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED, seconds=FREED_SECONDS)
-            nothing_is_left([prefill])
-            prefill.wait_for_pool_calls(calls, "free_mem@peer")
-        assert_failed(both[1], BROKEN_OFF)
+    folder = tmp_path_factory.mktemp("pushing")
+    folders = [folder / name for name in ("prefill", "decode")]
+    with (
+        leak_guard.adopting(),
+        pd_servers([spec.looking_at(folders[0])], [spec.looking_at(folders[1])]) as (pd, _),
+    ):
+        yield Rig(pd, truth, folders[:1], folders[1:], leak_guard)
+
+
+def test_layers_leave_while_the_next_are_computed(pushing: Rig) -> None:
+    """MemServe, section 5.2. The twin sends no layer ahead: the answer is the same, the count is not."""
+    assert pushed_ahead(pushing, prompt_of(14, PAGES * 16)) == (PAGES * LAYERS, 0)
+    with fault(pushing.prefill_faults[0], "no-layers"):
+        assert pushed_ahead(pushing, prompt_of(15, PAGES * 16)) == (0, PAGES * LAYERS)
+
+
+PAGES = 12
+LAYERS = 4
+"""Of the model `tiny`."""
+PUSHED = 'sglang_ext_pd_pushed_layers_total{tp_rank="0",when='
+
+
+def pushed_ahead(rig: Rig, prompt: list[int]) -> tuple[int, int]:
+    """Pages times layers that were sent before a request was computed, and after."""
+    prefill = rig.pd.prefill[0].server
+
+    def counted() -> dict[str, int]:
+        return {when: int(count(prefill, f'{PUSHED}"{when}"')) for when in ("ahead", "after")}
+
+    before = counted()
+    assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
+    wait_until(lambda: counted() != before, seconds=30, what="the hand-over to be counted")
+    now = counted()
+    return now["ahead"] - before["ahead"], now["after"] - before["after"]
+
+
+def test_deaths_while_prefill_writes_into_decode(pushing: Rig) -> None:
+    """Push by layer: who writes stands still, and its reader may have the pages for others; then the reader
+    dies. Before, they give right answers, and keep no KV."""
+    pd, folders = pushing.pd, pushing.prefill_faults
+    prefill, decode, prompt = pd.prefill[0].server, pd.decode[0], prompt_of(12, 200)
+    calls = prefill.pool_calls()
+    conversations_are_answered_alike(pd, pushing.truth, count=2)
+    prefill.wait_for_pool_calls(calls, "alloc_mem@peer", "transfer@peer")
+    assert not prefill.pool_calls()["free_mem@peer"]
+    with fault(folders[0], "hold-writing") as at:
+        both = pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
+        wait_until(at.exists, seconds=60, what="writing")
+        with stopped(prefill):
+            assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
+            nothing_is_left([decode])
+    assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED)
+    serves(pushing, 0, 0, 1)
+    with fault(folders[0], "hold-writing") as at:
+        both = pd.start(prompt_of(13, 200), max_new_tokens=ANSWER_TOKENS)
+        wait_until(at.exists, seconds=60, what="writing")
+        kill(decode)
+        assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED, seconds=FREED_SECONDS)
+        nothing_is_left([prefill])
+        prefill.wait_for_pool_calls(calls, "free_mem@peer")
+    assert_failed(both[1], BROKEN_OFF)

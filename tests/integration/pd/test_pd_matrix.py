@@ -1,6 +1,6 @@
 """Every way to serve with prefill and decode apart gives the answers of one server without a cache.
 
-Design, transfer mode, transport, page size and parallelism, each with each where it exists. All of it runs
+Design, transfer mode, transport, page size and parallelism, each with each. All of it runs
 with ``--long``, which takes hours. In portions: ``-k pairwise`` is a sample in which every two of these
 values meet, ``-k 'caching3-push-cma-page16-tp11'`` is one way, and SGLANG_EXT_TEST_CONVERSATIONS says how
 many conversations are held in each instead of 50. Short forms are in test_pd.py.
@@ -55,18 +55,13 @@ class Way:
         values = (*astuple(self)[:4], (self.prefill, self.decode))
         return frozenset(combinations(enumerate(values), 2))
 
-    @property
-    def exists(self) -> bool:
-        """A decode rank is not pushed by several prefill ranks (docs/pd.md)."""
-        return self.mode == "pull" or self.prefill <= self.decode
-
     def __str__(self) -> str:
         ranks = f"tp{self.prefill}{self.decode}"
         return f"caching{self.caching}-{self.mode}-{self.transport}-page{self.page}-{ranks}"
 
 
 WAYS = [
-    way
+    Way(caching, mode, transport, page, prefill, decode)
     for caching, mode, transport, page, (prefill, decode) in product(
         ("basic", "1", "2", "3"),
         ("pull", "push", "push-by-layer"),
@@ -74,7 +69,6 @@ WAYS = [
         (1, 16),
         ((1, 1), (2, 1), (1, 2)),
     )
-    if (way := Way(caching, mode, transport, page, prefill, decode)).exists
 ]
 
 
