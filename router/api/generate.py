@@ -12,7 +12,7 @@ import orjson
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import Dialect, fields
-from sglang_ext.router.api.job import Job, PromptInput
+from sglang_ext.router.api.job import Job, PromptInput, session_key
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.prompts import namespaces, take_prompts
 from sglang_ext.router.api.sse import parsed
@@ -22,6 +22,7 @@ from sglang_ext.router.api.validation import (
     SAMPLING,
     Json,
     check_fields,
+    check_object,
     coerced_bool,
     coerced_int,
     json_type,
@@ -119,6 +120,7 @@ class Generate(Dialect):
         if not _PER_PROMPT.isdisjoint(payload):
             _check_lists(payload, len(prompts), is_batch)
             _check_logprobs(payload, limits)
+        session = _session(payload)
         media = _media_digest(payload)
         spaces = namespaces(payload, len(prompts))
         return Job(
@@ -127,7 +129,7 @@ class Generate(Dialect):
                 PromptInput(
                     ids=prompt.ids,
                     text=prompt.text,
-                    opaque=bool(media) or prompt.opaque,
+                    opaque=bool(media) or prompt.opaque or session is not None,
                     media=media,
                     namespace=space,
                     max_new_tokens=max_new,
@@ -136,6 +138,7 @@ class Generate(Dialect):
             ),
             choices,
             batch=is_batch,
+            pinned_to=None if session is None else session_key(session),
         )
 
     def read(self, usage: Usage, answer: Any, choices: int) -> None:
@@ -243,6 +246,29 @@ def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
     if value == [] and isinstance(session, dict) and session.get("id"):
         return [PromptInput(text="", opaque=True)], False  # the session's history is the prompt
     return take_prompts(value, name, "an array of token ids", limits, texts=False)
+
+
+_SESSION = kinds(string="id rid", integer="offset", boolean="replace drop_previous_output")
+
+
+def _session(payload: Json) -> str | None:
+    """The session whose history goes before the prompt."""
+    check_object(payload, "session_params")
+    params = payload.get("session_params")
+    if params is None:
+        return None
+    if unknown := sorted(params.keys() - _SESSION.keys()):
+        raise RequestRefused(
+            f"session_params.{unknown[0][:80]} is no field of a session: there are {', '.join(_SESSION)}",
+            param=f"session_params.{unknown[0][:80]}",
+            code="invalid_value",
+        )
+    check_fields(params, _SESSION, Limits(0, 0), "session_params.", coerces=False)
+    if params.get("id") and payload.get("session_id") is not None:
+        raise RequestRefused(
+            "give session_id or session_params, not both", param="session_params", code="invalid_value"
+        )
+    return params.get("id") or None
 
 
 def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[list[int | None], int]:

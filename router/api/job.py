@@ -53,4 +53,19 @@ class Job(msgspec.Struct, frozen=True):
     background: bool = False
     """It is answered at once, and generates afterwards."""
     pinned_to: str | None = None
-    """The response that it goes on from; the instance that keeps it must serve it."""
+    """The response that it goes on from, or the ``session_key`` of its session; the instance that keeps it
+    must serve it."""
+
+
+_SESSION = "session "
+"""No response's id has a blank."""
+
+
+def session_key(name: str) -> str:
+    """What stands for a session of SGLang's where routers know responses by their ids."""
+    return _SESSION + name
+
+
+def session_of_key(key: str) -> str | None:
+    """The name of a session; None of a response."""
+    return key[len(_SESSION) :] if key.startswith(_SESSION) else None

@@ -45,6 +45,7 @@ from sglang_ext.router.endpoints.indexer_api import IndexerApi
 from sglang_ext.router.endpoints.information import Information
 from sglang_ext.router.endpoints.pages import page_routes
 from sglang_ext.router.endpoints.routes import RouteTable
+from sglang_ext.router.endpoints.sessions import Sessions
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.health import HealthWatch
@@ -386,6 +387,7 @@ class Parts:
                 *generation_routes(self.generation),
                 *self.information.routes(),
                 *control.routes(),
+                *Sessions(self.fleet, self.api, shared, self.homes).routes(),
                 *cluster.routes(),
                 *self.advisory.routes(),
                 *documents.routes(),

@@ -178,8 +178,8 @@ class Chooser:
             return None
         if home.role is not Role.COLOCATED:
             raise RequestRefused(
-                f"{instance} keeps that response and is a {home.role.value} server; what prefills and what "
-                "decodes do not know each other's conversations. Send the whole conversation as 'input'",
+                f"{instance} keeps that response or session and is a {home.role.value} server; prefill and "
+                "decode servers do not know each other's conversations. Send the whole conversation",
                 param="previous_response_id",
                 code="previous_response_of_a_pair",
             )

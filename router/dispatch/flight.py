@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from sglang_ext.router.api.job import session_of_key
 from sglang_ext.router.api.sse import EventFilter
 from sglang_ext.router.dispatch.suspects import digest_of_request
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
@@ -136,7 +137,7 @@ def abort(flight: Flight) -> None:
 
 
 class Homes:
-    """Response -> the instance that keeps it; the oldest are forgotten.
+    """Response, or ``session_key``, -> the instance that keeps it; the oldest are forgotten.
 
     Args:
         size: most responses that are known.
@@ -168,6 +169,10 @@ class Homes:
         while len(self._homes) > self._size:
             self._homes.popitem(last=False)
 
+    def forget(self, scope: str, response_id: str) -> None:
+        """It is kept no more. Other routers learn that from the instance, when they ask for it."""
+        self._homes.pop((scope, response_id), None)
+
     def get(self, scope: str, response_id: str) -> str | None:
         """Where a response is; None for one that is not known here, or is another tenant's."""
         return self._homes.get((scope, response_id))
@@ -176,11 +181,37 @@ class Homes:
         return len(self._homes)
 
 
-def no_response(response_id: str) -> RequestRefused:
-    """The refusal of a response that is not known."""
+def no_home(key: str) -> RequestRefused:
+    """The refusal of a response or a session that is not known.
+
+    Args:
+        key: the response's id, or a ``session_key``.
+    """
+    session = session_of_key(key)
+    kind, name = ("response", key) if session is None else ("session", session)
     return RequestRefused(
-        f"there is no response {response_id[:80]!r} here",
+        f"there is no {kind} {name[:80]!r} here",
         status=404,
-        param="response_id",
-        code="response_not_found",
+        param="response_id" if session is None else "session_params.id",
+        code=f"{kind}_not_found",
+    )
+
+
+def home_lost(key: str, instance: str, why: str) -> RequestRefused:
+    """The refusal of a request that goes on from what an instance keeps that cannot serve it.
+
+    Args:
+        key: the response's id, or a ``session_key``.
+        why: what the instance's state is.
+    """
+    session = session_of_key(key)
+    if session is None:
+        text, way_out = f"response {key[:80]!r}", "Send the whole conversation"
+    else:
+        text = f"session {session[:80]!r}"
+        way_out = "A session ends with its server: open a new one, and send the conversation so far"
+    return RequestRefused(
+        f"{instance}, which keeps {text}, cannot take the request: {why}. {way_out}",
+        status=410,
+        code="response_lost" if session is None else "session_lost",
     )

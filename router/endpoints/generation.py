@@ -32,7 +32,7 @@ from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_lengt
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
-from sglang_ext.router.dispatch.flight import Flight, Flights
+from sglang_ext.router.dispatch.flight import Flight, Flights, home_lost
 from sglang_ext.router.dispatch.pairs import HalfFailed
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
@@ -238,9 +238,9 @@ class Generation:
         excluded: frozenset[str] = frozenset()
         failure: PeerError | None = None
         lost = 0
-        previous, home = flight.admitted.job.pinned_to, None
-        if previous is not None:
-            home = await self._shared.home(flight.record.caller.scope, previous)
+        pinned_to, home = flight.admitted.job.pinned_to, None
+        if pinned_to is not None:
+            home = await self._shared.home(flight.record.caller.scope, pinned_to)
         while len(excluded) <= self._max_retries:
             if failure is not None and not self._may_retry(failure):
                 break
@@ -276,6 +276,8 @@ class Generation:
             raise failure.refused() from failure
         if isinstance(failure, ConnectionLost):
             raise worker_lost(f"the worker went away while it worked on the request: {failure}") from failure
+        if pinned_to is not None and home is not None:
+            raise home_lost(pinned_to, home, self._fleet.state_of(home)) from failure
         raise no_worker(self._fleet) from failure
 
     def _may_retry(self, failure: PeerError) -> bool:

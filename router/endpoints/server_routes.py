@@ -92,6 +92,12 @@ _TABLE: Final = (
         "a response that is kept",
         "/v1/responses/{response_id} /v1/responses/{response_id}/cancel",
     ),
+    *_rows(
+        How.SESSION,
+        "a session, which is opened at the worker with the fewest requests. Requests that name it in "
+        "session_params go there, and it is lost with the worker",
+        "/open_session /close_session",
+    ),
     *_rows(How.EVERY, "forgets cached KV, where no request runs", "/flush_cache"),
     *_rows(How.EVERY, "profiles", "/start_profile /stop_profile"),
     *_rows(How.EVERY, "load of each worker", "/v1/loads", method="GET"),
@@ -146,12 +152,6 @@ _TABLE: Final = (
         How.HERE, "sends browsers to the chat under /ui; programs read that SGLang runs", "/", method="GET"
     ),
     *_rows(How.HERE, "ends a request by its name", "/abort_request"),
-    *_rows(
-        How.REFUSED,
-        "a session of SGLang is kept by one server and lost with it. Send the conversation so far with each "
-        "request: its beginning is cached",
-        "/open_session /close_session",
-    ),
     *_rows(
         How.REFUSED,
         "a fleet of this router generates text. For embeddings, scores and classes, " + _DIRECTLY,

@@ -19,7 +19,7 @@ from sglang_ext.router.cluster.words import (
 )
 from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.explain import Explainer
-from sglang_ext.router.dispatch.flight import Homes, no_response
+from sglang_ext.router.dispatch.flight import Homes, no_home
 from sglang_ext.router.tenancy.tenants import Caller
 
 
@@ -60,20 +60,29 @@ class SharedRequests:
                 return there
         return None
 
-    async def home(self, scope: str, response_id: str) -> str:
-        """The instance that keeps a response.
+    async def home(self, scope: str, key: str) -> str:
+        """The instance that keeps a response, or a session.
+
+        Args:
+            key: the response's id, or a ``session_key``.
 
         Raises:
             RequestRefused: 404, for one that no router knows, or that is another tenant's.
         """
-        if (here := self._homes.get(scope, response_id)) is not None:
+        if (found := await self.found(scope, key)) is None:
+            raise no_home(key)
+        return found
+
+    async def found(self, scope: str, key: str) -> str | None:
+        """As ``home``; None where no router knows it."""
+        if (here := self._homes.get(scope, key)) is not None:
             return here
-        query = ResponseAsked("", self._queries.new_id(), scope, response_id)
+        query = ResponseAsked("", self._queries.new_id(), scope, key)
         for reply in await self._queries.ask(query):
             if isinstance(reply, ResponseKept) and reply.instance is not None:
-                self._homes.found(scope, response_id, reply.instance)
+                self._homes.found(scope, key, reply.instance)
                 return reply.instance
-        raise no_response(response_id)
+        return None
 
     # -- other routers ask ----------------------------------------------------------------------------
 

@@ -323,6 +323,11 @@ class Fleet:
         there = " and ".join(f"{count} {role}" for role, count in counts.items())
         return f"there are {there} instances: this router does not send requests to pairs"
 
+    def state_of(self, name: str) -> str:
+        """What an instance's state is, for people."""
+        row = self.rows.get(name)
+        return "it has left" if row is None else f"it is {row.state}"
+
     def batching(self, name: str) -> Batching:
         """How an instance fills its forward passes; nothing is known of one that was not reached yet."""
         row = self.rows.get(name)

@@ -312,7 +312,18 @@ def additions(payload: Json, caller: Caller) -> Json:
             fields[name] = caller.scope + value
         elif isinstance(value, list):
             fields[name] = [None if item is None else caller.scope + item for item in value]
+    if isinstance(session := payload.get("session_params"), dict):
+        fields["session_params"] = session | {
+            name: _scoped(session[name], caller.scope)
+            for name in ("id", "rid")
+            if isinstance(session.get(name), str)
+        }
     return fields
+
+
+def _scoped(name: str, scope: str) -> str:
+    """A name with the tenant's prefix. Answers have it already: a client may send what it read there."""
+    return name if name.startswith(scope) else scope + name
 
 
 def judged(body: bytes, payload: Json, caller: Caller, dialect: Dialect) -> bytes:

@@ -70,7 +70,8 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.CLIENT, "extra_key lora_path"),
     **_all(Who.CLIENT, "priority"),  # up to the key's
     **_all(Who.SCOPED, "rid session_id"),
-    **_all(Who.ROUTER, "cache_salt session_params request_id conversation_id"),
+    **_all(Who.CLIENT, "session_params"),  # its names get a tenant's prefix: ``admit.additions``
+    **_all(Who.ROUTER, "cache_salt request_id conversation_id"),
     # -- where it runs, and before whom ----------------------------------------------------------------
     **_all(Who.ROUTER, "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size"),
     **_all(Who.ROUTER, "routed_dp_rank data_parallel_rank disagg_prefill_dp_rank routing_key"),

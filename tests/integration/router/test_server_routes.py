@@ -3,6 +3,7 @@ server gives when it is asked directly."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -185,3 +186,69 @@ async def test_loads_are_gathered_from_all(
         (ours,), (theirs,) = told["message"]["loads"], server.get("/v1/loads?include=core")["loads"]
         assert ours.keys() == theirs.keys()
         assert ours["max_total_num_tokens"] == theirs["max_total_num_tokens"]
+
+
+async def in_session(client: aiohttp.ClientSession, url: str, *, named: bool = True) -> list[list[int]]:
+    """Open a session, take four turns of two branches in it, and close it; the tokens of each answer."""
+    async with client.post(url + "/open_session", json={"capacity_of_str_len": 10_000}) as answer:
+        assert answer.status == 200, await answer.text()
+        session = await answer.json()
+    sampling = {"temperature": 0, "max_new_tokens": 6}
+    found, rids = [], []
+    turns: list[Json] = [
+        {"text": TEXT},
+        {"text": " And then?", "from": 0},
+        {"text": " But why?", "from": 0, "drop_previous_output": True},
+        {"input_ids": [], "from": 1},
+    ]
+    for turn in turns:
+        params: Json = {"id": session}
+        if "from" in turn:
+            params["rid"] = rids[turn["from"]]
+        if "drop_previous_output" in turn:
+            params["drop_previous_output"] = True
+        body = {name: turn[name] for name in ("text", "input_ids") if name in turn}
+        if not named:
+            body = {"text": turn.get("text", " ")}
+            params = {}
+        request = {**body, "sampling_params": sampling, "session_params": params or None}
+        async with client.post(url + "/generate", json=request) as answer:
+            assert answer.status == 200, await answer.text()
+            told = await answer.json()
+        found.append(told["output_ids"])
+        rids.append(told["meta_info"]["id"])
+    async with client.post(url + "/close_session", json={"session_id": session}) as answer:
+        assert answer.status == 200
+    return found
+
+
+async def test_a_session_goes_on_as_at_a_server(
+    router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    expected = await in_session(client, servers[0].url)
+    # Several at a time, so that they are at both servers.
+    both = await asyncio.gather(*(in_session(client, router.url) for _ in range(4)))
+    assert [found == expected for found in both] == [True] * 4
+    # The twin: the same prompts without their session have other answers.
+    assert (await in_session(client, router.url, named=False))[1:] != expected[1:]
+
+
+async def test_a_session_that_its_server_has_lost_is_refused(
+    router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    async with client.post(router.url + "/open_session", json={"capacity_of_str_len": 100}) as answer:
+        session, home = await answer.json(), answer.headers["x-kv-instance"]
+    async with client.post(
+        router.url + "/open_session", json={"capacity_of_str_len": 100, "session_id": session}
+    ) as answer:
+        assert answer.status == 400, "it is open already"
+    async with client.post(home + "/close_session", json={"session_id": session}) as answer:
+        assert answer.status == 200
+    request = {"text": "Hello", "session_params": {"id": session}, "sampling_params": SAMPLED}
+    errors = []
+    for url in (home, router.url):
+        async with client.post(url + "/generate", json=request) as answer:
+            assert answer.status == 400, await answer.text()
+            errors.append(await answer.json())
+    assert errors[0] == errors[1]
+    assert session in errors[1]["error"]["message"]

@@ -73,7 +73,7 @@ def test_what_is_the_request_s_own_affair_passes(payload: dict[str, Any]) -> Non
         assert unjudged(payload, asked_of(payload), tenant=tenant, trusted=NONE) == []
 
 
-@pytest.mark.parametrize("name", ["cache_salt", "session_params", "bootstrap_room", "custom_logit_processor"])
+@pytest.mark.parametrize("name", ["cache_salt", "request_id", "bootstrap_room", "custom_logit_processor"])
 def test_what_concerns_tenants_concerns_nobody_without_them(name: str) -> None:
     assert [
         found for found, _ in forbidden({name: "x"}, GENERATE, tenant=True, trusted=frozenset({name}))

@@ -371,6 +371,31 @@ async def test_what_one_router_has_just_answered_is_known_at_the_other(
         assert (await named(client, two.url + path))[0] == 404
 
 
+async def test_a_session_is_found_from_the_other_router(
+    shared, start_worker, start_router, client, eventually
+) -> None:
+    """Told by the router that had it opened, or asked of it."""
+    workers = [await start_worker() for _ in range(2)]
+    for worker in workers:
+        worker.answers = {"/open_session": (200, "s"), "/close_session": (200, None)}
+    one = await start_router(*workers, cluster=shared)
+    two = await start_router(*workers, cluster=shared)
+    await eventually(lambda: both_see(one, two))
+    for number in range(10):
+        opening = {"json": {"capacity_of_str_len": 100, "session_id": f"s{number}"}}
+        assert (await named(client, one.url + "/open_session", "POST", **opening))[0] == 200
+        home = one.homes.get("", f"session s{number}")
+        if number % 2:
+            two.homes._homes.clear()
+        body = {"input_ids": [5, 6], "session_params": {"id": f"s{number}"}}
+        async with client.post(two.url + "/generate", json=body) as answer:
+            assert (answer.status, answer.headers["x-kv-instance"]) == (200, home)
+    closing = {"json": {"session_id": "s0"}}
+    assert (await named(client, two.url + "/close_session", "POST", **closing))[0] == 200
+    (closed,) = [call for worker in workers for call in worker.calls if call[1] == "/close_session"]
+    assert closed[2] == {"session_id": "s0"}
+
+
 async def test_a_router_that_died_is_not_waited_for(
     shared, start_worker, start_router, client, eventually
 ) -> None:
