@@ -1,8 +1,12 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, with LoRA on a machine without an accelerator.
 
 SGLang 0.5.23 makes tensors of LoRA in pinned memory, which torch has only beside an accelerator, so that none
-of its LoRA backends starts on a CPU. Here torch makes them in ordinary memory. Nothing else is changed: the
-backend ``torch_native`` computes on a CPU what it computes on a GPU.
+of its LoRA backends starts on a CPU. Here torch makes them in ordinary memory: the backend ``torch_native``
+then computes on a CPU what it computes on a GPU. Nothing else is changed, unless the folder
+(`hooked_server`) has one of these files:
+
+- ``mix``: KV has the same name whichever adapter it was computed with;
+- ``no-fence``: the cache is not told of changed weights.
 """
 
 from __future__ import annotations
@@ -14,13 +18,15 @@ from typing import Any
 from hooked_server import serve
 
 
-def unpin(folder: Path) -> None:
-    """Make this process's pinned tensors in ordinary memory."""
+def change(folder: Path) -> None:
+    """Make this process's pinned tensors in ordinary memory, and let the folder damage what is tested."""
     import torch
 
     for name in ("tensor", "empty", "zeros", "arange"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
+    _mix_adapters(folder)
+    _drop_fence(folder)
 
 
 def _unpinned(make: Any) -> Any:
@@ -31,5 +37,32 @@ def _unpinned(make: Any) -> Any:
     return made
 
 
+def _mix_adapters(folder: Path) -> None:
+    from sglang.srt.managers.schedule_batch import Req
+
+    init = Req.__init__
+
+    def initialize(self: Req, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if self.lora_id is not None and (folder / "mix").exists():
+            self.extra_key = self.extra_key.removesuffix(self.lora_id) or None
+
+    Req.__init__ = initialize  # type: ignore[method-assign]
+
+
+def _drop_fence(folder: Path) -> None:
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+
+    def unless_dropped(inform: Any) -> Any:
+        def informed(self: GlobalRadixCache) -> None:
+            if not (folder / "no-fence").exists():
+                inform(self)
+
+        return informed
+
+    for name in ("weights_changing", "weights_changed"):
+        setattr(GlobalRadixCache, name, unless_dropped(getattr(GlobalRadixCache, name)))
+
+
 if __name__ == "__main__":
-    serve(unpin)
+    serve(change)

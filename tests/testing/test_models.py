@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from sglang_ext.testing.adapters import TARGETS, build_adapter
 from sglang_ext.testing.models import (
     DTYPES,
     RECIPES,
@@ -180,3 +182,21 @@ def test_answers_are_made_of_words_that_come_back_as_the_same_ids(reference: Ref
     ]
     assert len(set(tokens)) > 100
     assert set(tokens) <= words
+
+
+def test_adapters_differ_by_name_and_are_the_same_bytes_every_time(tmp_path: Path) -> None:
+    first, again, other = (
+        build_adapter("tiny", name, tmp_path / folder)
+        for name, folder in (("a", "x"), ("a", "y"), ("b", "x"))
+    )
+    weights = [(path / "adapter_model.safetensors").read_bytes() for path in (first, again, other)]
+    assert weights[0] == weights[1] != weights[2]
+    tensors = load_file(first / "adapter_model.safetensors")
+    config = json.loads((first / "adapter_config.json").read_text())
+    layers = RECIPES["tiny"].config["num_hidden_layers"]
+    assert len(tensors) == layers * len(TARGETS) * 2
+    hidden = RECIPES["tiny"].config["hidden_size"]
+    assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (
+        hidden,
+        config["r"],
+    )
