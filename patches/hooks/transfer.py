@@ -7,8 +7,9 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 classes are told the scheduler, whose pool they serve; around ``run_batch`` they send layers while the next
 are computed (push by layer). After decode's ``_update_handshake_waiters``, which says who may be given slots,
 those wait for whom decode's own disk or DRAM brings something; around its ``_match_prefix_and_lock``, which
-would count on HiCache for what is in DRAM, only what is in HBM counts. After ``on_idle`` a scheduler that
-only waits for transfers sleeps until one of them moves, where stock SGLang spins.
+would count on HiCache for what is in DRAM, only what is in HBM counts. Around its
+``_required_admission_tokens`` no more is reserved for an answer than it can take. After ``on_idle`` a
+scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang spins.
 
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
 enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
@@ -121,6 +122,23 @@ def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
     return kv_transfer.match_on_decode(stock, queue, req)
 
 
+def required_for_admission(
+    stock: Any, queue: Any, req: Any, allocated_tokens: int, prefix_len: int, retractable_tokens: int
+) -> int:
+    """Around decode's ``_required_admission_tokens``: the slots that must be free for a prompt.
+
+    SGLang adds ``--num-reserved-decode-tokens`` for an answer of any length, so a prompt that fills the pool
+    but for a short answer would wait for ever. No more is added than the answer can take.
+    """
+    most = req.sampling_params.max_new_tokens
+    left = most - len(req.output_ids)
+    if queue.transfer_backend.value != BACKEND or left >= queue.num_reserved_decode_tokens:
+        required: int = stock(queue, req, allocated_tokens, prefix_len, retractable_tokens)
+        return required
+    alone: int = queue._rebootstrap_prefill_len(req) - prefix_len + most - retractable_tokens
+    return max(allocated_tokens + left, alone)
+
+
 def after_handshakes(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
     """After decode's ``_update_handshake_waiters``."""
     if queue.transfer_backend.value == BACKEND:
@@ -178,6 +196,11 @@ _HOOKS = hook_patch(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters",
         "after",
         after_handshakes,
+    ),
+    Hook(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._required_admission_tokens",
+        "around",
+        required_for_admission,
     ),
     Hook(f"{_SCHEDULER}.run_batch", "around", around_run_batch),
     Hook(f"{_SCHEDULER}.on_idle", "after", after_idle),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,3 +115,29 @@ def test_a_server_that_keeps_its_settings_can_still_be_forked() -> None:
         "assert 'prometheus_client' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "given", "required"),
+    [
+        (7_600, 8, 0, 7_608),
+        (7_600, 8, 3, 7_608),
+        (7_600, 512, 0, 8_112),
+        (7_000, 4_000, 0, 11_000),
+    ],
+)
+def test_no_more_is_reserved_than_an_answer_can_take(
+    prompt: int, most: int, given: int, required: int
+) -> None:
+    """SGLang reserves 512 slots for each answer: a pool of 8,000 never has room for 7,600 and 512."""
+    queues = resolve("sglang.srt.disaggregation.decode.DecodePreallocQueue")
+    queue = SimpleNamespace(
+        transfer_backend=SimpleNamespace(value="global"),
+        num_reserved_decode_tokens=512,
+        _rebootstrap_prefill_len=lambda _: prompt,
+    )
+    req = SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=most), output_ids=[1] * given)
+    stock = queues._required_admission_tokens
+    assert patch.required_for_admission(stock, queue, req, prompt, 0, 0) == required
+    queue.transfer_backend.value = "mooncake"
+    assert patch.required_for_admission(stock, queue, req, prompt, 0, 0) >= prompt + 512

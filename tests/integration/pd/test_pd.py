@@ -21,6 +21,7 @@ from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
     NO_TOKEN,
+    POOL_TOKENS,
     RETURNED,
     WAS_GIVEN_UP,
     FaultySpec,
@@ -499,6 +500,23 @@ async def test_a_decode_server_that_starts_with_another_fine_tune_is_refused(
         async with Router(RouterConfig(worker_urls=(prefill.url, first.url), port=0)) as router:
             answered, _ = await generate(client, router.url, prompt)
     assert_same(rig.expected(prompt), answered)
+    nothing_is_left(rig.pd.servers)
+
+
+@between_hosts_too
+@pytest.mark.parametrize("room", [400, 40])
+def test_a_prompt_that_all_but_fills_the_pool_is_answered(rig: Rig, room: int) -> None:
+    """SGLang's decode keeps room for 512 tokens of any answer, and such a prompt waited for ever."""
+    prompt = prompt_of(420, POOL_TOKENS - room)
+    assert_same(rig.expected(prompt, 4), rig.pd.start(prompt, max_new_tokens=4)[1].result(120))
+    nothing_is_left(rig.pd.servers)
+
+
+@between_hosts_too
+def test_a_prompt_that_no_pool_holds_is_refused_with_its_length(rig: Rig) -> None:
+    for each in rig.pd.start(prompt_of(421, POOL_TOKENS + 10), max_new_tokens=4):
+        with pytest.raises(AssertionError, match=rf": 400: .*{POOL_TOKENS + 10} tokens.*maximum allowed"):
+            each.result(120)
     nothing_is_left(rig.pd.servers)
 
 
