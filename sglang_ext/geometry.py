@@ -19,6 +19,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
+
+BIDIRECTIONAL: Final = frozenset({
+    "BertModel", "Contriever", "BertForSequenceClassification", "XLMRobertaModel",
+    "XLMRobertaForSequenceClassification",
+})  # fmt: skip
+"""Architectures in which the KV of a token depends on those behind it, too: no prefix of it can be reused."""
 
 TOKEN_DIM = "T"
 HEAD_DIM = "H"

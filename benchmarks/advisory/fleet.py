@@ -22,7 +22,7 @@ from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 MODEL = "small"
-MODELS = tuple(name for name, recipe in RECIPES.items() if recipe.has_weights)
+MODELS = tuple(name for name, recipe in RECIPES.items() if recipe.generates)
 BLOCK_TOKENS = 16
 REGISTER_S = 40.0
 

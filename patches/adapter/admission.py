@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from sglang_ext.geometry import BIDIRECTIONAL
 from sglang_ext.keys import GROUP_TOKENS
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Facts:
     is_dsa: bool = False
     is_hybrid_ssm: bool = False
     is_hybrid_swa: bool = False
+    is_bidirectional: bool = False
+    """Tokens attend to those behind them."""
     is_multimodal: bool = False
     block_size: int = GROUP_TOKENS
     kv_with_whole_windows: float | None = None
@@ -109,9 +112,16 @@ def _with_model(config: ModelConfig, flags: Facts) -> Facts:
         is_dsa=is_deepseek_dsa(config.hf_config),
         is_hybrid_ssm=mambaish_config(config) is not None,
         is_hybrid_swa=bool(config.is_hybrid_swa),
+        is_bidirectional=_is_bidirectional(config),
         is_multimodal=config.is_multimodal,
         kv_with_whole_windows=_kv_with_whole_windows(config) if config.is_hybrid_swa else None,
     )
+
+
+def _is_bidirectional(config: ModelConfig) -> bool:
+    described = getattr(config, "embedding_model_spec", None)  # from 0.5.23 on
+    both_ways = described is not None and described.bidirectional_attention
+    return both_ways or not BIDIRECTIONAL.isdisjoint(config.hf_config.architectures or ())
 
 
 def _kv_with_whole_windows(config: ModelConfig) -> float | None:
@@ -225,6 +235,12 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         (facts.is_hybrid_swa, "sliding-window attention"),
     )
     found = [kind for present, kind in kinds if present]
+    if facts.is_bidirectional:
+        return (
+            f"{chosen} does not serve models with bidirectional attention: KV of a prefix depends on the "
+            f"tokens behind it. Start without {FLAG}, and with --disable-radix-cache: without that flag, the "
+            f"server ends at the second prompt with the same beginning"
+        )
     if found == ["sliding-window attention"] and facts.kv_with_whole_windows is not None:
         return (
             f"{chosen} does not serve models with {found[0]}. Add {WHOLE_WINDOWS}, with which layers "

@@ -66,6 +66,8 @@ class SglangHost:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         scheduler = self._scheduler
+        if not scheduler.is_generation:
+            return None  # one to generate would end it
         if max(tokens) >= scheduler.model_config.vocab_size or min(tokens) < 0:
             logger.warning("a router asks for token ids that the model has not; they are not computed")
             return None

@@ -5,13 +5,16 @@ What: hooks at four places.
 - around the reading of a request's shape: ``n`` is bounded, as the request is repeated in memory so many
   times before anything of it is checked. What raises anything but ``ValueError``, and ids of the request that
   are no strings, are answered with a 400 instead of a 500;
-- around the making of a tokenized request: SGLang compares values as they came (``"8" <= 4``), so that a
-  wrong type raises ``TypeError``. It becomes a ``ValueError``, a 400 that names the field;
+- around the making of a tokenized request: a request to generate ends the scheduler of a model that embeds or
+  classifies; it is refused. SGLang compares values as they came (``"8" <= 4``), so that a wrong type raises
+  ``TypeError``. It becomes a ``ValueError``, a 400 that names the field;
 - before a message is sent to the scheduler: it is encoded and decoded as the scheduler would do it, and every
   number in it has to fit the tensors that the scheduler makes of it. The scheduler decodes messages, and
   builds the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
-- around the admission of a request in the scheduler: what the request asks of sampling is built once for it
-  alone, as it would be for a batch. What raises is reported as the end of that request.
+- around the admission of a request in the scheduler: its sampling is built once for it alone, as it would
+  be for a batch. The prompt of a request to embed or classify is checked, because SGLang goes on with one
+  that is empty, too long or outside the vocabulary. So are vectors in place of embeddings, which must have
+  the model's width. What raises is reported as the end of that request.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -30,6 +33,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sglang_ext.patches.hooks.vocabulary import EMPTY, out_of_vocabulary
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
 logger = logging.getLogger(__name__)
@@ -193,6 +197,13 @@ def around_tokenized(stock: Callable[..., Any], manager: Any, obj: Any, *args: A
     Raises:
         ValueError: the request's values cannot be used.
     """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    if isinstance(obj, GenerateReqInput) and not manager.is_generation:
+        raise ValueError(
+            "the model of this server embeds, classifies or scores, and generates no text; ask it at "
+            "/v1/embeddings, /encode, /v1/classify, /classify, /v1/score or /v1/rerank"
+        )
     try:
         return stock(manager, obj, *args, **kwargs)
     except ValueError:
@@ -232,6 +243,36 @@ def check_logprobs(message: Any, vocab_size: int) -> None:
     start = getattr(message, "logprob_start_len", -1)
     if start < -1:
         raise ValueError(f"logprob_start_len must be at least -1, not {start}")
+
+
+def check_pooled(message: Any, scheduler: Any) -> None:
+    """Check the prompt of a request to embed or classify. SGLang computes it although its own check fails.
+
+    Raises:
+        ValueError: the scheduler would end, or never answer.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    if (
+        message.mm_inputs is None
+    ):  # of pictures, there are hashes among the tokens, and their number is checked
+        if not message.input_ids:
+            raise ValueError(EMPTY)
+        if problem := out_of_vocabulary(message.input_ids, scheduler.model_config.vocab_size):
+            raise ValueError(problem)
+        most = scheduler.max_req_input_len
+        if len(message.input_ids) >= most and not get_serving().allow_auto_truncate:
+            raise ValueError(
+                f"The prompt has {len(message.input_ids)} tokens; the KV pool of this server takes prompts "
+                f"of fewer than {most}. Raise --max-total-tokens"
+            )
+    overrides = message.positional_embed_overrides
+    shape = getattr(getattr(overrides, "embeds", None), "shape", None)  # none of a handle to a GPU's memory
+    width = scheduler.model_config.hidden_size
+    if shape is not None and shape[-1] != width:
+        raise ValueError(
+            f"vectors in the place of embeddings have {shape[-1]} numbers, and the model's embeddings {width}"
+        )
 
 
 class Alone:
@@ -310,7 +351,11 @@ def around_admission(
     stock: Callable[..., None], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Around ``handle_generate_request`` and ``handle_embedding_request``, on all ranks alike."""
+    from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput
+
     try:
+        if isinstance(recv_req, TokenizedEmbeddingReqInput):
+            check_pooled(recv_req, scheduler)
         check_logprobs(recv_req, scheduler.model_config.vocab_size)
         check_sampling(recv_req, scheduler)
         stock(scheduler, recv_req, *args, **kwargs)

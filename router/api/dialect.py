@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import orjson
 
 from sglang_ext.router.api.job import Job
-from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.limits import Limits, ModelKind
 from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.stream_splice import StreamSplice
 from sglang_ext.router.api.usage import Usage
@@ -100,8 +100,26 @@ class Dialect(ABC):
     summary: ClassVar[str]
     """For ``/openapi.json``."""
 
+    answered_by: ClassVar[frozenset[ModelKind]] = frozenset({ModelKind.GENERATES})
+    """Kinds of models whose servers answer it."""
+
+    def check_model(self, kind: ModelKind) -> None:
+        """Check that the servers of a model answer such requests.
+
+        Raises:
+            RequestRefused: they would refuse it, or end.
+        """
+        if kind not in self.answered_by:
+            paths = ", ".join(path for path, dialect in DIALECTS.items() if kind in dialect.answered_by)
+            raise RequestRefused(
+                f"the model of this fleet {kind.value}, and cannot answer {self.path}; it answers {paths}",
+                code="model_cannot",
+            )
+
     # -- requests -----------------------------------------------------------------------------------
 
+    takes_salt: ClassVar[bool] = True
+    """Servers take ``cache_salt``, which keeps tenants' KV apart, and ``extra_key``."""
     prompt_field: ClassVar[str]
     """Where prompts stand, for the texts of errors; ``ids_field`` where they are token ids."""
     ids_field: ClassVar[str] = ""
@@ -207,7 +225,7 @@ class Dialect(ABC):
     # -- answers --------------------------------------------------------------------------------------
 
     stream_type: ClassVar[str] = EVENT_STREAM_TYPE
-    """Content type of streams."""
+    """Content type of streams; empty where no answer is one."""
     whole_events: ClassVar[bool] = False
     """Each event of a stream has the whole answer so far, with the ids of what was generated."""
     says_usage: ClassVar[re.Pattern[bytes]] = SAYS_USAGE

@@ -93,10 +93,9 @@ class Generate(Dialect):
     prompt_field = "text"
     ids_field = "input_ids"
     own_fields = fields(
-        """image_data video_data audio_data modalities image_max_dynamic_patch video_max_dynamic_patch
-        input_embeds sampling_params require_reasoning max_thinking_tokens return_logprob logprob_start_len
-        top_logprobs_num token_ids_logprob return_text_in_logprobs return_flat_raw_top_logprobs
-        return_entropy return_indexer_topk no_logs"""
+        """image_max_dynamic_patch video_max_dynamic_patch require_reasoning max_thinking_tokens
+        return_logprob logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs
+        return_flat_raw_top_logprobs return_entropy return_indexer_topk no_logs"""
     )
     media_in = MEDIA_FIELDS
     custom_params_in = "sampling_params"
@@ -115,13 +114,13 @@ class Generate(Dialect):
                 param="background",
                 code="unsupported_parameter",
             )
-        prompts, is_batch = _prompts(payload, limits)
-        sampling, choices = _sampling(payload.get("sampling_params"), len(prompts), is_batch, limits)
+        prompts, is_batch = take_native_prompts(payload, limits)
+        sampling, choices = take_sampling(payload.get("sampling_params"), len(prompts), is_batch, limits)
         if not _PER_PROMPT.isdisjoint(payload):
             _check_lists(payload, len(prompts), is_batch)
             _check_logprobs(payload, limits)
         session = _session(payload)
-        media = _media_digest(payload)
+        media = media_digest(payload)
         spaces = namespaces(payload, len(prompts))
         return Job(
             stream,
@@ -212,20 +211,20 @@ def _sum(total: int | None, value: Any) -> int | None:
 # -- what a body must look like -----------------------------------------------------------------------
 
 
-def _has_media(payload: Json) -> bool:
+def has_media(payload: Json) -> bool:
     return not payload.keys().isdisjoint(MEDIA_FIELDS) and any(payload.get(name) for name in MEDIA_FIELDS)
 
 
-def _media_digest(payload: Json) -> str:
+def media_digest(payload: Json) -> str:
     """A digest of all that comes beside the prompts, in whatever form; empty where nothing comes."""
-    if not _has_media(payload):
+    if not has_media(payload):
         return ""
     return hashlib.blake2b(
         orjson.dumps([payload.get(name) for name in MEDIA_FIELDS]), digest_size=16
     ).hexdigest()
 
 
-def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
+def take_native_prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
     """The prompts, and whether they are a batch."""
     given = [name for name in ("text", "input_ids", "input_embeds") if payload.get(name) is not None]
     if len(given) != 1:
@@ -241,7 +240,7 @@ def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
         return [PromptInput(text="", opaque=True)], False
     if name == "text":
         what = "a string or an array of strings"
-        return take_prompts(value, name, what, limits, ids=False, allow_empty=_has_media(payload))
+        return take_prompts(value, name, what, limits, ids=False, allow_empty=has_media(payload))
     session = payload.get("session_params")
     if value == [] and isinstance(session, dict) and session.get("id"):
         return [PromptInput(text="", opaque=True)], False  # the session's history is the prompt
@@ -271,7 +270,7 @@ def _session(payload: Json) -> str | None:
     return params.get("id") or None
 
 
-def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[list[int | None], int]:
+def take_sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[list[int | None], int]:
     """(max_new_tokens per prompt, choices per prompt)."""
     if value is None:
         return [None] * count, 1
@@ -280,7 +279,7 @@ def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[l
         return [value.get("max_new_tokens")] * count, value.get("n") or 1
     if type(value) is not list:
         raise wrong("sampling_params", "an object or an array of objects", value)
-    _check_length("sampling_params", value, count, is_batch)
+    check_length_of("sampling_params", value, count, is_batch)
     for index, item in enumerate(value):
         field = f"sampling_params[{index}]"
         if type(item) is not dict:
@@ -301,10 +300,10 @@ def _check_lists(payload: Json, count: int, is_batch: bool) -> None:
     for name in _PER_PROMPT:
         value = payload.get(name)
         if type(value) is list:
-            _check_length(name, value, count, is_batch)
+            check_length_of(name, value, count, is_batch)
 
 
-def _check_length(name: str, value: list[Any], count: int, is_batch: bool) -> None:
+def check_length_of(name: str, value: list[Any], count: int, is_batch: bool) -> None:
     """A list with an element for each prompt."""
     if not is_batch:
         raise RequestRefused(

@@ -24,12 +24,24 @@ class Chat(msgspec.Struct, frozen=True):
         return self.payload if in_place or self.in_front is None else self.in_front
 
 
+class Pair(msgspec.Struct, frozen=True):
+    """A query and a document, of which a server makes one prompt."""
+
+    query: str
+    document: str
+    instruct: str | None = None
+    """The instruction in the prompt: when a document is relevant."""
+    by_template: bool = True
+    """Render the chat template, where that is a reranker's; else have the tokenizer join the texts."""
+
+
 class PromptInput(msgspec.Struct, frozen=True):
-    """One sequence that has to be prefilled. Exactly one of ``ids``, ``text`` and ``chat`` is given."""
+    """One sequence that has to be prefilled. One of ``ids``, ``text``, ``chat`` and ``pair`` is given."""
 
     ids: array[int] | None = None
     text: str | None = None
     chat: Chat | None = None
+    pair: Pair | None = None
     opaque: bool = False
     """The tokens cannot be known here (images, embeddings): it is matched by its text only."""
     media: str = ""

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
+
+
+class ModelKind(enum.Enum):
+    """What a server makes of a prompt. SGLang ends a server that is asked for the other."""
+
+    GENERATES = "generates text"
+    POOLS = "embeds, classifies or scores"
+    """Started with ``--is-embedding``, or of a model that does nothing else."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -14,3 +24,4 @@ class Limits(msgspec.Struct, frozen=True):
     """Too long prompts are cut by the server instead of refused."""
     served_name: str = ""
     """Under which the model is served."""
+    kind: ModelKind = ModelKind.GENERATES

@@ -55,7 +55,7 @@ class Responses(Dialect):
     summary = "OpenAI responses"
     prompt_field = "input"
     own_fields = fields(
-        """input instructions max_output_tokens previous_response_id include store service_tier truncation
+        """instructions max_output_tokens previous_response_id include store service_tier truncation
         max_tool_calls"""
     )
     parts_in = ("input",)

@@ -29,6 +29,8 @@ class Usage(msgspec.Struct):
     """Tokens of one request; for a batch, of all its prompts."""
 
     prompt_tokens: int | None = None
+    partial: bool = False
+    """``prompt_tokens`` may be of some of the prompts only."""
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     tiers: dict[str, int] = {}

@@ -433,7 +433,8 @@ def _infer_cached(flight: Flight, usage: Usage) -> None:
 
 
 def _note(record: Record, usage: Usage) -> None:
-    record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
+    if usage.prompt_tokens is not None and (record.prompt_tokens is None or not usage.partial):
+        record.prompt_tokens = usage.prompt_tokens
     record.cached_tokens = usage.cached_tokens
     record.tiers = usage.tiers
     record.instance_stages = usage.stages

@@ -36,6 +36,7 @@ from sglang_ext.router.http.types import (
 )
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.admit import cannot_be_kept_apart
 from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.fleet_api")
@@ -220,17 +221,6 @@ class FleetApi:
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
             self._trees.forget(name)
-
-
-def cannot_be_kept_apart(path: str) -> RequestRefused:
-    """The answer to a tenant whose prompts SGLang would cache under no name of its own."""
-    return RequestRefused(
-        f"SGLang takes no cache_salt at {path}, so that prompts of several tenants would share KV. Use a key "
-        "of a tenant with isolated = false",
-        status=403,
-        kind="permission_error",
-        code="not_kept_apart",
-    )
 
 
 def _refusing(row: ServerRoute) -> Handler:

@@ -172,6 +172,7 @@ class Generation:
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
+        dialect.check_model(model.model.kind)
         limits = model.limits
         if (answer := dialect.answer_at_once(payload, limits)) is not None:
             record.status = 200

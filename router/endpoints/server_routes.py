@@ -68,6 +68,12 @@ _TABLE: Final = (
         "/generate /vertex_generate /v1/chat/completions /invocations /v1/completions /v1/responses "
         "/v1/messages /api/chat /api/generate",
     ),
+    *_rows(
+        How.PREFIX,
+        "embeddings and classes, of a model that embeds or classifies",
+        "/v1/embeddings /encode /v1/classify /classify",
+    ),
+    *_rows(How.PREFIX, "scores of items, and documents in the order of theirs", "/v1/score /v1/rerank"),
     *_rows(How.ANY, "tokens of a text or a conversation", "/tokenize /v1/tokenize /v1/messages/count_tokens"),
     *_rows(How.ANY, "text of tokens", "/detokenize /v1/detokenize"),
     *_rows(
@@ -152,11 +158,6 @@ _TABLE: Final = (
         How.HERE, "sends browsers to the chat under /ui; programs read that SGLang runs", "/", method="GET"
     ),
     *_rows(How.HERE, "ends a request by its name", "/abort_request"),
-    *_rows(
-        How.REFUSED,
-        "a fleet of this router generates text. For embeddings, scores and classes, " + _DIRECTLY,
-        "/v1/embeddings /v1/rerank /v1/score /v1/classify /classify /encode",
-    ),
     *_rows(
         How.REFUSED,
         "the router reads no forms and passes none on. For speech, " + _DIRECTLY,

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
-from sglang_ext.router.api.limits import Limits
+from sglang_ext.router.api.limits import Limits, ModelKind
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's, for servers that do not tell."""
@@ -23,11 +23,14 @@ class ModelFacts:
     vocab_size: int
     """Token ids at or above it kill a stock SGLang scheduler."""
     context_length: int
+    kind: ModelKind = ModelKind.GENERATES
 
     def difference(self, other: ModelFacts) -> str | None:
         """The first field in which ``other`` differs, with both values; ``None`` when they agree."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not theirs and name == "kind":
+                return f"it {theirs.value}, and this fleet's model {mine.value}"
             if mine != theirs:
                 return f"{name} {theirs!r} instead of {mine!r}"
         return None
@@ -72,7 +75,6 @@ class InstanceFacts:
     tokenizer_path: str
     truncates: bool = False
     """``--allow-auto-truncate``: too long prompts are cut instead of refused."""
-    is_generation: bool = True
     bootstrap_port: int | None = None
     """Of a prefill server: where decode servers ask it for KV."""
     tells: bool = False
@@ -84,12 +86,14 @@ class InstanceFacts:
     chat: ChatFacts = ChatFacts()
     batching: Batching = ANY
     """How it fills its forward passes."""
+    obstacle: str = ""
+    """Why ordinary requests would end it, with the way out; empty where they do not."""
 
     @property
     def limits(self) -> Limits:
         """What requests are checked against."""
         model = self.model
-        return Limits(model.vocab_size, model.context_length, self.truncates, model.name)
+        return Limits(model.vocab_size, model.context_length, self.truncates, model.name, model.kind)
 
 
 def bootstrap_of(url: str, facts: InstanceFacts | None) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
 from sglang_ext.errors import InternalError
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.instance_record import ROLES, InstanceRecord, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
@@ -440,10 +441,12 @@ def _is_near(url: str) -> bool:
 
 def _unfit(facts: InstanceFacts, registration: Registration | None) -> str | None:
     """Why an instance cannot serve in any fleet of this router."""
-    if not facts.is_generation:
-        return "it serves an embedding model"
+    if facts.obstacle:
+        return facts.obstacle
     if facts.role not in ROLES:
         return f"its role is {facts.role}, which no router here knows"
+    if facts.model.kind is ModelKind.POOLS and Role(facts.role) is not Role.COLOCATED:
+        return f"its model {facts.model.kind.value}, and its role is {facts.role}; start it without a role"
     if registration is not None and registration.role != facts.role:
         return f"it registered as {registration.role}, and its server says {facts.role}"
     return None

@@ -18,6 +18,8 @@ import orjson
 
 from sglang_ext.cost_model import Batching
 from sglang_ext.errors import PeerError
+from sglang_ext.geometry import BIDIRECTIONAL
+from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import ChatFacts, EventSource, InstanceFacts, ModelFacts
 from sglang_ext.router.http.types import JSON_TYPE, Upstream
@@ -142,21 +144,22 @@ class WorkerApi:
                     or model.get("model_path")
                 ),
                 architecture=str(architectures[0]),
-                vocab_size=await self._vocab_size(url, timeout_s) if generates else 0,
+                vocab_size=await self._vocab_size(url, timeout_s),
                 context_length=context_length,
+                kind=ModelKind.GENERATES if generates else ModelKind.POOLS,
             ),
             weight_version=str(model.get("weight_version")),
             identity=_identity(server),
             role=_ROLES.get(model.get("disaggregation_mode"), str(model.get("disaggregation_mode"))),
             tokenizer_path=str(model.get("tokenizer_path") or model.get("model_path")),
             truncates=bool(server.get("allow_auto_truncate")),
-            is_generation=generates,
             bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
             tells=_tells(server.get("launch_command")),
             events=_events(url, server),
             changes_role=bool(server.get("enable_pd_role_switch")),
             chat=_chat_facts(model, server),
             batching=_batching(server),
+            obstacle=_obstacle(model, server, str(architectures[0])),
         )
 
     async def _object(self, url: str, target: str, timeout_s: float) -> Json:
@@ -193,6 +196,18 @@ class WorkerApi:
         if answer.status != 200 or not isinstance(tokens, list):
             raise NotUsable(f"{url}/v1/tokenize answered {answer.status}")
         return tokens
+
+
+def _obstacle(model: Json, server: Json, architecture: str) -> str:
+    """Why ordinary prompts would end a server; empty where they do not."""
+    described = model.get("embedding")
+    both_ways = isinstance(described, dict) and described.get("attention") == "bidirectional"
+    if not (both_ways or architecture in BIDIRECTIONAL) or server.get("disable_radix_cache"):
+        return ""
+    return (
+        "its model has bidirectional attention, with which SGLang's radix cache ends the server at the "
+        "second prompt with the same beginning; start it with --disable-radix-cache"
+    )
 
 
 def _port(value: object) -> int | None:

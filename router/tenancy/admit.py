@@ -56,11 +56,13 @@ def admit(
         in_place: whether the model sees system messages in the midst of a conversation.
 
     Raises:
-        RequestRefused: 400, naming the field.
+        RequestRefused: 400, naming the field; 403 where a tenant's KV could not be kept apart.
     """
     if dialect.admitted_as is not None:
         return _admit_rewritten(dialect, payload, request, caller, limits, rules, new_rid, in_place)
     check_reserved(payload, caller, dialect)
+    if caller.salt is not None and not dialect.takes_salt:
+        raise cannot_be_kept_apart(dialect.path)
     priority = priority_of(payload, caller)
     job = with_salt(dialect.parse(payload, limits), caller)
     check_rid(payload, job)
@@ -181,6 +183,17 @@ def check_reserved(payload: Json, caller: Caller, dialect: Dialect | None) -> No
             raise RequestRefused(
                 f"{name} must be a string or an array of strings", param=name, code="invalid_type"
             )
+
+
+def cannot_be_kept_apart(path: str) -> RequestRefused:
+    """The answer to a tenant whose prompts SGLang would cache under no name of its own."""
+    return RequestRefused(
+        f"SGLang takes no cache_salt at {path}, so that prompts of several tenants would share KV. Use a key "
+        "of a tenant with isolated = false",
+        status=403,
+        kind="permission_error",
+        code="not_kept_apart",
+    )
 
 
 def _each(value: Any) -> list[Json]:

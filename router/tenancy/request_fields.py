@@ -47,7 +47,8 @@ def _all(who: Who, names: str) -> dict[str, Who]:
 
 FIELDS: Final[Mapping[str, Who]] = {
     # -- the prompt ----------------------------------------------------------------------------------
-    **_all(Who.CLIENT, "text input_ids messages model reasoning"),
+    **_all(Who.CLIENT, "text input_ids input_embeds messages input query model reasoning sampling_params"),
+    **_all(Who.CLIENT, "image_data video_data audio_data modalities"),
     # Media are fetched by the server, and hashed by what it has got.
     **_all(Who.CLIENT, "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch"),
     **_all(Who.CLIENT, "mm_processor_kwargs thinking"),
@@ -63,6 +64,7 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.CLIENT, "return_prompt_token_ids return_token_ids return_sampling_mask"),
     **_all(Who.CLIENT, "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"),
     **_all(Who.CLIENT, "return_cached_tokens_details return_spec_tokens_details"),
+    **_all(Who.CLIENT, "dimensions return_pooled_hidden_states embed_override_token_id"),
     # "background" is metered by the API that has it, and refused by the other one whose server takes it.
     **_all(Who.CLIENT, "background"),
     # -- whose it is ---------------------------------------------------------------------------------
@@ -83,10 +85,12 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.TRUSTED, "mm_hashes mm_content_hashes"),
     # What is not ours of SGLang's hints to its storage is "set by a trusted orchestrator, never by a client".
     **_all(Who.TRUSTED, "kv_hints"),
+    # -- vectors in the place of tokens' embeddings: one of another size than the model's ends the server --
+    **_all(Who.TRUSTED, "embed_overrides query_embed_overrides item_embed_overrides"),
     # -- SGLang's own notes ------------------------------------------------------------------------------
     **_all(Who.NOBODY, "lora_id http_worker_ipc external_trace_header received_time return_bytes"),
     **_all(Who.NOBODY, "need_wait_for_mm_inputs num_items_assigned encoder_urls positional_embed_overrides"),
-    **_all(Who.NOBODY, "multi_item_delimiter_indices token_indices_to_pool"),
+    **_all(Who.NOBODY, "multi_item_delimiter_indices token_indices_to_pool decision_layout"),
 }
 """Top-level fields of bodies. A name means the same in every HTTP API. What only one API has, and clients may
 set there, stands with it (``Dialect.own_fields``)."""
@@ -237,6 +241,11 @@ def _why(who: Who | None, name: str) -> str:
         return "is set by the router and cannot be chosen"
     if who is Who.NOBODY:
         return "is set by the server and cannot be chosen"
+    if name.endswith("embed_overrides"):
+        return (
+            "ends a server that has a model of another width than its vectors; a router without tenants lets "
+            f"it through with --trusted-fields {name}"
+        )
     return (
         "names content by a hash that servers take on trust, so that one client could give its own to "
         f"others; a router without tenants lets it through with --trusted-fields {name}"

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 import jinja2.nodes
 import orjson
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sglang_ext.router.api.job import Pair
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import ChatFacts
 
@@ -42,6 +45,31 @@ class CannotRender(Exception):
 
 class TemplateFailed(CannotRender):
     """The chat template raises for a conversation and its arguments, as it will at the server."""
+
+
+def reranking(template: str) -> Callable[[Pair], str] | None:
+    """What makes a prompt of a query and a document, where a chat template is a reranker's (Qwen3's); None
+    where it is another one, as SGLang tells them apart (``entrypoints/openai/serving_rerank.py``)."""
+    lower = template.lower()
+    if not ("answer can only be" in lower and '"yes"' in lower and '"no"' in lower):
+        return None
+    if "<|vision_start|>" in lower or "<|image_pad|>" in lower:
+
+        def other(pair: Pair) -> str:
+            raise CannotRender("a reranker of pictures puts a query and a document together in its own way")
+
+        return other
+    compiled = ImmutableSandboxedEnvironment(loader=jinja2.BaseLoader()).from_string(template)
+
+    def render(pair: Pair) -> str:
+        messages = [{"role": "user", "content": text} for text in (pair.query, pair.document)]
+        told = {"instruct": pair.instruct} if pair.instruct else {}
+        try:
+            return compiled.render(messages=messages, **told)
+        except Exception as error:
+            raise TemplateFailed(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+    return render
 
 
 @dataclass(frozen=True, slots=True)

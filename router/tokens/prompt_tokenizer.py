@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
-from sglang_ext.router.api.job import Chat
+from sglang_ext.router.api.job import Chat, Pair
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.tokens.chat_template import (
@@ -18,6 +18,7 @@ from sglang_ext.router.tokens.chat_template import (
     TemplateFailed,
     content_format,
     prepare,
+    reranking,
     shows_system_in_place,
     unsupported,
 )
@@ -55,6 +56,8 @@ class PromptTokenizer:
         self.segmenter = Segmenter(encode, special, vocabulary, cache)
         bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
         self._before, self._after = _wrapping(list(bare), list(whole))
+        self._around_pair = _around_pair(tokenizer, encode)
+        self._reranks = None if template is None else reranking(template)
 
     def encode_text(self, text: str, most_new: int | None = None) -> bytes:
         """The tokens of a prompt as ``/generate`` and ``/v1/completions`` take it, special tokens added.
@@ -63,6 +66,21 @@ class PromptTokenizer:
             most_new: see ``Segmenter.encode``.
         """
         return self._before + self.segmenter.encode(text, most_new) + self._after
+
+    def encode_pair(self, pair: Pair, most_new: int | None = None) -> bytes:
+        """The tokens of a query and a document, as ``/v1/rerank`` puts them together.
+
+        Raises:
+            TemplateFailed: the template cannot be rendered with them.
+            CannotRender: the server shows them to the model in a way that is not known here.
+        """
+        if pair.by_template and self._reranks is not None:
+            return self.encode_text(self._reranks(pair), most_new)
+        if self._around_pair is None:
+            raise CannotRender("the tokenizer puts two texts together in a way of its own")
+        before, between, after = self._around_pair
+        query = self.segmenter.encode(pair.query, most_new)
+        return before + query + between + self.segmenter.encode(pair.document, most_new) + after
 
     def encode_chat(
         self,
@@ -214,6 +232,27 @@ def _backend(
         if not (token.normalized or token.lstrip or token.rstrip or token.single_word) and token.content
     ]
     return encode, special, backend.get_vocab(with_added_tokens=True)
+
+
+def _around_pair(
+    tokenizer: Any, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]
+) -> tuple[bytes, bytes, bytes] | None:
+    """The special tokens before, between and after two texts; None where a tokenizer does otherwise."""
+    first, second = map(list, encode(["a", "b"]))
+    try:
+        whole = list(tokenizer([["a", "b"]])["input_ids"][0])
+    except (TypeError, ValueError):
+        return None  # one of Python, which takes no pairs in this form
+    if len(first) != 1 or len(second) != 1 or whole.count(first[0]) != 1 or whole.count(second[0]) != 1:
+        return None
+    start, end = whole.index(first[0]), whole.index(second[0])
+    if start > end:
+        return None
+    return (
+        encode_tokens(whole[:start]),
+        encode_tokens(whole[start + 1 : end]),
+        encode_tokens(whole[end + 1 :]),
+    )
 
 
 def _wrapping(bare: list[int], whole: list[int]) -> tuple[bytes, bytes]:

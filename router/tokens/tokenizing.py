@@ -210,6 +210,8 @@ class TokenizerService:
                         answer_follows=answer_follows,
                         most_new=most_new,
                     )
+                elif prompt.pair is not None:
+                    key = tokenizer.encode_pair(prompt.pair, most_new)
                 else:
                     key = tokenizer.encode_text(prompt.text or "", most_new)
                 return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
@@ -230,6 +232,8 @@ class TokenizerService:
             raw = text_of(prompt.chat.payload).encode()
         elif prompt.ids is not None:
             raw = prompt.media.encode() + encode_tokens(prompt.ids)
+        elif prompt.pair is not None:
+            raw = (prompt.media + prompt.pair.query + prompt.pair.document).encode()
         else:
             raw = (prompt.media + (prompt.text or "")).encode()
         return Encoded(("text", *prompt.namespace), raw[: len(raw) // TOKEN_BYTES * TOKEN_BYTES], None)
@@ -294,6 +298,8 @@ def _size(prompt: PromptInput) -> int:
     """About how many characters there are to look at."""
     if prompt.text is not None:
         return len(prompt.text)
+    if prompt.pair is not None:
+        return len(prompt.pair.query) + len(prompt.pair.document)
     if prompt.chat is None:
         return 0
     messages = prompt.chat.payload.get("messages")

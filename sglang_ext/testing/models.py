@@ -34,6 +34,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.testing.encoders import CROSS_ENCODER, bert_shapes
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -60,6 +61,11 @@ class Recipe:
     summary: str
     config: dict[str, Any]
     has_weights: bool = True
+
+    @property
+    def generates(self) -> bool:
+        """Whether a server of it generates text."""
+        return self.has_weights and "id2label" not in self.config
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -234,6 +240,23 @@ RECIPES: dict[str, Recipe] = {
             },
             has_weights=False,
         ),
+        Recipe(
+            "tiny-classifier",
+            "Llama that gives a text one of three classes, for tests",
+            {
+                **_LLAMA,
+                "architectures": ["LlamaForSequenceClassification"],
+                "hidden_size": 256,
+                "intermediate_size": 1024,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+                "id2label": {"0": "praise", "1": "blame", "2": "neither"},
+                "label2id": {"praise": 0, "blame": 1, "neither": 2},
+            },
+        ),
+        Recipe("tiny-cross-encoder", "BERT that scores a query and a document, for tests", CROSS_ENCODER),
     )
 }
 
@@ -292,6 +315,8 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     if not recipe.has_weights:
         return {}
     config = recipe.config
+    if config["model_type"] == "bert":
+        return dict(bert_shapes(config))
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = _mla_attention if "kv_lora_rank" in config else _llama_attention
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
@@ -304,6 +329,8 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
         shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
     shapes["model.norm.weight"] = (hidden,)
+    if "id2label" in config:
+        shapes["score.weight"] = (len(config["id2label"]), hidden)
     if "vision_config" in config:
         shapes.update(_vision(config["vision_config"]))
     return shapes
@@ -382,7 +409,7 @@ def build_model(name: str, dtype: DType, out_dir: Path | str) -> Path:
         {key: recipe.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
     vision = "vision_config" in recipe.config
-    write_tokenizer(out_dir, CONTEXT_LENGTH, vision=vision)
+    write_tokenizer(out_dir, recipe.config["max_position_embeddings"], vision=vision)
     if vision:
         _write_json(out_dir / "preprocessor_config.json", _PICTURES)
     if recipe.has_weights:
@@ -395,7 +422,12 @@ def recipe_hash(name: str, dtype: DType) -> str:
     _recipe(name, dtype)
     digest = hashlib.sha256(f"{name} {dtype}".encode())
     here = Path(__file__).parent
-    sources = [here / "models.py", here / "tokenizer.py", *sorted((here / "static").iterdir())]
+    sources = [
+        here / "models.py",
+        here / "encoders.py",
+        here / "tokenizer.py",
+        *sorted((here / "static").iterdir()),
+    ]
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]

@@ -87,6 +87,27 @@ BODIES: dict[str, list[Any]] = {
         {"instances": [{"input_ids": [5, 6], "image_data": "data:,"}], "parameters": {"stream": True, "rid": ["r"]}},
         {"instances": []},
     ],
+    "/v1/embeddings": [
+        {"model": "m:a", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "rid": ["1", "2"]},
+        {"input": [[5, 6], [7]], "lora_path": ["a", None], "priority": 1},
+        {"input": [{"text": "x", "image": "data:,"}, {"video": "data:,"}]},
+    ],
+    "/encode": [
+        {"text": [["a", "b"]], "is_cross_encoder_request": True},
+        {"input_ids": [[5, 6], [7]], "sampling_params": [{"n": 1}, {}], "return_pooled_hidden_states": True},
+        {"text": "x", "image_data": [{"url": "data:,"}]},
+    ],
+    "/v1/classify": [{"model": "m", "input": ["a", "b"], "user": "u"}, {"input": [5, 6]}],
+    "/classify": [{"text": ["a", "b"], "dimensions": 2}],
+    "/v1/score": [
+        {"query": "q", "items": ["a", "b"], "label_token_ids": [5, 6], "apply_softmax": True, "temperature": 0.5},
+        {"query": [5], "items": [[6], []], "label_token_ids": [[5], [6]], "item_first": True},
+    ],
+    "/v1/rerank": [
+        {"query": "q", "documents": ["a", "b"], "top_n": 1, "return_documents": False, "instruct": "i"},
+        {"query": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}],
+         "documents": [[{"type": "text", "text": "y"}]]},
+    ],
 }  # fmt: skip
 ADVISORY = [
     {"session": "s", "earliest_s": 1, "ttl_s": 20},

@@ -9,9 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from sglang.srt.managers import io_struct
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.hooks import request_values
 
 VOCABULARY = 100
@@ -197,6 +200,80 @@ def test_what_raises_in_the_admission_ends_that_request_only() -> None:
 
     request_values.around_admission(stock, scheduler(sent), message())
     assert "no such thing" in sent[0].finished_reason["message"]
+
+
+# -- models that embed or classify -------------------------------------------------------------------
+
+
+def test_a_request_to_generate_is_refused_where_the_model_embeds() -> None:
+    def ask(kind: Any, is_generation: bool) -> list[Any]:
+        tokenized: list[Any] = []
+        manager = SimpleNamespace(sampling_params_class=SamplingParams, is_generation=is_generation)
+        request = kind(text="a", sampling_params={})
+        request_values.around_tokenized(lambda _manager, obj: tokenized.append(obj), manager, request)
+        return tokenized
+
+    for kind, is_generation in (
+        (io_struct.GenerateReqInput, True),
+        (io_struct.EmbeddingReqInput, True),
+        (io_struct.EmbeddingReqInput, False),
+    ):
+        assert len(ask(kind, is_generation)) == 1
+    with pytest.raises(ValueError, match="generates no text; ask it at /v1/embeddings"):
+        ask(io_struct.GenerateReqInput, False)
+
+
+def pooled(**fields: Any) -> io_struct.TokenizedEmbeddingReqInput:
+    """What SGLang's tokenizer process makes of a request to embed or classify."""
+    given: dict[str, Any] = {
+        "rid": "r", "input_text": "", "input_ids": array("q", [1, 2]), "mm_inputs": None,
+        "token_type_ids": None, "sampling_params": SamplingParams(max_new_tokens=0),
+    }  # fmt: skip
+    return io_struct.TokenizedEmbeddingReqInput(**{**given, **fields})
+
+
+def overridden(width: int) -> PositionalEmbeds:
+    return PositionalEmbeds(embeds=torch.zeros(1, width), positions=[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input_ids": array("q", [])}, "The prompt is empty"),
+        ({"input_ids": None}, "The prompt is empty"),
+        ({"input_ids": array("q", [1, VOCABULARY])}, "input_ids[1] is 100, outside the vocabulary"),
+        ({"input_ids": array("q", [-1])}, "input_ids[0] is -1, outside the vocabulary"),
+        ({"input_ids": array("q", [1] * 20)}, "fewer than 20. Raise --max-total-tokens"),
+        ({"positional_embed_overrides": overridden(3)}, "have 3 numbers, and the model's embeddings 8"),
+        ({}, ""),
+        ({"input_ids": array("q", [1] * 19), "positional_embed_overrides": overridden(8)}, ""),
+    ],
+)
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_prompt_to_embed_is_checked(
+    fields: dict[str, Any], words: str, truncates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(
+        runtime_context, "get_serving", lambda: SimpleNamespace(allow_auto_truncate=truncates)
+    )
+    sent: list[Any] = []
+    admitted: list[Any] = []
+    of = scheduler(sent)
+    of.model_config.hidden_size, of.max_req_input_len = 8, 20
+    request_values.around_admission(
+        lambda _scheduler, request: admitted.append(request), of, pooled(**fields)
+    )
+    cut = truncates and "fewer than" in words
+    assert len(admitted) == (not words or cut)
+    assert [words in reply.finished_reason["message"] for reply in sent] == [True] * (bool(words) and not cut)
+
+
+def test_a_model_that_embeds_computes_no_request_of_our_own() -> None:
+    host = SglangHost(None)
+    host.meet(SimpleNamespace(is_generation=False))
+    assert host.start("hint", [1, 2], None, None) is None
 
 
 @pytest.fixture

@@ -33,9 +33,12 @@ from sglang_ext.testing.tokenizer import emitted_ids
 pytestmark = pytest.mark.slow
 
 TEXT = [
-    name for name, recipe in RECIPES.items() if recipe.has_weights and "vision_config" not in recipe.config
+    name
+    for name, recipe in RECIPES.items()
+    if recipe.has_weights and recipe.config.keys().isdisjoint(("vision_config", "id2label"))
 ]
 """Those that `Reference` reads. The vision model: `tests/integration/cache/test_pictures.py`."""
+CLASSIFYING = [name for name, recipe in RECIPES.items() if "id2label" in recipe.config]
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -89,6 +92,20 @@ def test_bfloat16_is_float32_rounded_to_nearest(tmp_path: Path) -> None:
         assert header[name]["dtype"] == "BF16"
         # Half a unit in the last of 8 bits.
         np.testing.assert_allclose(rounded, whole[name], rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize("name", CLASSIFYING)
+def test_transformers_reads_every_weight_of_a_classifier(name: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it leaves a thread behind
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        model_path(name), dtype="float32", output_loading_info=True
+    )
+    assert not any(found.values()), found
+    assert sum(weight.numel() for weight in model.parameters()) == parameter_count(RECIPES[name])
+    assert model.config.num_labels == len(RECIPES[name].config["id2label"])
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("huge", "float32"), ("tiny", "float64")])

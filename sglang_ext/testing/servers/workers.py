@@ -24,6 +24,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.signals import Signal
 from sglang_ext.testing.servers import worker_dialects as dialects
+from sglang_ext.testing.servers import worker_pooling as pooling
 from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
 from sglang_ext.tiers import Tier
 
@@ -57,6 +58,7 @@ class StandInWorker:
     Args:
         tokenizer: of transformers; without one a text is a token per byte.
         vocab_size, context_length, name: what it reports.
+        generates: whether its model does; otherwise a request to generate ends it.
     """
 
     def __init__(
@@ -67,13 +69,14 @@ class StandInWorker:
         vocab_size: int = 32_000,
         context_length: int = 4096,
         name: str = "stand-in",
+        generates: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.model_info: Json = {
             "model_path": name,
             "served_model_name": name,
             "tokenizer_path": tokenizer_path,
-            "is_generation": True,
+            "is_generation": generates,
             "weight_version": "default",
             "reasoning_parser": None,
             "tool_call_parser": None,
@@ -137,6 +140,8 @@ class StandInWorker:
 
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """(path, body, headers) of every generation request."""
+        self.cached: list[int] = []
+        """Cached tokens of every prompt that was embedded, classified, scored or ranked."""
         self.rids_aborted: list[Json] = []
         """Bodies of ``/abort_request``."""
         self.kept: dict[str, Json] = {}
@@ -227,6 +232,10 @@ class StandInWorker:
             "/v1/chat/completions": self._openai,
             "/invocations": self._openai,
             "/v1/completions": self._openai,
+            **dict.fromkeys(
+                ("/v1/embeddings", "/encode", "/v1/classify", "/classify", "/v1/score", "/v1/rerank"),
+                partial(pooling.answer, self),
+            ),
         }
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -314,6 +323,8 @@ class StandInWorker:
                 f"{body['token_ids_logprob'][0]}; valid range is [0, {self.vocab_size})."
             )
         self.requests.append((request.path, body, headers_of(request)))
+        if not self.model_info["is_generation"]:
+            _cut(request)
         batch: Any = body.get("text", body.get("input_ids"))
         is_batch = isinstance(batch, list) and bool(batch) and not isinstance(batch[0], int)
         prompts = [self._ids(item) for item in (batch if is_batch else [batch])]
@@ -349,6 +360,8 @@ class StandInWorker:
     async def _openai(self, request: web.BaseRequest) -> web.StreamResponse:
         body: Json = json.loads(await request.content.read())
         self.requests.append((request.path, body, headers_of(request)))
+        if not self.model_info["is_generation"]:
+            _cut(request)
         is_chat = request.path in ("/v1/chat/completions", "/invocations")
         if is_chat:
             prompt = body.get("input_ids") or self.render(body["messages"])

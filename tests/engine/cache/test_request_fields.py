@@ -20,6 +20,7 @@ from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.messages_as_chat import to_chat
+from sglang_ext.router.api.pooling import CLASSIFY, EMBEDDINGS, ENCODE, NATIVE_CLASSIFY, RERANK, SCORE
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.rewritten.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from sglang_ext.router.api.rewritten.vertex import VERTEX
@@ -54,8 +55,14 @@ BODIES: dict[Dialect, Any] = {
     COMPLETIONS: openai.CompletionRequest,
     RESPONSES: openai.ResponsesRequest,
     MESSAGES: anthropic.AnthropicMessagesRequest,
+    EMBEDDINGS: openai.EmbeddingRequest,
+    ENCODE: io_struct.EmbeddingReqInput,
+    CLASSIFY: openai.ClassifyRequest,
+    NATIVE_CLASSIFY: io_struct.EmbeddingReqInput,
+    SCORE: openai.ScoringRequest,
+    RERANK: openai.V1RerankReqInput,
 }
-"""What SGLang makes of a body. Embeddings, scores, and whatever else it serves, have no endpoint here."""
+"""What SGLang makes of a body."""
 
 REWRITTEN: dict[Dialect, Any] = {
     OLLAMA_CHAT: ollama.OllamaChatRequest,
@@ -66,6 +73,7 @@ REWRITTEN: dict[Dialect, Any] = {
 
 LATER = {
     *("mm_processor_kwargs", "watermark", "return_flat_raw_output_top_logprobs", "max_long_side_pixel"),
+    "decision_layout",
 }
 """What not every supported version of SGLang takes; others leave it aside, or refuse it themselves."""
 

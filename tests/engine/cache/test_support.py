@@ -44,6 +44,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("sliding-window", "--disable-hybrid-swa-memory", "2.0 times the memory", "Or: Start without"),
     ),
     ({"is_minimax_sparse": True}, ("MSA", "Start without")),
+    ({"is_bidirectional": True}, ("bidirectional attention", "--disable-radix-cache")),
     ({"is_deepseek_v4": True, "is_hybrid_swa": True}, ("DeepSeek V4", "Start without")),
     ({"is_hybrid_ssm": True}, ("Mamba", "Start without")),
     ({"is_dsa": True}, ("DSA", "Start without")),

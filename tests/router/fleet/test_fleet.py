@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sglang_ext.errors import InternalError
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
@@ -114,7 +115,11 @@ def test_a_restart_is_told_from_a_hiccup() -> None:
         ({"model": replace(MODEL, context_length=1)}, "context_length 1 instead of 4096"),
         ({"model": replace(MODEL, architecture="X")}, "architecture 'X'"),
         ({"role": "encode"}, "role is encode"),
-        ({"is_generation": False}, "embedding model"),
+        (
+            {"model": replace(MODEL, kind=ModelKind.POOLS)},
+            "it embeds, classifies or scores, and this fleet's",
+        ),
+        ({"obstacle": "it has none"}, "it has none"),
     ],
 )
 def test_mixed_models_are_refused(change, words) -> None:

@@ -13,6 +13,7 @@ from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
+from sglang_ext.router.api.pooling import CLASSIFY, EMBEDDINGS, ENCODE, NATIVE_CLASSIFY, RERANK, SCORE
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.rewritten.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from sglang_ext.router.api.rewritten.vertex import VERTEX
@@ -36,6 +37,12 @@ BODIES: dict[Dialect, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello"},
     RESPONSES: {"input": "hello"},
     MESSAGES: {"model": "m", "max_tokens": 4, "messages": TURNS},
+    EMBEDDINGS: {"input": "hello"},
+    ENCODE: {"text": "hello"},
+    CLASSIFY: {"input": "hello"},
+    NATIVE_CLASSIFY: {"text": "hello"},
+    SCORE: {"query": "hello", "items": ["a"]},
+    RERANK: {"query": "hello", "documents": ["a"]},
     OLLAMA_CHAT: {"model": "m", "messages": TURNS},
     OLLAMA_GENERATE: {"model": "m", "prompt": "hello"},
     VERTEX: {"instances": [{"text": "hello"}]},
@@ -67,6 +74,11 @@ def test_there_is_a_body_for_every_dialect() -> None:
 @pytest.mark.parametrize("dialect", PASSED, ids=repr)
 @pytest.mark.parametrize("caller", [ANYBODY, TENANT, SHARED], ids=["anybody", "tenant", "shared"])
 def test_what_is_sent(dialect: Dialect, caller: Caller) -> None:
+    if caller.salt is not None and not dialect.takes_salt:
+        with pytest.raises(RequestRefused) as refused:
+            admitted(dialect, caller)
+        assert (refused.value.status, refused.value.code) == (403, "not_kept_apart")
+        return
     result, body = admitted(dialect, caller)
     chat = dialect is MESSAGES and caller.salt is not None
     expected = dict(BODIES[dialect])
@@ -80,7 +92,8 @@ def test_what_is_sent(dialect: Dialect, caller: Caller) -> None:
     assert (result.dialect, result.sent.dialect) == (dialect, CHAT if chat else dialect)
     assert [prompt.namespace[2] for prompt in result.job.prompts] == [caller.salt]
     assert result.tells_cached == ("return_cached_tokens_details" in body)
-    assert (result.rid, result.rids, result.session, result.hints) == ("new", (), None, ())
+    name = "" if result.job.batch else "new"
+    assert (result.rid, result.rids, result.session, result.hints) == (name, (), None, ())
 
 
 @pytest.mark.parametrize("dialect", PASSED, ids=repr)
@@ -185,8 +198,9 @@ def test_the_default_model_has_a_name_for_responses(model: str, sent: str) -> No
     [({"cache_salt": "x"}, "cache_salt"), ({"priority": 4}, "priority"), ({"rid": 7}, "rid")],
 )
 def test_what_a_tenant_may_not_say_is_refused(dialect: Dialect, fields: dict[str, Any], param: str) -> None:
+    caller = TENANT if dialect.takes_salt else SHARED
     with pytest.raises(RequestRefused) as refused:
-        admitted(dialect, TENANT, **fields)
+        admitted(dialect, caller, **fields)
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
