@@ -69,6 +69,8 @@ class Job(msgspec.Struct, frozen=True):
     must serve it."""
 
 
+MAX_SESSION_CHARS = 256
+"""Of the name of a session of SGLang's; routers send each other all names."""
 _SESSION = "session "
 """No response's id has a blank."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from sglang_ext.router.api import documents
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.api.job import MAX_SESSION_CHARS
 from sglang_ext.router.api.json_schema import TEXT
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.endpoints.server_routes import ROWS, How, ServerRoute
@@ -51,6 +52,15 @@ _QUERY = schemas.record(
     },
     "token_ids",
 )
+_OPENED = schemas.record(
+    {
+        "capacity_of_str_len": schemas.whole(0, null=False),
+        "session_id": {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_SESSION_CHARS},
+        "timeout": schemas.NUMBER,
+    },
+    "capacity_of_str_len",
+)
+_CLOSED = schemas.record({"session_id": schemas.FULL_TEXT}, "session_id")
 _REFUSALS = {
     "400": "The request is wrong; the error names the field.",
     "401": "A key is missing or wrong.",
@@ -121,6 +131,8 @@ def _paths() -> Json:
         "/tokenize": _post(tokenize, "The tokens of a text"),
         "/detokenize": _post(detokenize, "The text of tokens"),
         "/abort_request": _post(abort, "End a request by its rid or request id"),
+        "/open_session": _post(_OPENED, "Open a session at one instance"),
+        "/close_session": _post(_CLOSED, "Close a session"),
         "/query": _post(_QUERY, "How much of a prompt each instance has cached (Mooncake's KV-indexer API)"),
         "/model_info": _get("Facts of the model"),
         "/get_model_info": _get("As /model_info"),

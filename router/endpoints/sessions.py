@@ -16,7 +16,7 @@ import orjson
 
 from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.api.dialect import worker_lost
-from sglang_ext.router.api.job import session_key
+from sglang_ext.router.api.job import MAX_SESSION_CHARS, session_key
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import Json, check_fields, kinds, parse_json_object
 from sglang_ext.router.dispatch.choosing import no_worker
@@ -31,8 +31,6 @@ from sglang_ext.router.policies import Role
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.tenants import Caller
 
-MAX_NAME_CHARS = 256
-"""Of a session; routers send each other all names."""
 _OPENED = kinds(count="capacity_of_str_len", string="session_id", boolean="streaming", number="timeout")
 _CLOSED = kinds(string="session_id")
 _POST = frozenset({"POST"})
@@ -129,9 +127,11 @@ _NO_LIMITS = Limits(0, 0)
 
 def _name_in(payload: Json) -> str | None:
     name: str | None = payload.get("session_id")
-    if name is not None and not 1 <= len(name) <= MAX_NAME_CHARS:
+    if name is not None and not 1 <= len(name) <= MAX_SESSION_CHARS:
         raise RequestRefused(
-            f"session_id must have 1 to {MAX_NAME_CHARS} characters", param="session_id", code="out_of_range"
+            f"session_id must have 1 to {MAX_SESSION_CHARS} characters",
+            param="session_id",
+            code="out_of_range",
         )
     return name
 

@@ -97,6 +97,14 @@ def bounded(path: str, body: Any) -> None:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and not isinstance(body[name], bool):
             body[name] = min(body[name], MAX_TOKENS)
+    if path in ("/api/chat", "/api/generate"):
+        options = body["options"] = body["options"] if isinstance(body.get("options"), dict) else {}
+        most = options.get("num_predict")
+        options["num_predict"] = min(most, MAX_TOKENS) if type(most) is int else MAX_TOKENS
+    if path == "/vertex_generate":
+        if not isinstance(body.get("parameters"), dict):
+            body["parameters"] = {}
+        bounded("/generate", body["parameters"])
     sampling = body.get("sampling_params")
     for one in sampling if isinstance(sampling, list) else [sampling]:
         if isinstance(one, dict):
@@ -121,6 +129,7 @@ SMALL = {"max_new_tokens": 2}
 BROKEN: list[tuple[str, Any]] = [
     *((path, body)
       for path in ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+                   "/api/chat", "/api/generate", "/vertex_generate", "/open_session", "/close_session",
                    "/tokenize", "/detokenize", "/abort_request", "/v1/messages/count_tokens")
       for body in (b"", b"null", b"[]", b"3", b'"x"', b"{", b"{}", b"\xff\xfe", b"\x00", b'{"a": 1e999}',
                    b'{"stream": "yes"}', nested(5000), b'{"model": {"a": 1}}', b" " * 1000)),
@@ -212,6 +221,8 @@ def is_ours(answer: requests.Response) -> bool:
         error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):
         return "x-kv-instance" not in answer.headers
+    if isinstance(error, str):  # as Ollama has it
+        return any(words in error for words in ("internal error", "of the router", "went away", "no worker"))
     return isinstance(error, dict) and (
         error.get("code") in ("internal_error", "worker_lost", "timeout", "no_worker")
         or "of the router" in str(error.get("message"))

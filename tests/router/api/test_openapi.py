@@ -48,6 +48,11 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [1, 2]}),
     ("/v1/responses", {"input": [{"role": "user", "content": "x"}]}),
     ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}),
+    ("/api/chat", {"model": "m", "messages": [{"role": "user", "content": "x"}], "options": {"seed": 1}}),
+    ("/api/generate", {"model": "m", "prompt": "x", "stream": False}),
+    ("/vertex_generate", {"instances": [{"text": "x"}], "parameters": {"stream": True}}),
+    ("/open_session", {"capacity_of_str_len": 1000, "session_id": "s", "timeout": 1.5}),
+    ("/close_session", {"session_id": "s"}),
 ]
 
 
