@@ -237,7 +237,7 @@ class Parts:
         self.stories = Stories(config.explain_max_bytes)
         self.flights = Flights()
         suspects = Suspects(name, clock)
-        self.homes = Homes()
+        self.homes = Homes(self.fleet.rows.keys)
         aborting = Aborting(self.flights, self.api)
         shared = SharedRequests(
             self.queries,

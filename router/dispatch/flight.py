@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sglang_ext.router.api.job import session_of_key
 from sglang_ext.router.api.sse import EventFilter
@@ -140,10 +142,12 @@ class Homes:
     """Response, or ``session_key``, -> the instance that keeps it; the oldest are forgotten.
 
     Args:
+        instances: names of the fleet's; sessions that a router has named tell which of them keeps them.
         size: most responses that are known.
     """
 
-    def __init__(self, size: int = MAX_HOMES) -> None:
+    def __init__(self, instances: Callable[[], Iterable[str]] = lambda: (), size: int = MAX_HOMES) -> None:
+        self._instances = instances
         self._size = size
         self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.kept: Signal[[str, str]] = Signal()
@@ -175,10 +179,28 @@ class Homes:
 
     def get(self, scope: str, response_id: str) -> str | None:
         """Where a response is; None for one that is not known here, or is another tenant's."""
-        return self._homes.get((scope, response_id))
+        if (found := self._homes.get((scope, response_id))) is not None:
+            return found
+        session = session_of_key(response_id)
+        return None if session is None else opened_at(session, self._instances())
 
     def __len__(self) -> int:
         return len(self._homes)
+
+
+def session_named_after(instance: str) -> str:
+    """A new name for a session that an instance keeps, from which every router finds that instance."""
+    return f"{uuid.uuid4().hex}-{_digest(instance)}"
+
+
+def opened_at(session: str, instances: Iterable[str]) -> str | None:
+    """The instance after which a session is named; None of names that clients chose."""
+    digest = session.rpartition("-")[2]
+    return next((instance for instance in instances if _digest(instance) == digest), None)
+
+
+def _digest(instance: str) -> str:
+    return hashlib.blake2b(instance.encode(), digest_size=6).hexdigest()
 
 
 def no_home(key: str) -> RequestRefused:

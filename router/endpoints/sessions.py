@@ -1,13 +1,13 @@
 """SGLang's sessions: ``/open_session`` and ``/close_session``.
 
 A session is kept by the server that opened it. Requests that name it in ``session_params`` go there
-(``Job.pinned_to``), whichever router they come to: routers tell each other where sessions are, as they do for
-responses that are kept. At the server, a tenant's session has a name of the tenant's own.
+(``Job.pinned_to``), whichever router they come to: a name that the router gives says at which instance the
+session is, and of names that clients choose routers inform each other, as of responses that are kept. At the
+server, a tenant's session has a name of the tenant's own.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from sglang_ext.router.api.job import MAX_SESSION_CHARS, session_key
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import Json, check_fields, kinds, parse_json_object
 from sglang_ext.router.dispatch.choosing import no_worker
-from sglang_ext.router.dispatch.flight import Homes, home_lost
+from sglang_ext.router.dispatch.flight import Homes, home_lost, session_named_after
 from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S
 from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
@@ -66,11 +66,10 @@ class Sessions:
             raise RequestRefused(
                 "capacity_of_str_len is missing", param="capacity_of_str_len", code="missing"
             )
-        name = _name_in(payload) or uuid.uuid4().hex
         caller = record.caller
         body = {field: payload[field] for field in _OPENED if field in payload}
         with nullcontext() if caller.meter is None else caller.meter.request():
-            home, answer = await self._opened_at(name, body | {"session_id": caller.scope + name}, caller)
+            home, name, answer = await self._opened_at(_name_in(payload), body, caller)
         record.status, record.instance = answer.status, home
         if answer.status != 200:
             await _pass_on(home, answer, responder)
@@ -79,16 +78,18 @@ class Sessions:
         self._homes.keep(caller.scope, session_key(name), home)
         await responder.send(200, {"content-type": JSON_TYPE, "x-kv-instance": home}, orjson.dumps(name))
 
-    async def _opened_at(self, name: str, body: Json, caller: Caller) -> tuple[str, Answer]:
-        """Open it at the instance that had a session of this name, which knows whether it still has, or at
-        the one with the fewest requests and sessions."""
-        former = await self._shared.found(caller.scope, session_key(name))
+    async def _opened_at(self, given: str | None, body: Json, caller: Caller) -> tuple[str, str, Answer]:
+        """(instance, name, its answer). A session is opened at the instance with the fewest requests and
+        sessions, or at the one that had a session of the ``given`` name, which knows whether it still has."""
+        former = None if given is None else await self._shared.found(caller.scope, session_key(given))
         fleet = [instance for instance in self._fleet.usable() if instance.role is Role.COLOCATED]
         fleet.sort(key=lambda each: (each.name != former, each.in_flight, self._opened[each.name]))
         for instance in fleet:
+            name = given or session_named_after(instance.name)
+            sent = body | {"session_id": caller.scope + name}
             try:
                 with self._fleet.carrying(instance.name, 0):
-                    return instance.name, await self._call(instance.name, "/open_session", body)
+                    return instance.name, name, await self._call(instance.name, "/open_session", sent)
             except ConnectFailed as error:
                 self._fleet.unconnected(instance.name, str(error), refused=error.refused)
         raise no_worker(self._fleet)

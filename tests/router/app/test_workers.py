@@ -147,6 +147,23 @@ async def test_what_one_is_told_the_other_knows(start: Any, start_worker: Any) -
                 await asyncio.sleep(0.02)
 
 
+async def test_a_session_is_found_from_both(start: Any, start_worker: Any) -> None:
+    servers = [await start_worker() for _ in range(2)]
+    for server in servers:
+        server.answers = {"/open_session": (200, "s"), "/close_session": (200, None)}
+    async with start("--worker-urls", *(server.url for server in servers)) as router:
+        await router.are_ready(2)
+        one, two = (own for _, _, own in router.started())
+        for number in range(6):
+            body = {"capacity_of_str_len": 100, **({"session_id": f"s{number}"} if number % 2 else {})}
+            async with router.client.post(f"{one}/open_session", json=body) as answer:
+                name, home = await answer.json(), answer.headers["x-kv-instance"]
+            for own in (one, two):
+                request = {**BODY, "session_params": {"id": name}}
+                async with router.client.post(f"{own}/generate", json=request) as answer:
+                    assert (answer.status, answer.headers["x-kv-instance"]) == (200, home)
+
+
 async def test_they_end_with_who_started_them(start: Any, start_worker: Any) -> None:
     """However it dies: the fixture waits for the end of the workers."""
     worker = await start_worker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -71,6 +72,27 @@ async def test_requests_go_where_their_session_is(start_keeping, start_router, c
     # The twin: without its session, the same request goes in turn.
     turns = {(await post(client, router, "/generate", {"input_ids": [5, 6, 7]}))[2] for _ in range(3)}
     assert turns == {worker.url for worker in workers}
+
+
+async def test_a_router_that_starts_later_finds_sessions_by_their_names(
+    start_keeping, start_router, client
+) -> None:
+    workers = [await start_keeping() for _ in range(3)]
+    former, later = await start_router(*workers), await start_router(*workers)
+    homes = {}
+    for _ in range(3):
+        _, name, home = await post(client, former, "/open_session", OPEN)
+        homes[name] = home
+    for name, home in homes.items():
+        assert (await post(client, later, "/generate", ask(name)))[::2] == (200, home)
+    # The twin: a name that says nothing is not found.
+    await post(client, former, "/open_session", {**OPEN, "session_id": "mine"})
+    assert (await post(client, later, "/generate", ask("mine")))[0] == 404
+    # Nor is the session of a server that has left.
+    name, home = next(iter(homes.items()))
+    async with client.delete(f"{later.url}/cluster/instances/{quote(home, safe='')}") as answer:
+        assert answer.status == 200
+    assert (await post(client, later, "/generate", ask(name)))[0] in (404, 410)
 
 
 async def test_a_session_that_is_closed_or_unknown_is_none(start_keeping, start_router, client) -> None:
