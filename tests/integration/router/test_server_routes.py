@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from router_rig import SPECS, running, until
 
+from sglang_ext.patches.versions import installed_sglang_version
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
@@ -89,6 +90,8 @@ async def ask(client: aiohttp.ClientSession, url: str, body: Json | None = None)
 async def test_ollama_is_answered_as_by_a_server(
     path: str, body: Json, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
 ) -> None:
+    if path == "/api/chat" and installed_sglang_version() in ("0.5.21", "0.5.22"):
+        pytest.skip("beside transformers 5, servers of this version answer every /api/chat with 500")
     whole = {**body, "stream": False}
     expected, kind = await ask(client, servers[0].url + path, whole)
     assert kind == "application/json"
@@ -150,9 +153,11 @@ async def test_vertex_is_answered_as_by_a_server(
     body: Json, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
 ) -> None:
     answers = [await ask(client, url + "/vertex_generate", body) for url in (servers[0].url, router.url)]
-    expected, found = answers
-    assert settled(found[0], OF_THE_REQUEST) == settled(expected[0], OF_THE_REQUEST)
-    assert found[1] == expected[1]
+    (expected, kind), (found, our_kind) = answers
+    if kind == "text/event-stream":  # how many tokens an event has is a matter of time
+        expected, found = expected[-1], found[-1]
+    assert settled(found, OF_THE_REQUEST) == settled(expected, OF_THE_REQUEST)
+    assert our_kind == kind
 
 
 @pytest.mark.parametrize(
