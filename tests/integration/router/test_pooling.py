@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
+from field_fuzz import cases, sample
 from hooked_server import FOLDER
 from router_rig import FLAGS, running, until
 
@@ -303,6 +304,8 @@ async def test_a_prefix_that_requests_share_is_computed_once(rig: Rig) -> None:
 
 # -- what ends servers --------------------------------------------------------------------------------
 
+PATHS = {"/v1/embeddings", "/encode", "/v1/classify", "/classify", "/v1/score", "/v1/rerank"}
+JSON = {"content-type": "application/json"}
 TOO_LONG = [7] * 8300
 ENDS_STOCK: list[tuple[str, Json]] = [
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}),
@@ -322,7 +325,7 @@ ENDS_STOCK: list[tuple[str, Json]] = [
 """Requests to models that do not generate."""
 
 
-async def test_no_request_ends_a_server(rig: Rig) -> None:
+async def test_no_request_ends_a_server(rig: Rig, long_run: bool) -> None:
     if rig.kind is GENERATES:
         pytest.skip("of models that generate, others test this")
     for path, body in ENDS_STOCK:
@@ -334,6 +337,13 @@ async def test_no_request_ends_a_server(rig: Rig) -> None:
     for path, body in (("/encode", {"input_ids": TOO_LONG}), ("/v1/embeddings", {"input": TOO_LONG})):
         status, told, _ = await rig.ask(rig.ours.url, path, body)
         assert (status, "--max-total-tokens" in json.dumps(told)) == (400, True), told
+    # Every field with odd values; the long form has more of them.
+    found = [case for case in cases(rig.ours.get("/openapi.json")) if case.path in PATHS]
+    assert len(found) > 5000
+    for case in sample(found, 3000 if long_run else 150, 1):
+        for url in (rig.ours.url, rig.router.url):
+            async with rig.client.post(url + case.path, data=case.body, headers=JSON) as answer:
+                assert answer.status < 500, case
     assert rig.stock.running
     assert rig.ours.running
     status, *_ = await rig.ask(rig.ours.url, "/encode", {"text": "a"})
