@@ -69,6 +69,9 @@ logger = logging.getLogger(__name__)
 IDLE_MILLISECONDS = 5
 """How long a scheduler that only waits for transfers sleeps at most before it looks again."""
 
+ABORTED = "the request was aborted on decode"
+"""Why a request failed that decode's engine has given up."""
+
 _SENDER_POLL = {
     SenderState.COMPUTING: KVPoll.WaitingForInput,
     SenderState.COMPLETE: KVPoll.Transferring,
@@ -422,6 +425,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_room = bootstrap_room
         self._handover: ReceivingHandover | None = None
         self._incoming: Incoming | None = None
+        self._aborted = False
 
     def init(self, prefill_dp_rank: int) -> None:
         assert self.bootstrap_room is not None
@@ -458,6 +462,9 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
             return int(KVPoll.WaitingForInput)
         if FACTS[self._handover.state].end and self._incoming is not None:
             self._incoming.end()
+        if self._aborted and self._handover.state is ReceiverState.HELD:
+            # The KV came before the abort, and SGLang has not asked since.
+            return int(KVPoll.Failed)
         return int(_RECEIVER_POLL[self._handover.state])
 
     @property
@@ -474,7 +481,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def failure_exception(self) -> None:
         """Raise why it failed, when nothing uses the slots any more: SGLang frees them next."""
         self.clear()
-        raise KVTransferError(self.bootstrap_room, self._handover.reason if self._handover else "not started")
+        reason = self._handover.reason if self._handover else "not started"
+        raise KVTransferError(self.bootstrap_room, reason or ABORTED)
 
     def clear(self) -> None:
         if self._handover is not None:
@@ -490,7 +498,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
                 self.bootstrap_addr, self.bootstrap_room, state=ReceiverState.FAILED, reason="aborted"
             )
             return
-        self.kv_mgr.agent.receiver.abort(self._handover, "the request was aborted on decode")
+        self._aborted = True
+        self.kv_mgr.agent.receiver.abort(self._handover, ABORTED)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """The agent tells prefill."""

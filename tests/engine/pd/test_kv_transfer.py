@@ -144,6 +144,27 @@ def test_a_failure_has_freed_everything_when_sglang_is_told(servers: Rig) -> Non
     assert receiver._handover.stopped.wait(30)
 
 
+def test_an_abort_ends_a_request_whose_kv_has_come_and_whom_sglang_has_not_asked_since(servers: Rig) -> None:
+    sender, receiver = both(servers)
+    here, there = [5, 3, 9], np.array([40, 2, 7], np.int32)
+    if sender.kv_mgr.pushes:
+        until(servers, receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(there, 1)
+        until(servers, sender, KVPoll.WaitingForInput)
+    compute(sender, here)
+    if not sender.kv_mgr.pushes:
+        until(servers, receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(there, 1)
+    assert receiver._handover is not None
+    servers.wait(lambda: receiver._handover.state is ReceiverState.HELD, "the KV")
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="aborted on decode"):
+        receiver.failure_exception()
+    assert not receiver.kv_mgr.store.incoming
+    until(servers, sender, KVPoll.Success)
+
+
 def test_a_receiver_that_is_aborted_before_it_began(servers: Rig) -> None:
     _, decode = managers(servers)
     receiver = GlobalKVReceiver(decode, servers.address, next(NUMBERS))
