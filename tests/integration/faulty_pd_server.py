@@ -6,7 +6,8 @@ first layer has been sent (push by layer).
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
 is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
 server changes its role. With a file ``no-layers``, no layer is sent ahead of the others (push by layer).
-With a file ``slow``, each pass of the scheduler takes longer, so that requests run
+With a file ``late-abort``, an abort does not end a request whose
+KV has come. With a file ``slow``, each pass of the scheduler takes longer, so that requests run
 for a while.
 """
 
@@ -75,18 +76,32 @@ def make_faulty(folder: Path) -> None:
             is_held(folder, "computed")
         return found
 
+    def generates(receiver: GlobalKVReceiver) -> bool:
+        """Whether a request generates tokens; one that fills the prefix of several samples does not."""
+        from sglang_ext.patches.process import PROCESS
+
+        queue = PROCESS.scheduler.disagg_decode_transfer_queue.queue
+        return any(each.kv_receiver is receiver and each.req.sampling_params.max_new_tokens for each in queue)
+
+    abort = GlobalKVReceiver.abort
+
+    def receiver_abort(self: GlobalKVReceiver) -> None:
+        abort(self)
+        self._aborted &= not (folder / "late-abort").exists()
+
     def receiver_poll(self: GlobalKVReceiver) -> int:
         found = poll(self)
         if found == 2 and is_held(folder, "ready"):
             # To SGLang the request is not ready yet, so nothing is allocated.
             return 1
-        if found == 4 and is_held(folder, "held"):
+        if found == 4 and generates(self) and is_held(folder, "held"):
             # The KV has arrived; SGLang does not learn it yet.
             return 3
         return found
 
     GlobalKVSender.poll = sender_poll  # type: ignore[method-assign]
     GlobalKVReceiver.poll = receiver_poll  # type: ignore[method-assign]
+    GlobalKVReceiver.abort = receiver_abort  # type: ignore[method-assign]
 
     read, let_write = DecodeReceiver._read, DecodeReceiver._let_write
 

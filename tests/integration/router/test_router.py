@@ -287,27 +287,40 @@ async def test_a_template_that_fails_is_the_clients_error(
             assert "Internal" not in text
 
 
+LONG = {"max_new_tokens": 6000, "ignore_eos": True}
+LONG_CHAT: Json = {
+    "messages": [{"role": "user", "content": "Go on"}],
+    "max_tokens": 6000,
+    "ignore_eos": True,
+}
+ENDLESS: dict[str, tuple[str, Json, int]] = {
+    "generate": ("/generate", {"input_ids": list(range(100, 164)), "sampling_params": LONG}, 1),
+    "samples": ("/generate", {"input_ids": list(range(100, 164)), "sampling_params": {**LONG, "n": 3}}, 3),
+    "batch": (
+        "/generate",
+        {"input_ids": [list(range(100, 164)), list(range(7, 90))], "sampling_params": {**LONG, "n": 2}},
+        4,
+    ),
+    "chat": ("/v1/chat/completions", LONG_CHAT, 1),
+    "chat samples": ("/v1/chat/completions", {**LONG_CHAT, "n": 3}, 3),
+}
+"""Path, body and requests at the server."""
+
+
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+@pytest.mark.parametrize("kind", ENDLESS)
 async def test_a_client_that_goes_away_frees_the_request_on_the_server(
-    path: str, stream: bool, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+    kind: str, stream: bool, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
 ) -> None:
-    body: Json
-    if path == "/generate":
-        body = {
-            "input_ids": list(range(100, 164)),
-            "sampling_params": {"max_new_tokens": 6000, "ignore_eos": True},
-        }
-    else:
-        body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 6000, "ignore_eos": True}
+    path, body, requests = ENDLESS[kind]
     request = asyncio.ensure_future(client.post(router.url + path, json={**body, "stream": stream}))
     if stream:
         answer = await request
         await answer.content.readuntil(b"\n\n")
-        assert await asyncio.to_thread(running, servers) == 1
+        await until(lambda: running(servers) == requests)
         answer.close()
     else:
-        await until(lambda: running(servers) == 1)
+        await until(lambda: running(servers) == requests)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
     # SGLang looks every few seconds whether the client of an answer in one piece is still there.
