@@ -42,11 +42,13 @@ from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.pd.prompt_logprobs import MAX_BYTES, PromptLogprobs, too_large
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
+from sglang_ext.patches.adapter import prompt_logprobs
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import transfers_of
 from sglang_ext.patches.adapter.pd_setup import (
@@ -365,11 +367,16 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         if not self._last or self._handover is None:
             return
         assert self._row is not None
+        logprobs = None if self.req is None else prompt_logprobs.of_request(self.req)
+        if logprobs is not None and logprobs.nbytes > MAX_BYTES:
+            self.kv_mgr.agent.sender.abort(self._handover, too_large(logprobs))
+            return
         self.kv_mgr.agent.sender.complete(
             self._handover,
             np.concatenate(self._pages),
             self.kv_mgr.buffers.read(self._row),
             NO_STAGES if self.req is None else request_stages(self.req),
+            logprobs,
         )
 
     def begin_again(self) -> None:
@@ -477,6 +484,11 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
             if handover is None
             else Handed(now, handover.stages, handover.waited, handover.seconds)
         )
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """What prefill has computed for decode's answer."""
+        return None if self._handover is None else self._handover.logprobs
 
     def failure_exception(self) -> None:
         """Raise why it failed, when nothing uses the slots any more: SGLang frees them next."""

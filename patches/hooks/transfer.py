@@ -8,7 +8,9 @@ classes are told the scheduler, whose pool they serve; around ``run_batch`` they
 are computed (push by layer). After decode's ``_update_handshake_waiters``, which says who may be given slots,
 those wait for whom decode's own disk or DRAM brings something; around its ``_match_prefix_and_lock``, which
 would count on HiCache for what is in DRAM, only what is in HBM counts. Around its
-``_required_admission_tokens`` no more is reserved for an answer than it can take. After ``on_idle`` a
+``_required_admission_tokens`` no more is reserved for an answer than it can take. Around
+``_commit_transfer_to_req`` and the streamer's ``accept``, log probabilities of the prompt that prefill has
+computed become part of decode's answer. After ``on_idle`` a
 scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang spins.
 
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
@@ -35,6 +37,7 @@ _MEMBER = "GLOBAL"
 _UTILS = "sglang.srt.disaggregation.utils"
 _CHOICES = "sglang.srt.arg_groups.choices.DISAGG_TRANSFER_BACKEND_CHOICES"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 
 
 def kv_class(stock: Any, transfer_backend: Any, class_type: Any) -> Any:
@@ -139,6 +142,27 @@ def required_for_admission(
     return max(allocated_tokens + left, alone)
 
 
+def around_commit(stock: Any, queue: Any, decode_req: Any) -> Any:
+    """Around decode's ``_commit_transfer_to_req``: log probabilities of the prompt are committed, too."""
+    from sglang_ext.patches.adapter import prompt_logprobs
+
+    return prompt_logprobs.commit(stock, queue, decode_req)
+
+
+def around_accept(stock: Any, accumulator: Any, *, req: Any) -> None:
+    """Around the streamer's ``accept``: where SGLang's decode leaves out log probabilities of the prompt, as
+    it has none, ours answers with those that prefill has computed."""
+    from sglang_ext.patches.adapter import prompt_logprobs
+
+    mode = accumulator.disaggregation_mode
+    if mode.value == "decode" and prompt_logprobs.are_due(req):
+        accumulator.disaggregation_mode = type(mode)("null")
+    try:
+        stock(accumulator, req=req)
+    finally:
+        accumulator.disaggregation_mode = mode
+
+
 def after_handshakes(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
     """After decode's ``_update_handshake_waiters``."""
     if queue.transfer_backend.value == BACKEND:
@@ -202,6 +226,12 @@ _HOOKS = hook_patch(
         "around",
         required_for_admission,
     ),
+    Hook(
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+        "around",
+        around_commit,
+    ),
+    Hook(f"{_STREAMER}._GenerationStreamAccumulator.accept", "around", around_accept),
     Hook(f"{_SCHEDULER}.run_batch", "around", around_run_batch),
     Hook(f"{_SCHEDULER}.on_idle", "after", after_idle),
 )

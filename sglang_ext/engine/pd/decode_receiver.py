@@ -43,6 +43,7 @@ from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Ready, Weights
 from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
+from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs, require_sound
 from sglang_ext.errors import SglangExtError
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import pack_ids, unpack_ids
@@ -90,6 +91,8 @@ class ReceivingHandover:
     """How long the KV could be read and had no slots."""
     stages: StageTimes = NO_STAGES
     """What the request took before, as prefill tells."""
+    logprobs: PromptLogprobs | None = None
+    """Of the prompt, as prefill has computed them."""
     writers: int = 0
     """Peers that may be writing to its pages (push)."""
     unclaimed: asyncio.Event | None = None
@@ -358,7 +361,7 @@ class DecodeReceiver:
             if staged is not None and self._staging is not None:
                 await self._staging.unpack(staged, wanted.pages)
         handover.stages = ready.stages
-        self._rows.write(wanted.row, ready.metadata)
+        self._keep(handover, wanted, ready)
 
     @contextlib.contextmanager
     def _staged(self, wanted: Wanted) -> Iterator[Ids | None]:
@@ -433,8 +436,15 @@ class DecodeReceiver:
                 if staged is not None and self._staging is not None:
                     await self._staging.unpack(staged, wanted.pages)
             reading = [at for at, each in enumerate(ready) if each.offer is not None]
-        self._rows.write(wanted.row, ready[0].metadata)
+        self._keep(handover, wanted, ready[0])
         peer.done(handover.number, self._epoch, [at for at in range(len(ready)) if at not in reading])
+
+    def _keep(self, handover: ReceivingHandover, wanted: Wanted, ready: Ready) -> None:
+        """What prefill's first rank has computed beside the KV."""
+        if ready.logprobs is not None:
+            require_sound(ready.logprobs)
+        handover.logprobs = ready.logprobs
+        self._rows.write(wanted.row, ready.metadata)
 
     def _moved(self, handover: ReceivingHandover, event: Event) -> None:
         """Move on; a hand-over that was given up meanwhile ends as a cancelled one."""

@@ -18,10 +18,11 @@ import msgspec
 from sglang_ext.disagg import messages as transfers
 from sglang_ext.disagg.messages import Offer, Refused, Session
 from sglang_ext.disagg.transfer.control import Messages
+from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 10
+PROTOCOL: Final = 11
 
 MAX_NUMBER: Final = (1 << 63) - 1
 
@@ -86,12 +87,13 @@ class Ready(Message, frozen=True, tag="ready"):
     """The request is computed. offer: pages of the whole prompt, leased; None for who reads nothing here.
 
     metadata: SGLang's metadata row (first token, log probabilities, counts), buffer after buffer.
-    stages: how long the request took up to here.
+    stages: how long the request took up to here. logprobs: of the prompt, where the request asks for them.
     """
 
     offer: Offer | None
     metadata: Blob
     stages: StageTimes = NO_STAGES
+    logprobs: PromptLogprobs | None = None
 
 
 class Meet(Message, frozen=True, tag="meet"):

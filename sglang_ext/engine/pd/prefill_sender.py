@@ -34,6 +34,7 @@ from sglang_ext.disagg.transfer.leases import LeaseEnd
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.engine.pd.leases import LeaseBook
 from sglang_ext.engine.pd.messages import MAX_NUMBER, Join, Meet, Push, Ready, Weights, alike
+from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs
 from sglang_ext.engine.pd.pushing import Writing
 from sglang_ext.errors import SglangExtError
 from sglang_ext.stages import NO_STAGES, StageTimes
@@ -83,6 +84,7 @@ class SendingHandover:
     pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))
     metadata: bytes = b""
     stages: StageTimes = NO_STAGES
+    logprobs: PromptLogprobs | None = None
     readers: dict[bytes, Reader] = field(default_factory=dict)
     expected: int = 0
     writing: asyncio.Task[None] | None = None
@@ -199,17 +201,20 @@ class PrefillSender:
         pages: Ids,
         metadata: bytes,
         stages: StageTimes = NO_STAGES,
+        logprobs: PromptLogprobs | None = None,
     ) -> None:
         """The KV of the whole prompt is in `pages`, which stay as they are until the hand-over has ended.
 
         Args:
             stages: how long the request took up to here; decode is told.
+            logprobs: of the prompt, for decode's answer.
         """
         self.computing(handover)
         with self._lock:
             if FACTS[handover.state].end:
                 return
             handover.pages, handover.metadata, handover.stages = np.asarray(pages, np.int64), metadata, stages
+            handover.logprobs = logprobs
             self._move(handover, Event.COMPUTED)
             if any(reader.target is not None for reader in handover.readers.values()):
                 self._move(handover, Event.WRITE)
@@ -504,7 +509,7 @@ class PrefillSender:
                 lambda how: self._lease_ended(handover, reader, how),
             )
             reader.lease = offer.lease
-        return Ready(offer, handover.metadata, handover.stages)
+        return Ready(offer, handover.metadata, handover.stages, handover.logprobs)
 
     def _offer_all(self, handover: SendingHandover) -> None:
         """Answer those that have joined. Under the lock."""
@@ -568,7 +573,8 @@ class PrefillSender:
             for reader in handover.readers.values():
                 reader.done = True
                 if reader.answer is not None:
-                    _settle(reader.answer, Ready(None, handover.metadata, handover.stages))
+                    ready = Ready(None, handover.metadata, handover.stages, handover.logprobs)
+                    _settle(reader.answer, ready)
             self._release_if_all_done(handover)
 
     def _withdraw(self, reader: Reader) -> None:

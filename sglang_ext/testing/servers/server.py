@@ -265,9 +265,9 @@ class ServerProcess:
             "stream": stream,
             **fields,
         }
-        return Answer.of(self._last_event("/generate", body) if stream else self.post("/generate", body))
+        return Answer.of(self.last_event("/generate", body) if stream else self.post("/generate", body))
 
-    def _last_event(self, path: str, body: Mapping[str, Any]) -> Any:
+    def last_event(self, path: str, body: Mapping[str, Any]) -> Any:
         last = ""
         with self._client.stream("POST", path, json=body) as response:
             if not response.is_success:

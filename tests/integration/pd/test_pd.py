@@ -536,3 +536,66 @@ def test_samples_of_a_prompt_are_those_of_one_server(rig: Rig, prompts: int) -> 
     answers = [each.result(120) for each in sent]
     assert [each["output_ids"] for each in answers[1]] == [each["output_ids"] for each in expected]
     nothing_is_left(servers)
+
+
+LOGPROBS = [
+    {"logprob_start_len": 0},
+    {"logprob_start_len": 300, "top_logprobs_num": 3},
+    {"logprob_start_len": 0, "token_ids_logprob": [200, 30_000]},
+    {"logprob_start_len": 799, "top_logprobs_num": 2, "token_ids_logprob": [7]},
+    {"token_ids_logprob": [200, 30_000]},
+]
+KINDS_OF_LOGPROBS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+
+
+def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says of its prompt and its tokens, ids apart from log probabilities."""
+    return {
+        f"{part}_{kind}": answer["meta_info"].get(f"{part}_{kind}")
+        for part in ("input", "output")
+        for kind in KINDS_OF_LOGPROBS
+    }
+
+
+def assert_alike(expected: Any, got: Any, atol: float = 2e-3) -> None:
+    """Equal, but for rounding of log probabilities."""
+    if isinstance(expected, float) and isinstance(got, float):
+        assert abs(expected - got) < atol
+    elif isinstance(expected, list) and isinstance(got, list):
+        assert len(expected) == len(got)
+        for one, other in zip(expected, got, strict=True):
+            assert_alike(one, other, atol)
+    else:
+        assert expected == got
+
+
+@between_hosts_too
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, stream: bool) -> None:
+    """Cold, and with what the request before has left in the caches."""
+    servers = (rig.pd.prefill[0].server, rig.pd.decode[0])
+    for asked in LOGPROBS:
+        body = {
+            "input_ids": prompt_of(430 + 10 * stream, 800),
+            "sampling_params": {**GREEDY, "max_new_tokens": 4},
+            "extra_key": f"{stream}",
+            "return_logprob": True,
+            **asked,
+        }
+        expected = logprobs_of(rig.truth.post("/generate", body))
+        body["stream"] = stream
+        pair = rig.pd.pair()
+        answers = [
+            rig.pd.pool.submit(server.last_event if stream else server.post, "/generate", {**body, **pair})
+            for server in servers
+        ]
+        got = logprobs_of(answers[1].result(120))
+        answers[0].result(120)
+        for kind, values in expected.items():
+            assert_alike(values, got[kind])
+        if asked == LOGPROBS[0]:
+            # The twin: one that differs by more than rounding is seen.
+            got["input_token_logprobs"][400][0] -= 0.01
+            with pytest.raises(AssertionError):
+                assert_alike(expected["input_token_logprobs"], got["input_token_logprobs"])
+    nothing_is_left(servers)

@@ -206,6 +206,53 @@ async def test_a_pair_answers_as_one_server_does(
         router.check()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_log_probabilities_of_the_prompt(
+    stream: bool, cluster: tuple[PdServers, ServerProcess]
+) -> None:
+    """As evaluations ask for them. Prefill computes them, decode answers."""
+    pd, alone = cluster
+    body = {
+        "model": "m",
+        "prompt": TEXT,
+        "echo": True,
+        "logprobs": 2,
+        "temperature": 0,
+        "max_tokens": 3,
+        "stream": stream,
+    }
+
+    async def asked(client: aiohttp.ClientSession, url: str) -> tuple[list[str], list[float | None]]:
+        tokens: list[str] = []
+        values: list[float | None] = []
+        async with client.post(url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            lines = (await answer.text()).splitlines()
+        for line in lines:
+            data = line.removeprefix("data: ")
+            if not data.startswith("{"):
+                continue
+            for choice in json.loads(data)["choices"]:
+                if choice["logprobs"] is not None:
+                    tokens += choice["logprobs"]["tokens"]
+                    values += choice["logprobs"]["token_logprobs"]
+        return tokens, values
+
+    config = RouterConfig(worker_urls=tuple(server.url for server in pd.servers), port=0)
+    async with (
+        Router(config) as router,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as client,
+    ):
+        tokens, values = await asked(client, alone.url)
+        for _ in range(2):
+            got_tokens, got_values = await asked(client, router.url)
+            assert got_tokens == tokens
+            assert len(tokens) > 50
+            assert np.allclose(
+                np.array(got_values, np.float64), np.array(values, np.float64), atol=2e-3, equal_nan=True
+            )
+
+
 async def test_sixteen_at_a_time(cluster: tuple[PdServers, ServerProcess]) -> None:
     pd, _ = cluster
     config = RouterConfig(worker_urls=tuple(server.url for server in pd.servers), port=0)
