@@ -139,7 +139,8 @@ def required_for_admission(
         required: int = stock(queue, req, allocated_tokens, prefix_len, retractable_tokens)
         return required
     alone: int = queue._rebootstrap_prefill_len(req) - prefix_len + most - retractable_tokens
-    return max(allocated_tokens + left, alone)
+    least: int = max(allocated_tokens + left, alone)
+    return least
 
 
 def around_commit(stock: Any, queue: Any, decode_req: Any) -> Any:
