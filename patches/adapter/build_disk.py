@@ -91,6 +91,7 @@ def disk_below(
         BlockMemory.of_arena(arena),
         ranks,
         write=config.writes_disk,
+        renewals=lambda: sum(part.renewals for part in disk.parts),
     )
 
 

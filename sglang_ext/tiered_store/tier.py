@@ -211,6 +211,11 @@ class BlockTier(abc.ABC):
         """The tiers that it consists of, nearest first: itself, unless it is made of others."""
         return (self,)
 
+    @property
+    def renewals(self) -> int:
+        """How often its medium was lost in use and begun anew, without anything that was there before."""
+        return 0
+
     def sources(self, get: Get) -> list[tuple[Tier, int]]:
         """Which tier has how many of the blocks of a get that has just been prepared, in order."""
         return [(self.tier, get.blocks)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,40 @@ def test_a_directory_in_use_is_left_alone_and_its_user_named(
         "the other rank is looked after"
     )
     assert get_all(in_use, NAMESPACE, prefix_keys(0, 5)) == 5
+
+
+def emptied(path: Path) -> None:
+    for entry in path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def replaced(path: Path) -> None:
+    path.rename(path.parents[1] / f"{path.parent.name} old")
+    path.mkdir()
+
+
+@pytest.mark.parametrize("change", [emptied, replaced, shutil.rmtree])
+def test_a_directory_that_was_taken_from_under_a_server_is_a_problem_until_it_is_made_anew(
+    path: Path, in_use: DiskTier, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
+) -> None:
+    change(path / "tp0of2")
+    status, answer = run(path, capsys)
+    assert status == 1
+    user = f"instance 'host:8000' (process {os.getpid()} on "
+    assert f"tp0of2 was removed, emptied or replaced under {user}" in texts(answer)
+    assert [each["pid"] for each in answer["disk"]["lost"]] == [os.getpid()]
+    assert put_all(in_use, NAMESPACE, prefix_keys(7, 5)) is Outcome.DONE
+    status, answer = run(path, capsys)
+    assert (status, answer["disk"]["lost"]) == (0, [])
+
+
+def test_a_whole_directory_that_was_taken_from_under_a_server(
+    path: Path, in_use: DiskTier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(path)
+    status, answer = run(path, capsys)
+    assert (status, answer["problems"]) == (1, 2)
+    assert "was removed, emptied or replaced" in texts(answer)
 
 
 def test_directories_that_are_not_there_or_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

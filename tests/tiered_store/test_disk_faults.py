@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -30,6 +31,7 @@ from sglang_ext.testing.blocks import (
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.files import FaultyFiles
 from sglang_ext.tiered_store.disk.files import Files
+from sglang_ext.tiered_store.disk.owner import DirectoryOwner
 from sglang_ext.tiered_store.disk.segment_format import PAGE, decode_run_header
 from sglang_ext.tiered_store.disk.state import DiskConfig, DiskHealth
 from sglang_ext.tiered_store.disk.tier import DiskTier
@@ -619,34 +621,144 @@ def without_index(path: Path) -> None:
     shutil.rmtree(path / "index")
 
 
-@pytest.mark.parametrize("change", [emptied, replaced, shutil.rmtree, without_index])
-def test_a_tier_whose_directory_goes_takes_nothing_more_and_shows_it(
+def but_for_its_lock(path: Path) -> None:
+    shutil.rmtree(path / "index")
+    the_segment(path).unlink()
+
+
+def under_way_in(tier: DiskTier) -> Put:
+    """A put whose layers are written."""
+    put = tier.prepare_put(NAMESPACE, prefix_keys(7, 1))
+    assert isinstance(put, Put)
+    memory, _ = memory_of(LAYOUT, NAMESPACE, put.wanted)
+    for layer in range(LAYOUT.n_layers):
+        assert tier.put_layer(put, layer, memory, np.arange(1)) is Outcome.DONE
+    return put
+
+
+@pytest.mark.parametrize("change", [emptied, but_for_its_lock, replaced, shutil.rmtree])
+def test_a_tier_whose_directory_goes_goes_on_in_a_new_one(
     tmp_path: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "kv"
     filled(path)
     tier = open_tier(path)
+    there = set(tier.names_after(b"", 100)[0])
+    tier.watch(lambda stored, removed: (there.update(stored), there.difference_update(removed)))
     keys = prefix_keys(1, 5)
-    under_way = tier.prepare_put(NAMESPACE, prefix_keys(7, 1))
-    assert isinstance(under_way, Put)
-    memory, _ = memory_of(LAYOUT, NAMESPACE, under_way.wanted)
-    for layer in range(LAYOUT.n_layers):
-        assert tier.put_layer(under_way, layer, memory, np.arange(1)) is Outcome.DONE
+    under_way, read = under_way_in(tier), tier.prepare_get(NAMESPACE, keys)
     change(path)
     # Nothing is reported as durable that no restart would find, also of a put that had begun before.
     assert tier.complete_puts([under_way]) == [Outcome.IO_ERROR]
-    assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.IO_ERROR
     assert tier.health is DiskHealth.LOST
     assert tier.stats().limit_bytes == 0
-    assert tier.stats().put[Outcome.IO_ERROR] == 6
+    assert (tier.renewals, tier.match(NAMESPACE, keys)) == (0, 5)
+    fresh = prefix_keys(9, 5)
+    assert put_all(tier, NAMESPACE, fresh) is Outcome.DONE
+    assert (tier.health, tier.renewals, tier.stats().limit_bytes) == (DiskHealth.OK, 1, LIMIT)
     assert caplog.text.count("was removed, emptied or replaced") == 1
-    # Answers stay right: open files are still read.
-    assert get_all(tier, NAMESPACE, keys) == 5
+    # A get under way reads the files that it has open; after it, nothing from before is found.
+    assert read_all(tier, read)[0] == 5
+    tier.complete_get(read)
+    assert there == {*fresh}
+    assert get_all(tier, NAMESPACE, keys) == 0
+    assert put_all(tier, NAMESPACE, keys) is Outcome.DONE
+    tier.check()
     tier.close()
     again = open_tier(path)
-    assert put_all(again, NAMESPACE, keys) is Outcome.DONE
+    assert (get_all(again, NAMESPACE, keys), get_all(again, NAMESPACE, fresh)) == (5, 5)
     again.check()
     again.close()
+
+
+@pytest.mark.parametrize("change", [emptied, replaced])
+def test_a_put_under_way_does_not_end_in_a_new_directory(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    tier = open_tier(tmp_path / "kv")
+    assert put_all(tier, NAMESPACE, prefix_keys(1, 5)) is Outcome.DONE
+    under_way = under_way_in(tier)
+    known = tier.prepare_put(NAMESPACE, prefix_keys(1, 5))
+    unreserved = tier.prepare_put(NAMESPACE, prefix_keys(8, 2))
+    assert isinstance(known, Put)
+    assert isinstance(unreserved, Put)
+    change(tmp_path / "kv")
+    assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.DONE
+    memory, _ = memory_of(LAYOUT, NAMESPACE, unreserved.wanted)
+    assert tier.put_layer(unreserved, 0, memory, np.arange(2)) is Outcome.IO_ERROR
+    tier.abort_put(unreserved)
+    assert tier.complete_puts([under_way, known]) == [Outcome.IO_ERROR] * 2
+    assert tier.match(NAMESPACE, prefix_keys(7, 1)) == tier.match(NAMESPACE, prefix_keys(1, 5)) == 0
+    tier.check()
+    tier.close()
+
+
+def of_others(path: Path) -> None:
+    emptied(path)
+    (path / "notes.txt").write_text("keep me")
+
+
+def elsewhere(path: Path) -> None:
+    path.rename(path.with_name("old"))
+    path.with_name("else").mkdir()
+    path.symlink_to("else")
+
+
+def in_use_by_another(path: Path) -> DirectoryOwner:
+    replaced(path)
+    return DirectoryOwner(path, "another")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (without_index, "which this server has not written there"),
+        (of_others, "holds 'notes.txt'"),
+        (elsewhere, "leads to another place"),
+        (in_use_by_another, "is in use by instance 'another'"),
+    ],
+)
+def test_a_directory_that_is_not_safe_to_use_is_left_alone_until_it_is(
+    tmp_path: Path,
+    change: Callable[[Path], DirectoryOwner | None],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path, clock = tmp_path / "kv", FakeClock()
+    filled(path)
+    tier = open_tier(path, clock=clock)
+    keys = prefix_keys(1, 5)
+    other = change(path)
+    before = sorted(entry.name for entry in path.iterdir())
+    for _ in range(3):
+        assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.IO_ERROR
+    assert tier.health is DiskHealth.LOST
+    assert tier.stats().limit_bytes == 0
+    assert tier.stats().put[Outcome.IO_ERROR] == 15
+    assert caplog.text.count(why) == 1
+    # Answers stay right: open files are still read.
+    assert get_all(tier, NAMESPACE, keys) == 5
+    assert sorted(entry.name for entry in path.iterdir()) == before
+    if other is not None:
+        other.release()
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    clock.advance(30.0)
+    assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.DONE
+    tier.check()
+    tier.close()
+
+
+def test_a_disk_that_is_not_mounted_any_more_is_not_written_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is left is the folder that it was mounted at, on another file system."""
+    tier = open_tier(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "kv")
+    tier._place = dataclasses.replace(tier._place, device=tier._place.device + 1)
+    assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.IO_ERROR
+    assert "is its disk still mounted?" in caplog.text
+    assert not (tmp_path / "kv").exists()
+    tier.close()
 
 
 def test_a_segment_that_is_removed_while_it_is_written_fails_its_puts_and_a_new_one_follows(

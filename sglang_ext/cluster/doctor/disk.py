@@ -19,7 +19,13 @@ from sglang_ext.cluster.doctor.findings import MIB, Finding, Level, size
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.tiered_store.disk.check import CheckReport, RepairReport, check_directory, repair_directory
 from sglang_ext.tiered_store.disk.files import Files
-from sglang_ext.tiered_store.disk.owner import LOCK_FILE, NETWORK, mounted_kind
+from sglang_ext.tiered_store.disk.owner import (
+    LOCK_FILE,
+    NETWORK,
+    OwnerNote,
+    lost_owners,
+    mounted_kind,
+)
 from sglang_ext.tiered_store.disk.segments import SUFFIX
 from sglang_ext.tiered_store.disk.speed import DiskSpeed, measure_disk
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
@@ -75,14 +81,17 @@ class DiskFacts:
     speed_error: str = ""
     stores: tuple[StoreFacts, ...] = ()
     network: str = ""
+    lost: tuple[OwnerNote, ...] = ()
+    """Servers whose directory was here, and is not any more."""
 
 
 def gather(path: Path, *, repair: bool, deep: bool, doing: Doing, files: Files = LOCAL) -> DiskFacts:
     """Look at everything. Writes a file of up to 256 MiB to measure, and removes it; with ``deep`` or
     ``repair`` it reads everything there is.
     """
+    lost = tuple(lost_owners(path))
     if not path.is_dir():
-        return DiskFacts(path, repair)
+        return DiskFacts(path, repair, lost=lost)
     stores = list(_stores(path))
     usage = shutil.disk_usage(path)
     kind = mounted_kind(path.resolve(), files.mountinfo())
@@ -103,6 +112,7 @@ def gather(path: Path, *, repair: bool, deep: bool, doing: Doing, files: Files =
         speed=speed,
         speed_error=error,
         network=kind if kind in NETWORK else "",
+        lost=lost,
         stores=tuple(_look(store, repair=repair, deep=deep or repair, doing=doing) for store in stores),
     )
 
@@ -162,8 +172,9 @@ def findings(facts: DiskFacts) -> list[Finding]:
     """What the facts mean."""
     if not facts.exists:
         advice = "Make it, on a local disk, and writable for the server's user; or name another."
-        return [Finding(Level.PROBLEM, "directory", f"there is none at {facts.path}", advice)]
-    found = [*_network(facts), _room(facts), *_beside(facts), _speed_finding(facts)]
+        found = [Finding(Level.PROBLEM, "directory", f"there is none at {facts.path}", advice)]
+        return [*found, *_lost(facts)]
+    found = [*_network(facts), *_lost(facts), _room(facts), *_beside(facts), _speed_finding(facts)]
     if not facts.stores:
         found.append(Finding(Level.OK, "disk tier", f"nothing is kept at {facts.path} yet"))
     for store in facts.stores:
@@ -175,6 +186,16 @@ def _network(facts: DiskFacts) -> Iterator[Finding]:
     if facts.network:
         text = f"{facts.path} is on a network file system ({facts.network}); a server refuses that"
         yield Finding(Level.PROBLEM, "directory", text, "Give a directory on a disk of this machine.")
+
+
+def _lost(facts: DiskFacts) -> Iterator[Finding]:
+    for owner in facts.lost:
+        text = f"{owner.path} was removed, emptied or replaced under {owner}: what it had there is lost"
+        advice = (
+            "The server goes on in a new directory when it writes next, if there is none or an empty one, on "
+            "the same disk. Otherwise empty the directory, or restart the server."
+        )
+        yield Finding(Level.PROBLEM, "disk tier", text, advice)
 
 
 def _room(facts: DiskFacts) -> Finding:
@@ -268,6 +289,7 @@ def as_json(facts: DiskFacts) -> dict[str, Any]:
         "total_bytes": facts.total,
         "free_bytes": facts.free,
         "tier_bytes": facts.ours,
+        "lost": [{"path": each.path, "pid": each.pid, "instance": each.instance} for each in facts.lost],
         "speed": None if facts.speed is None else {**asdict(facts.speed), "io": facts.speed.io.value},
         "stores": [
             {

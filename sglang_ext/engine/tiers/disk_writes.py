@@ -59,6 +59,25 @@ class _Write:
         return sum(1 for _ in done)
 
 
+class _Renewals:
+    """Has the tree forget what is on disk when any rank's disk has begun anew."""
+
+    def __init__(self, renewals: Callable[[], int], forget: Callable[[], None]) -> None:
+        self._renewals = renewals
+        self._forget = forget
+        self._seen = 0
+
+    def propose(self) -> Sequence[int]:
+        """The number of this rank, negative: the ranks agree on the smallest."""
+        return [-self._renewals()]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        for number in agreed:
+            if -number > self._seen:
+                self._seen = -number
+                self._forget()
+
+
 class DiskWrites:
     """See the module's docstring.
 
@@ -71,6 +90,8 @@ class DiskWrites:
         ranks: agree on what is durable.
         write: whether anything is written at all.
         patience: seconds that a submission waits for a writer that is behind, if it waits at all.
+        renewals: how often this rank's disk has lost everything and begun anew. Then nothing that the tree
+            knows to be on disk is there, on any rank.
     """
 
     def __init__(
@@ -85,6 +106,7 @@ class DiskWrites:
         *,
         write: bool = True,
         patience: float = 5.0,
+        renewals: Callable[[], int] = lambda: 0,
     ) -> None:
         self._tree = tree
         self._dram = dram
@@ -95,6 +117,7 @@ class DiskWrites:
         self._memory = memory
         self._ranks = ranks
         ranks.add(self)
+        ranks.add(_Renewals(renewals, self.clear), rides=True)
         self._patience = patience
         self._pending: deque[_Write] = deque()
         # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
@@ -225,7 +248,7 @@ class DiskWrites:
         self.act(self._ranks.at_once([write.durable for write in self._pending]))
 
     def clear(self) -> None:
-        """Forget what is on disk. Settled before, and the tree is emptied after."""
+        """Forget what is on disk."""
         self._tree.drop_holder(self._disk)
 
     def close(self) -> None:

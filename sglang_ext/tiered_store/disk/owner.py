@@ -9,6 +9,8 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,12 +27,17 @@ LMDB, a mapping that processes share, is damaged by the second machine that writ
 
 
 class OwnerNote(msgspec.Struct, frozen=True):
-    """Who holds a directory. since: wall-clock seconds."""
+    """Who holds a directory. since: wall-clock seconds. path: the directory, as its server was told."""
 
     pid: int
     instance: str
     host: str
     since: float
+    path: str = ""
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"instance {self.instance!r} (process {self.pid} on {self.host}, since {since})"
 
 
 class DirectoryOwner:
@@ -58,7 +65,7 @@ class DirectoryOwner:
                 field="--kv-disk-path",
                 hint="Give each server a directory of its own, or stop that one first",
             ) from None
-        note = OwnerNote(os.getpid(), instance, socket.gethostname(), time.time())
+        note = OwnerNote(os.getpid(), instance, socket.gethostname(), time.time(), str(path))
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, msgspec.json.encode(note), 0)
 
@@ -77,6 +84,82 @@ class DirectoryOwner:
                 os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a directory was when it was opened. device: of its file system. resolved: without links."""
+
+    device: int
+    resolved: Path
+
+    @classmethod
+    def of(cls, path: Path) -> Place:
+        return cls(path.stat().st_dev, path.resolve())
+
+
+def take_anew(lost: DirectoryOwner, place: Place, instance: str) -> DirectoryOwner:
+    """Hold the directory that takes the place of one that was removed, emptied or replaced; makes it where
+    there is none. Nothing of others is touched: it has to be empty, this user's, and on the same disk.
+
+    Returns `lost` where only its lock was left there.
+
+    Raises:
+        ConfigError: it is not safe to use, or another process uses it.
+        OSError: it cannot be made, or read.
+    """
+    path = lost.path
+    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if above.stat().st_dev != place.device:
+        raise _unsafe(f"{path} would be on another file system than before; is its disk still mounted?")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_empty(path, place)
+    if lost.in_place():
+        return lost
+    owner = DirectoryOwner(path, instance)
+    try:
+        _require_empty(path, place)  # another server may have come and gone
+    except BaseException:
+        owner.release()
+        raise
+    return owner
+
+
+def _require_empty(path: Path, place: Place) -> None:
+    if Place.of(path) != place:
+        raise _unsafe(f"{path} leads to another place than before")
+    if path.stat().st_uid != os.geteuid():
+        raise _unsafe(f"{path} belongs to another user now")
+    there = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
+    if there:
+        raise _unsafe(f"{path} holds {there[0]!r}, which this server has not written there")
+
+
+def _unsafe(text: str) -> ConfigError:
+    return ConfigError(text, field="--kv-disk-path", hint="Empty that directory, or restart the server")
+
+
+def lost_owners(path: Path) -> Iterator[OwnerNote]:
+    """Processes of this machine whose directory, at or below `path`, is not there any more: it was removed,
+    emptied or replaced while they used it. Finds those that this user may look at.
+    """
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if not Path(os.readlink(link)).name.startswith(LOCK_FILE):
+                continue
+            note = msgspec.json.decode(link.read_bytes(), type=OwnerNote)
+            mine = str(note.pid) == link.parts[2] and note.path
+            if mine and Path(note.path).absolute().is_relative_to(path.absolute()) and not _same(link, note):
+                yield note
+
+
+def _same(link: Path, note: OwnerNote) -> bool:
+    try:
+        there = os.stat(Path(note.path) / LOCK_FILE, follow_symlinks=False)
+    except OSError:
+        return False
+    ours = link.stat()
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 def refuse_network(path: Path, kind: str) -> None:
@@ -120,7 +203,4 @@ def read_owner(path: Path) -> OwnerNote | None:
 
 
 def _describe(note: OwnerNote | None) -> str:
-    if note is None:
-        return "another process"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.since))
-    return f"instance {note.instance!r} (process {note.pid} on {note.host}, since {since})"
+    return "another process" if note is None else str(note)

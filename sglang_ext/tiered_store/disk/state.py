@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.tiered_store.disk.files import Files
-from sglang_ext.tiered_store.disk.index import Change, Index, IndexFailedError
+from sglang_ext.tiered_store.disk.index import Change, Index, IndexDamagedError, IndexFailedError
 from sglang_ext.tiered_store.disk.index_rows import RunRow, RunUse
 from sglang_ext.tiered_store.disk.segment_format import (
     PAGE,
@@ -38,6 +39,7 @@ MAX_SEGMENT_BYTES = 256 << 20
 MAX_SEGMENTS = 512
 _HEADERS_CACHED = 256
 _LOG_SECONDS = 60.0
+_NAMES_AT_ONCE = 1024
 
 
 class IoMode(enum.Enum):
@@ -62,8 +64,8 @@ class DiskHealth(enum.Enum):
     NO_INDEX = "no_index"
     """The index cannot be used; nothing is found and nothing is taken."""
     LOST = "lost"
-    """The directory was removed, emptied or replaced while it was in use. Open files are still read; nothing
-    is taken, as no restart would find it."""
+    """The directory was removed, emptied or replaced while it was in use, and none could be made in its
+    place yet. Open files are still read; nothing is taken, as no restart would find it."""
     CLOSED = "closed"
 
 
@@ -139,6 +141,7 @@ class DiskState:
         clock: Clock | None = None,
         step: Callable[[str], None] = lambda name: None,
         in_place: Callable[[], bool] = lambda: True,
+        made_anew: Callable[[], tuple[Index, SegmentFiles]] | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -150,6 +153,14 @@ class DiskState:
         self.step = step
         self._in_place = in_place
         """Whether the directory is the one that was opened."""
+        self._made_anew = made_anew
+        """Makes a directory in the place of one that is lost, or says why not by an exception."""
+        self._try_at = 0.0
+        """When to try that again."""
+        self.renewals = 0
+        """How often the directory was made anew: everything from before is lost."""
+        self._left: list[Index] = []
+        """Indexes of directories that are lost. Lookups in other threads may still be in them."""
         self.lock = threading.Lock()
         self.write_lock = threading.Lock()
         self.health = DiskHealth.OK
@@ -181,7 +192,7 @@ class DiskState:
         return None
 
     def look(self) -> None:
-        """See whether the directory is still there; without it the tier takes nothing any more."""
+        """See whether the directory is still there; without it the tier takes nothing."""
         if self._in_place():
             return
         with self.lock:
@@ -189,10 +200,60 @@ class DiskState:
                 return
             self.health = DiskHealth.LOST
         logger.error(
-            "the disk tier is off: %s was removed, emptied or replaced while the server used it. New blocks "
-            "stay in memory only; restart the server to use the directory again",
+            "%s was removed, emptied or replaced while the server used it: what the disk tier had is lost",
             self.config.path,
         )
+
+    def begin_anew(self) -> None:
+        """Go on in a new directory where the old one is lost, if that is safe. Tries again after a while."""
+        with self.write_lock:
+            if self.health is not DiskHealth.LOST or self.clock.monotonic() < self._try_at:
+                return
+            self._try_at = self.clock.monotonic() + self.config.retry_seconds
+            try:
+                assert self._made_anew is not None
+                index, segments = self._made_anew()
+            except (ConfigError, OSError, IndexDamagedError) as error:
+                logger.error(
+                    "the disk tier is off: %s cannot be made anew: %s. New blocks stay in memory only",
+                    self.config.path,
+                    error,
+                )
+                return
+            before = self._swap(index, segments)
+            logger.warning("the disk tier goes on in a new directory at %s", self.config.path)
+            self._tell_lost(before)
+
+    def _swap(self, index: Index, segments: SegmentFiles) -> Index:
+        """Go on with these, and with nothing in memory of the others; returns the former index."""
+        with self.lock:
+            before, index.watch = self.index, self.index.watch
+            # Numbers are never given twice: gets under way still have the former runs.
+            segments.next_number = max(segments.next_number, self.segments.next_number)
+            self.segments.close()
+            self.index, self.segments = index, segments
+            self.runs = {}
+            self.unavailable.clear()
+            self.used.clear()
+            self._headers.clear()
+            self._left.append(before)
+            self.renewals += 1
+            self.health = DiskHealth.OK
+        return before
+
+    def _tell_lost(self, index: Index) -> None:
+        place: bytes | None = b""
+        while place is not None and index.watch is not None:
+            try:
+                names, place = index.names_after(place, _NAMES_AT_ONCE)
+            except IndexFailedError:
+                return
+            index.watch([], names)
+
+    def close_index(self) -> None:
+        """Close the index, and those of directories that are lost."""
+        for index in (self.index, *self._left):
+            index.close()
 
     def note_full(self, what: str) -> None:
         """The file system has no room. Puts are refused for a while, then tried again."""

@@ -15,7 +15,8 @@ What fails becomes misses, counted by reason, with a log line that says what to 
     no room (ENOSPC)                     gives up old segments, then refuses puts for a while
     a write or sync error                fails the puts concerned, adds nothing to that segment any more
     read-only                            goes on reading
-    the directory is gone or replaced    goes on reading open files, refuses puts, has a limit of 0
+    the directory is gone or replaced    goes on in a new one, without what was there; where that is not safe,
+                                         reads open files, refuses puts, and has a limit of 0
     the index is damaged or gone         sets it aside and starts empty; `repair` rebuilds it from the
     segments
 """
@@ -41,7 +42,13 @@ from sglang_ext.tiered_store.disk.index import (
     Snapshot,
     Watch,
 )
-from sglang_ext.tiered_store.disk.owner import DirectoryOwner, mounted_kind, refuse_network
+from sglang_ext.tiered_store.disk.owner import (
+    DirectoryOwner,
+    Place,
+    mounted_kind,
+    refuse_network,
+    take_anew,
+)
 from sglang_ext.tiered_store.disk.read import DiskGet, DiskReader
 from sglang_ext.tiered_store.disk.reclaimer import Reclaimer
 from sglang_ext.tiered_store.disk.segments import SUFFIX, ScanResult, SegmentFiles, file_size
@@ -120,7 +127,9 @@ class DiskTier(BlockTier):
                 clock=clock,
                 step=step,
                 in_place=self._in_place,
+                made_anew=self._made_anew,
             )
+            self._place = Place.of(config.path)
             if snapshot is None:
                 self._state.health = DiskHealth.NO_INDEX
             elif readonly:
@@ -138,6 +147,35 @@ class DiskTier(BlockTier):
 
     def _in_place(self) -> bool:
         return self._owner is None or (self._owner.in_place() and self._state.index.in_place())
+
+    def _made_anew(self) -> tuple[Index, SegmentFiles]:
+        """An empty directory of ours where the lost one was, as an opening would find it."""
+        assert self._owner is not None
+        owner = take_anew(self._owner, self._place, self.config.instance)
+        try:
+            index, snapshot = _loaded(
+                self.config.path / INDEX_DIRECTORY, readonly=False, step=self._state.step
+            )
+            segments = SegmentFiles(
+                self.config.path,
+                self._state.files,
+                segment_bytes=self.config.segment_size,
+                direct=self.config.io is IoMode.DIRECT,
+                readonly=False,
+            )
+            segments.scan(snapshot.stores, snapshot.next_segment, {})
+        except BaseException:
+            if owner is not self._owner:
+                owner.release()
+            raise
+        if owner is not self._owner:
+            self._owner.release()
+            self._owner = owner
+        return index, segments
+
+    @property
+    def renewals(self) -> int:
+        return self._state.renewals
 
     def _load(self, snapshot: Snapshot) -> None:
         """Bring runs into memory, and drop from the index what the segments do not have."""
@@ -313,7 +351,7 @@ class DiskTier(BlockTier):
                 state.health = DiskHealth.CLOSED
                 state.segments.close()
                 state.runs.clear()
-            state.index.close()
+            state.close_index()
             if self._owner:
                 self._owner.release()
 

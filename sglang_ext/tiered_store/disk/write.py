@@ -54,9 +54,12 @@ class NewRun:
 
 @dataclass(slots=True, eq=False)
 class DiskPut(Put):
-    """A put to disk. layers: those written so far."""
+    """A put to disk. layers: those written so far. renewals: of the tier when it was prepared; a directory
+    that was made anew since then has nothing of what the put relies on.
+    """
 
     runs: list[NewRun]
+    renewals: int
     layers: set[int] = field(default_factory=set)
     reserved: bool = False
     failed: Outcome | None = None
@@ -76,7 +79,9 @@ class DiskWriter:
         state = self._state
         check_names(namespace, keys)
         state.look()
-        refusal = state.refusal
+        if state.health is DiskHealth.LOST:
+            state.begin_anew()
+        renewals, refusal = state.renewals, state.refusal
         if refusal is None:
             try:
                 missing = self._missing(namespace, keys)
@@ -91,7 +96,7 @@ class DiskWriter:
             state.counters.put[Outcome.FULL] += len(missing) - count
         if missing and not count:
             return Outcome.FULL
-        return DiskPut(namespace, tuple(keys), tuple(missing[:count]), tuple(missing[count:]), runs)
+        return DiskPut(namespace, tuple(keys), tuple(missing[:count]), tuple(missing[count:]), runs, renewals)
 
     def _missing(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         state = self._state
@@ -153,6 +158,8 @@ class DiskWriter:
         with state.write_lock:
             if state.refusal is not None:
                 return state.refusal
+            if put.renewals != state.renewals:
+                return Outcome.IO_ERROR
             need = sum(run.shape.length + PAGE for run in put.runs)
             if not self._reclaimer.make_room(need):
                 return Outcome.FULL
@@ -241,8 +248,8 @@ class DiskWriter:
 
     def _complete(self, puts: Sequence[DiskPut]) -> dict[DiskPut, Outcome]:
         state = self._state
-        outcomes = dict.fromkeys(puts, Outcome.DONE)
-        written = [put for put in puts if put.missing]
+        outcomes = {put: Outcome.DONE if put.renewals == state.renewals else Outcome.IO_ERROR for put in puts}
+        written = [put for put in puts if put.missing and outcomes[put] is Outcome.DONE]
         headers: dict[NewRun, tuple[RunRow, RunHeader]] = {}
         created = state.clock.wall()
         for put in written:

@@ -1,0 +1,79 @@
+"""The directory of the disk is emptied under a server: what is in memory is written again as a whole.
+
+The simulated forward pass compares every byte that it reads with what was computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_simulation import Rank, Scenario
+
+from sglang_ext.engine.tiers.disk_writes import _Renewals
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.tier import BlockTier
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+BLOCK = 4
+SCENARIO = Scenario("a disk that goes", hbm_tokens=400, dram_blocks=120, disk_blocks=1, memory=30)
+PROMPT = [1000 + n for n in range(24 * BLOCK + 1)]
+NEXT = [*PROMPT, *(3000 + n for n in range(8 * BLOCK))]
+
+
+def over(folder: Path) -> Callable[[BlockTier], BlockTier]:
+    """A disk tier at a real directory."""
+    return lambda stand_in: DiskTier(DiskConfig(folder, 64 << 20), stand_in.layout)
+
+
+@pytest.mark.parametrize("forgets", [True, False], ids=["forgets", "twin"])
+def test_a_conversation_is_on_disk_as_a_whole_again(
+    tmp_path: Path, forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin goes on as if the disk still had the earlier turns: no restart finds anything of them."""
+    if not forgets:
+        monkeypatch.setattr(_Renewals, "act", lambda *_: None)
+    folder = tmp_path / "disk"
+    with Rank(SCENARIO, disk_class=over(folder)) as rank:
+        rank.serve(PROMPT)
+        rank.settle()
+        shutil.rmtree(folder)
+        rank.serve([5000 + n for n in range(8 * BLOCK)])
+        rank.settle()
+        rank.serve(NEXT)
+        rank.settle()
+        assert rank.promotions is not None
+        assert rank.promotions._tier.renewals == 1
+    with Rank(SCENARIO, disk_class=over(folder)) as rank:
+        assert rank.serve(NEXT).cached_tokens == (32 * BLOCK if forgets else 0)
+
+
+def test_ranks_forget_when_any_rank_has_lost_its_disk() -> None:
+    renewals, forgot = [0, 0], [0, 0]
+
+    def forget(rank: int) -> None:
+        forgot[rank] += 1
+
+    ranks = [
+        _Renewals(functools.partial(renewals.__getitem__, rank), functools.partial(forget, rank))
+        for rank in range(2)
+    ]
+
+    def each_pass() -> None:
+        agreed = [min(numbers) for numbers in zip(*(rank.propose() for rank in ranks), strict=True)]
+        for rank in ranks:
+            rank.act(agreed)
+
+    each_pass()
+    assert forgot == [0, 0]
+    renewals[1] = 1
+    each_pass()
+    each_pass()
+    assert forgot == [1, 1]
+    ranks[0].act(())  # nothing was compared
+    assert forgot == [1, 1]
