@@ -24,4 +24,3 @@ class Limits(msgspec.Struct, frozen=True):
     """Too long prompts are cut by the server instead of refused."""
     served_name: str = ""
     """Under which the model is served."""
-    kind: ModelKind = ModelKind.GENERATES

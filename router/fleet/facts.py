@@ -93,7 +93,7 @@ class InstanceFacts:
     def limits(self) -> Limits:
         """What requests are checked against."""
         model = self.model
-        return Limits(model.vocab_size, model.context_length, self.truncates, model.name, model.kind)
+        return Limits(model.vocab_size, model.context_length, self.truncates, model.name)
 
 
 def bootstrap_of(url: str, facts: InstanceFacts | None) -> tuple[str, int]:

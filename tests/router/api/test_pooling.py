@@ -25,7 +25,7 @@ from sglang_ext.testing.servers.worker_pooling import vector
 from sglang_ext.testing.servers.workers import Gate, StandInWorker
 
 Json = dict[str, Any]
-LIMITS = Limits(1000, 4096, kind=ModelKind.POOLS)
+LIMITS = Limits(1000, 4096)
 PREFIX = "What is a radix tree? " * 12
 BODIES: dict[str, Json] = {
     "/v1/embeddings": {"input": PREFIX},
