@@ -26,6 +26,7 @@ from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
+from sglang_ext.tiered_store.disk.owner import lost_owners
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 
 pytestmark = pytest.mark.integration
@@ -201,6 +202,29 @@ def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
     whole = [*running, *through.tokens]
     found = server.generate(whole, max_new_tokens=8)
     assert_same(server.generate(whole, max_new_tokens=8, cache_salt="cold"), found)
+
+
+def test_a_directory_that_goes_under_the_server_is_made_anew(server: ServerProcess, folder: Path) -> None:
+    """And an answer is durable only when its whole conversation is in the new one. Last here: what the disk
+    had for the tests above is lost."""
+    rng = random.Random(8)
+    prompt, others = ([rng.randrange(100, 30_000) for _ in range(20 * BLOCK + 4)] for _ in range(2))
+    first = server.generate(prompt, max_new_tokens=8)
+    assert (first.durability, list(lost_owners(folder))) == ("durable", [])
+    (rank,) = folder.iterdir()
+    shutil.rmtree(rank)
+    (scheduler,) = server.processes("sglang::scheduler")
+    assert [(owner.pid, owner.instance) for owner in lost_owners(folder)] == [(scheduler, "second-life")]
+    assert server.generate(others, max_new_tokens=8).durability == "durable"
+    assert not list(lost_owners(folder))
+    turn = [*prompt, *first.tokens, *others[:100]]
+    answer = server.generate(turn, max_new_tokens=8)
+    assert (answer.cached_tokens >= 20 * BLOCK, answer.durability) == (True, "durable")
+    assert_same(server.generate(turn, max_new_tokens=8, cache_salt="cold"), answer)
+    blocks = len(others) // BLOCK + len(turn) // BLOCK
+    wait_until(lambda: on_disk(server) >= blocks, seconds=20, what="both conversations on disk")
+    assert counted(server, "sglang_ext_cache_capacity_blocks", 'tier="disk"') > 0
+    assert sum(file.stat().st_blocks for file in rank.glob("*.seg")) > 0
 
 
 def flip(layer: bytearray) -> None:
