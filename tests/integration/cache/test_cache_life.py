@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -124,3 +125,25 @@ def test_what_cannot_be_served_is_refused_by_name(model: str, flags: tuple[str, 
     spec = ServerSpec(model=model, flags=("--radix-cache-backend", "global", *flags))
     with pytest.raises(ServerStartError, match=message):
         ServerProcess(spec).start()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("eviction:least_frequently_used", True), ("lru", False)], ids=["own", "twin"]
+)
+def test_a_server_evicts_by_a_function_of_ones_own(policy: str, kept: bool) -> None:
+    """Of two prompts, one was used often and the other lately; a third takes the room of one of them."""
+    flags = ("--radix-cache-backend", "global", "--kv-check", "--kv-eviction-policy", policy)
+    spec = ServerSpec(
+        flags=(*flags, "--max-total-tokens", str(POOL_TOKENS)),
+        environment={**STRICT, "PYTHONPATH": str(EXAMPLES)},
+    )
+    rng = random.Random(11)
+    often, lately, more = ([rng.randrange(100, 30_000) for _ in range(size)] for size in (600, 600, 1000))
+    with ServerProcess(spec) as server:
+        for prompt in (*[often] * 4, lately, more):
+            server.generate(prompt, max_new_tokens=1)
+        assert (server.generate(often, max_new_tokens=1).cached_tokens >= 592) == kept
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "policies"
