@@ -96,6 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "disagg.transfer": {"disagg", "disagg.transports"},
     "cost_model": set(),
     "calibration": {"cluster", "cost_model"},
+    "migrate": set(),
     "mempool": PARTS,
     **ENGINE,
     **PATCHES,

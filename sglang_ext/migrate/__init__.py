@@ -1,0 +1,1 @@
+"""From the command lines of HiCache, LMCache and SGLang's router to this package's."""
