@@ -11,10 +11,10 @@ from sglang_ext.router.app.workers import run_workers
 from sglang_ext.router.config import RouterConfig
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = RouterConfig.prog) -> int:
     """Run until interrupted. Returns the exit status: 0, 1 for a failure, 2 for a wrong flag."""
     try:
-        config = RouterConfig.parse(arguments)
+        config = RouterConfig.parse(arguments, prog=prog)
         run(config) if config.workers == 1 else run_workers(config)
     except UserError as error:
         sys.stderr.write(f"router: {error}\n")
@@ -26,4 +26,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="python -m sglang_ext.router"))

@@ -88,7 +88,7 @@ class RouterConfig(Flagged):
         ConfigError: from the constructor, when a value cannot work; names the flag.
     """
 
-    prog = "python -m sglang_ext.router"
+    prog = "sglang-ext router"
     description = "One address in front of several SGLang servers."
 
     worker_urls: tuple[str, ...] = flag(

@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -24,6 +25,7 @@ from importlib.metadata import entry_points
 import setproctitle  # noqa: F401
 
 from sglang_ext.cluster_key import read_secret
+from sglang_ext.config import KvConfig
 from sglang_ext.errors import UserError
 from sglang_ext.patches import environment
 from sglang_ext.patches.cpu import runtime
@@ -97,9 +99,30 @@ def with_report(argv: Sequence[str]) -> list[str]:
     return found if len(found) < len(argv) or REPORT_FLAG in found else [*found, REPORT_FLAG]
 
 
+HELP_FLAGS = ("-h", "--help")
+OURS = "kv"
+"""After a help flag: the flags of this package alone."""
+
+
+def show_help(argv: Sequence[str]) -> None:
+    """What ``--help`` asks for: ``--help kv`` shows the flags of this package and ends. Otherwise SGLang shows
+    all flags, and what it warns of while it is imported does not stand before them."""
+    if argv[-1] == OURS and argv[-2] in HELP_FLAGS:
+        KvConfig.parser(
+            prog="sglang-ext serve",
+            usage="sglang-ext serve --model-path MODEL [--kv-...] [flags of SGLang's server]",
+            description="Flags of the shared KV cache. --help shows those of SGLang's server too.",
+        ).print_help()
+        raise SystemExit(0)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
 def main(argv: list[str]) -> None:
     """Start the server and serve until it is stopped."""
     environment.printable()
+    if set(HELP_FLAGS) & set(argv):
+        show_help(argv)
     require_plugin()
     try:
         environment.prepare(os.environ, argv)

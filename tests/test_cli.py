@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import pytest
 
 from sglang_ext import cli
 from sglang_ext.cluster import command
+from sglang_ext.config import KvConfig
 from sglang_ext.patches.versions import installed_sglang_version
 
 pytestmark = pytest.mark.slow
@@ -98,6 +100,28 @@ def test_bad_values_are_refused_with_the_flag(arguments: list[str], says: str) -
     assert result.returncode == 2
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_help_of_serve_has_no_warnings_before_it() -> None:
+    result = run("serve", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: ")
+    assert "--hicache-ratio" in result.stdout
+    assert "--kv-dram-size" in result.stdout
+
+
+def test_help_kv_shows_our_flags_alone() -> None:
+    result = run("serve", "--help", "kv")
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = set(re.findall(r"^  (--[\w-]+)", result.stdout, re.MULTILINE))
+    assert shown == {flag.name for flag in KvConfig.flags()}
+
+
+@pytest.mark.parametrize("module", ["", "sglang_ext.router"])
+def test_the_router_names_itself_as_it_was_started(module: str) -> None:
+    command = [sys.executable, "-m", module] if module else [*COMMAND, "router"]
+    result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=100, check=True)
+    assert result.stdout.startswith(f"usage: {f'python -m {module}' if module else 'sglang-ext router'} [-h]")
 
 
 def test_serve_becomes_the_launcher_which_says_what_is_wrong_in_one_line() -> None:

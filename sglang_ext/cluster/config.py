@@ -61,7 +61,7 @@ class ClusterConfig(Flagged):
         "Routers on that port, each on a core of its own. With --restart, the others go on while one that "
         "died starts again.",
     )
-    policy: str = flag("auto", "How the router chooses a server; see python -m sglang_ext.router --help.")
+    policy: str = flag("auto", "How the router chooses a server; see sglang-ext router --help.")
     ray: str | None = flag(
         None,
         "Place servers and routers on the Ray cluster at this address (HOST:PORT, or auto) instead of this "
