@@ -105,8 +105,8 @@ OURS = "kv"
 
 
 def show_help(argv: Sequence[str]) -> None:
-    """What ``--help`` asks for: ``--help kv`` shows the flags of this package and ends. Otherwise SGLang shows
-    all flags, and what it warns of while it is imported does not stand before them."""
+    """What ``--help`` asks for. ``--help kv`` shows the flags of this package and ends; otherwise SGLang will
+    show all flags, without the warnings of its imports before them."""
     if argv[-1] == OURS and argv[-2] in HELP_FLAGS:
         KvConfig.parser(
             prog="sglang-ext serve",

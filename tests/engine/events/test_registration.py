@@ -14,6 +14,7 @@ from agent_rig import BLOCK, PLAIN, Instance, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.engine.events import registration
 from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
@@ -24,6 +25,12 @@ pytestmark = pytest.mark.slow
 
 OFF_S = -90.0
 """By which the clocks of instances are ahead of the routers'."""
+
+
+@pytest.fixture(autouse=True)
+def patient_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server leaves a router within a second; here, that may take as long as a busy machine does."""
+    monkeypatch.setattr(registration, "LEAVE_S", 60.0)
 
 
 @pytest.fixture
