@@ -55,6 +55,7 @@ from sglang_ext.patches.adapter.pd_setup import (
     MetadataBuffers,
     keys_of,
     on_all_ranks,
+    settings_of,
     watch_layers,
     weights_of,
 )
@@ -198,6 +199,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     self.buffers.row_bytes,
                     config.transfer_mode,
                     config.transfer_layout,
+                    settings_of(scheduler),
                 ),
                 "" if isinstance(cache, GlobalRadixCache) and cache.weights.moving else weights_of(scheduler),
                 bootstrap=f"{host}:{port}" if prefill else "",

@@ -14,7 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transfer.control import MemberKeys
-from sglang_ext.engine.model_identity import element_sums, model_digest
+from sglang_ext.engine.model_identity import element_sums, kv_dtype, model_digest
+from sglang_ext.engine.model_settings import model_settings
 from sglang_ext.engine.pd.pushing import LayerFeed
 from sglang_ext.errors import ConfigError
 
@@ -93,6 +94,13 @@ def around_layers(
             return result
 
         setattr(kvcache, name, told)
+
+
+def settings_of(scheduler: Any) -> dict[str, str]:
+    """The settings of the model with which KV is computed, and what it is kept in."""
+    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    model_config = scheduler.model_config
+    return model_settings(model_config.hf_config) | {"kv_cache_dtype": kv_dtype(model_config, kvcache.dtype)}
 
 
 def weights_of(scheduler: Any) -> str:

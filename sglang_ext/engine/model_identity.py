@@ -24,6 +24,8 @@ from typing import Any, Final
 
 import torch
 
+from sglang_ext.engine.model_settings import VOLATILE
+
 _CHUNK = 1 << 22
 """Bytes summed at once; bounds the temporary memory on the device."""
 _WORDS: Final = 1 << 22
@@ -33,7 +35,6 @@ _HASH: Final = (1 << 28) - 1
 
 _KV_SCALE: Final = re.compile(r"(?:^|_)(?:k|v|q|kv)_scale")
 """Attributes of attention layers that scale what goes into the KV cache."""
-_VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "architectures_path"})
 
 
 def kv_dtype(model_config: Any, dtype: object) -> str:
@@ -87,7 +88,7 @@ def model_digest(ranks: Sequence[Sums]) -> str:
 
 def config_digest(hf_config: Any) -> str:
     """A digest of a model's configuration: what the weights do not say (scaling of positions, norms)."""
-    facts = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE}
+    facts = {key: value for key, value in hf_config.to_dict().items() if key not in VOLATILE}
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"kv-config").hexdigest()
 

@@ -359,6 +359,7 @@ class Agent:
             self.endpoint.address,
             self.config.local.mode,
             self.config.local.layout,
+            dict(self.config.local.settings),
         )
         client = self.endpoint.client(bootstrap)
         try:

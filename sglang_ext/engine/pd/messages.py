@@ -35,8 +35,12 @@ Weights = Annotated[str, msgspec.Meta(max_length=128)]
 and then like no others, itself included."""
 
 
+Settings = Annotated[dict[Name, Name], msgspec.Meta(max_length=1024)]
+
+
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank of a prefill server. endpoint: where it is asked. mode, layout: how KV travels."""
+    """One rank of a prefill server. endpoint: where it is asked. mode, layout: how KV travels. settings: of
+    the model, as `model_settings.model_settings` names them."""
 
     instance: Name
     epoch: Epoch
@@ -47,6 +51,7 @@ class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Name
     mode: Name = "pull"
     layout: Name = "blocks"
+    settings: Settings = msgspec.field(default_factory=dict)
     protocol: int = PROTOCOL
 
 

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from sglang_ext.disagg.handover import CONNECT_SECONDS
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.link import Link
+from sglang_ext.engine.model_settings import differences
 from sglang_ext.engine.pd.messages import (
     PROTOCOL,
     Abort,
@@ -52,7 +53,7 @@ WATCH_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Local:
-    """This decode rank. metadata_bytes: of a row of SGLang's metadata buffers."""
+    """This rank. metadata_bytes: of a row of SGLang's metadata buffers. settings: of the model, by name."""
 
     rank: int
     ranks: int
@@ -60,6 +61,7 @@ class Local:
     metadata_bytes: int
     mode: str = "pull"
     layout: str = "blocks"
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class PrefillPeer:
@@ -271,7 +273,7 @@ class PrefillPeers:
 
     async def _connect(self, address: str) -> PrefillPeer:
         ranks = await self._lookup(address)
-        self._fits(ranks)
+        require_fit(ranks, self._local)
         instance = await self._endpoint.connect([rank.endpoint for rank in ranks])
         try:
             return PrefillPeer(ranks, instance, self._local)
@@ -299,24 +301,31 @@ class PrefillPeers:
         finally:
             await client.close()
 
-    def _fits(self, ranks: Sequence[RankInfo]) -> None:
-        first = ranks[0]
-        if first.protocol != PROTOCOL:
-            raise RefusedError("version", other_protocol(first.protocol))
-        if first.page_tokens != self._local.page_tokens:
-            raise RefusedError(
-                "page_size",
-                f"pages of {first.page_tokens} tokens there, {self._local.page_tokens} here; set --page-size "
-                "alike",
-            )
-        if first.mode != self._local.mode:
-            raise RefusedError(
-                "mode", f"{first.mode} there, {self._local.mode} here; set --kv-transfer-mode alike"
-            )
-        if first.layout != self._local.layout:
-            raise RefusedError(
-                "layout",
-                f"{first.layout} there, {self._local.layout} here; set --kv-transfer-layout alike",
-            )
-        if first.metadata_bytes != self._local.metadata_bytes:
-            raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")
+
+def require_fit(ranks: Sequence[RankInfo], local: Local) -> None:
+    """Raises:
+    RefusedError: these ranks and a local one cannot hand requests over; the message names the difference.
+    """
+    first = ranks[0]
+    if first.protocol != PROTOCOL:
+        raise RefusedError("version", other_protocol(first.protocol))
+    if first.page_tokens != local.page_tokens:
+        raise RefusedError(
+            "page_size",
+            f"pages of {first.page_tokens} tokens there, {local.page_tokens} here; set --page-size alike",
+        )
+    if first.mode != local.mode:
+        raise RefusedError("mode", f"{first.mode} there, {local.mode} here; set --kv-transfer-mode alike")
+    if first.layout != local.layout:
+        raise RefusedError(
+            "layout",
+            f"{first.layout} there, {local.layout} here; set --kv-transfer-layout alike",
+        )
+    if differing := differences(first.settings, local.settings):
+        raise RefusedError(
+            "settings",
+            f"the models' settings differ: {differing}; start both with one model, and with one "
+            "--json-model-override-args",
+        )
+    if first.metadata_bytes != local.metadata_bytes:
+        raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")

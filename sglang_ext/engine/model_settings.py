@@ -1,0 +1,47 @@
+"""A model's settings by name, so that two servers can say which of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+VOLATILE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version", "architectures_path"})
+"""Settings that differ between copies of one model."""
+LETTERS: Final = 80
+"""As much of a setting is told to others; of a longer one the digest, too."""
+
+
+def model_settings(hf_config: Any) -> dict[str, str]:
+    """A model's configuration, setting by setting, as text: what `model_identity.config_digest` is of.
+
+    Settings within others have names such as ``rope_scaling.factor``.
+    """
+    found: dict[str, str] = {}
+
+    def add(prefix: str, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if key in VOLATILE:
+                continue
+            if isinstance(value, Mapping):
+                add(f"{prefix}{key}.", value)
+                continue
+            text = json.dumps(value, sort_keys=True, default=str)
+            if len(text) > LETTERS:
+                digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+                text = f"{text[:LETTERS]}... ({digest})"
+            found[f"{prefix}{key}"] = text
+
+    add("", hf_config.to_dict())
+    return found
+
+
+def differences(theirs: Mapping[str, str], ours: Mapping[str, str], most: int = 3) -> str:
+    """Which settings of two servers differ, with both values; empty when none does."""
+    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    shown = [
+        f"{name} ({theirs.get(name, 'none')} there, {ours.get(name, 'none')} here)" for name in names[:most]
+    ]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(shown) + more
