@@ -1,5 +1,5 @@
-"""Run all tests in processes side by side: fleets of servers (two), servers that tests share, the router,
-commands and other programs, moving and keeping KV (two), and all others (`part_of` in tests/conftest.py).
+"""Run all tests in processes side by side: fleets of servers, servers that tests share, the router,
+commands and other programs, moving and keeping KV, and all others (`part_of` in tests/conftest.py).
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
@@ -43,8 +43,8 @@ EXTRA = {"rdma": "RDMA tests", "sources": "tests of the compiled modules, with t
 NEW_EXAMPLES = "--new-examples"
 """The one argument that selects no tests."""
 FAST = "--fast"
-SHARES = {"fleets": 2, "servers": 1, "moving": 2, "others": 1}
-"""Into how many processes each part is divided. Fleets and tests of moving KV wait much of their time."""
+SHARES = {"fleets": 1, "servers": 1, "moving": 1, "others": 1}
+"""Into how many processes each part is divided. Two cores are busy with four."""
 FAST_SHARES = {"servers": 1, "moving": 2, "others": 2}
 """The same for `--fast`, of parts that have tests without SGLang servers."""
 SOURCES = (

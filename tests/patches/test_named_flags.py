@@ -15,6 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_ext import launch_server
 from sglang_ext.cli import COMMANDS, flags_of
 from sglang_ext.demo.__main__ import Arguments as DemoArguments
+from sglang_ext.migrate.gateway import GATEWAY
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang_ext", "router", "patches", "benchmarks", "scripts", "examples")
@@ -60,7 +61,7 @@ OTHERS = {
         *("--bs", "--direct", "--filename", "--invalidate", "--ioengine", "--name", "--numjobs"),
         *("--output-format", "--overwrite", "--rw", "--size", "--thread"),
     },
-    "SGLang's own router": {"--pd-disaggregation", "--prometheus-port"},
+    "SGLang's own router": {f"--{name}" for name in GATEWAY},
 }
 """Flags that none of the parsers has, by whose they are."""
 
