@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from crossing_fleet import SECONDS, Fleet, Front, Models, update
+from hooked_server import holding
 from token_requests import GREEDY, advise, generate, settled
 
 from sglang_ext.protocol.cluster import instance_path
@@ -44,7 +44,7 @@ from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.testing.waiting import until, wait_until
 
 MOVED_TOKENS = 96
-"""Of answers that move. What is drained is slow, so that the drain finds them running."""
+"""Of answers that move. Decode servers hold them at their first tokens until one has moved."""
 FILLING, FILL_TOKENS = 3, 1100
 """Prompts for each server, and their length: together more than its HBM or its DRAM holds."""
 ATOL = 1e-4
@@ -157,7 +157,7 @@ class Heard:
 class Player:
     """Runs a programme.
 
-    on_drain: is called when a drain begins, while the scheduler of what is drained stands still.
+    on_drain: is called when a drain begins, while what is drained generates no more tokens.
     """
 
     def __init__(
@@ -276,21 +276,33 @@ class Player:
             raise NotItsOwn(f"{turn} found {cached} tokens cached, and its tenant has said {most} of them")
 
     async def _ask_and_drain(self, expected: dict[Turn, Asked]) -> None:
-        """Ask, and drain in the middle of the answers whoever is the first to answer."""
+        """Ask, and drain in the middle of the answers whichever decode server is the first to answer.
+
+        Decode servers generate the first few tokens only, those that are not drained until the drain begins.
+        So an answer is never over before, however late this process sees its first token.
+        """
         heard = {turn: Heard() for turn in expected}
-        answers = [
-            asyncio.create_task(self._stream(turn, asked, heard[turn])) for turn, asked in expected.items()
-        ]
-        try:
-            await until(
-                lambda: any(each.tokens for each in heard.values()) or any(each.done() for each in answers),
-                SECONDS,
-                "a first token",
-            )
-            if url := next((each.instance for each in heard.values() if each.tokens), ""):
-                await self._drain(url)
-        finally:
-            ended = await asyncio.gather(*answers, return_exceptions=True)
+        with ExitStack() as stack:
+            holds = {name: stack.enter_context(ExitStack()) for name in self._decoding()}
+            for name, hold in holds.items():
+                hold.enter_context(holding(self._fleet.faults[name], "generating"))
+            answers = [
+                asyncio.create_task(self._stream(turn, asked, heard[turn]))
+                for turn, asked in expected.items()
+            ]
+            try:
+                await until(
+                    lambda: (
+                        any(each.tokens for each in heard.values()) or any(each.done() for each in answers)
+                    ),
+                    SECONDS,
+                    "a first token",
+                )
+                if url := next((each.instance for each in heard.values() if each.tokens), ""):
+                    await self._drain(url, holds)
+            finally:
+                stack.close()
+                ended = await asyncio.gather(*answers, return_exceptions=True)
         for error in ended:
             if isinstance(error, BaseException):
                 raise error
@@ -301,29 +313,40 @@ class Player:
             except AssertionError as error:
                 raise Differs(f"{turn}: {error}") from None
 
-    async def _drain(self, url: str) -> None:
-        """Drain an instance until it has nothing left, and take it back. Its scheduler stands still until the
-        drain has begun, and is slow then, so that what runs there has to move."""
+    def _decoding(self) -> list[str]:
+        return [name for name, role in self._roles().items() if role == "decode"]
+
+    async def _drain(self, url: str, holds: dict[str, ExitStack]) -> None:
+        """Drain an instance until it has nothing left, and take it back.
+
+        holds: by instance, those of tokens. The instance's own ends when one of its requests has moved, or
+            cannot be moved. From then on it is slow, so that others have to move as well.
+        """
         (name,) = (name for name, server in self._fleet.servers.items() if server.url == url)
-        schedulers = self._fleet.servers[name].processes("sglang::scheduler")
-        for pid in schedulers:
-            os.kill(pid, signal.SIGSTOP)
+        row = self._router.fleet.rows[url]
+        before = self._moves()
+        if self._on_drain is not None:
+            self._on_drain()
         slow = self._fleet.faults[name] / "slow"
         slow.touch()
         try:
-            try:
-                if self._on_drain is not None:
-                    self._on_drain()
-                await self._post_admin(instance_path(name) + "/drain", {"deadline_s": SECONDS})
-            finally:
-                for pid in schedulers:
-                    os.kill(pid, signal.SIGCONT)
-            row = self._router.fleet.rows[url]
+            await self._post_admin(instance_path(name) + "/drain", {"deadline_s": SECONDS})
+            for other in holds.keys() - {name}:
+                holds[other].close()
+            await until(
+                lambda: self._moves() > before or row.state is State.LEFT, SECONDS, f"a move from {name}"
+            )
+            holds[name].close()
             await until(lambda: row.state is State.LEFT, SECONDS, f"{name} drained")
         finally:
             slow.unlink()
         self._router.members.resume(name)
         await self._all_usable()
+
+    def _moves(self) -> int:
+        """Of requests, so far: those that have moved, and those that cannot."""
+        counted = self._front.counted()
+        return counted["moves moved"] + counted["moves stuck"]
 
     async def _stream(self, turn: Turn, asked: Asked, heard: Heard) -> None:
         body = {

@@ -2,7 +2,8 @@
 
 Its folder (`hooked_server`) says what is wrong now. `hooked_server.holding` has hand-overs wait at one of
 ``STEPS``. On a prefill server ``reading`` is the read of a return, and ``layers`` the forward pass, when the
-first layer has been sent (push by layer).
+first layer has been sent (push by layer). ``generating`` holds a decode server's requests from their first
+``HELD_TOKENS`` tokens on: its scheduler goes on and obeys, but runs no batch.
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
 is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
 server changes its role. With a file ``no-layers``, no layer is sent ahead of the others (push by layer).
@@ -20,12 +21,19 @@ from typing import Any
 
 from hooked_server import is_held, serve
 
-STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed")
+STEPS = (
+    *("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed"),
+    "generating",
+)
 SLOW_PASS_SECONDS = 0.05
+HELD_TOKENS = 4
 
 
 def make_faulty(folder: Path) -> None:
     """Disturb the hand-overs of this process."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+    from sglang.srt.managers.scheduler import Scheduler
+
     from sglang_ext.disagg.transfer.instance import Instance
     from sglang_ext.engine.cache.listeners import Listeners
     from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
@@ -145,6 +153,18 @@ def make_faulty(folder: Path) -> None:
         # The highest bit of an exponent: whatever the value is, it becomes another order of magnitude.
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30
+
+    next_batch = Scheduler.get_next_disagg_decode_batch_to_run
+
+    def next_batch_unless_held(self: Any, running_batch: Any) -> Any:
+        has_generated = any(len(req.output_ids) >= HELD_TOKENS for req in running_batch.reqs)
+        if has_generated and is_held(folder, "generating"):
+            # SGLang waits like this when memory is short: its next pass asks again.
+            time.sleep(0.005)
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        return next_batch(self, running_batch)
+
+    Scheduler.get_next_disagg_decode_batch_to_run = next_batch_unless_held
 
     events = GlobalRadixCache.check_hicache_events
 
