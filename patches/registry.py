@@ -42,11 +42,11 @@ from sglang_ext.patches.hooks import (
     flags,
     load_details,
     migration,
+    pooling,
     request_values,
     restarts,
     retraction,
     samples,
-    served_name,
     stages,
     template_errors,
     uncompiled,
@@ -105,7 +105,7 @@ PATCHES: tuple[Patch, ...] = (
     wide_pads.PATCH,
     request_values.PATCH,
     template_errors.PATCH,
-    served_name.PATCH,
+    pooling.PATCH,
     uncompiled.PATCH,
 )
 

@@ -37,6 +37,9 @@ GROUP_TOKENS = 4
 
 BLOCK_KEY_BYTES = 16
 
+SALT_HEADER = "x-sglang-ext-cache-salt"
+"""Header in which a router sends a tenant's salt with requests whose bodies have no field for it."""
+
 _ENCODED = np.dtype("<i4")
 _UNSIGNED = np.dtype(np.uint64)
 _LITTLE = np.dtype("<u8")

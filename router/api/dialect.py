@@ -119,7 +119,8 @@ class Dialect(ABC):
     # -- requests -----------------------------------------------------------------------------------
 
     takes_salt: ClassVar[bool] = True
-    """Servers take ``cache_salt``, which keeps tenants' KV apart, and ``extra_key``."""
+    """Servers take ``cache_salt``, which keeps tenants' KV apart, and ``extra_key`` in the body. Otherwise
+    servers that register take the salt in a header (``keys.SALT_HEADER``)."""
     prompt_field: ClassVar[str]
     """Where prompts stand, for the texts of errors; ``ids_field`` where they are token ids."""
     ids_field: ClassVar[str] = ""

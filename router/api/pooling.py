@@ -4,7 +4,9 @@ Models that embed or classify answer all of these APIs. Models that generate ans
 a reranker's chat template, ``/v1/rerank``. Requests are routed by prefix: the items of a score share their
 query, and so do documents that are ranked.
 
-SGLang takes neither ``cache_salt`` nor ``extra_key`` in these requests, so isolated tenants are refused.
+SGLang takes neither ``cache_salt`` nor ``extra_key`` in these requests. The salt of an isolated tenant
+travels as a header, to servers that take it (``Flight.salt_by_header``); where there is none, the request is
+refused.
 """
 
 from __future__ import annotations

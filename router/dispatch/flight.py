@@ -64,6 +64,11 @@ class Flight:
         """By which the request is recognised when a client sends it again."""
         return digest_of_request(self.request.target, self.request.body)
 
+    @property
+    def salt_by_header(self) -> str | None:
+        """The tenant's salt, where the body has no field for it; None otherwise."""
+        return None if self.sent.dialect.takes_salt else self.record.caller.salt
+
     def take_fields(self) -> None:
         """Have it sent in a dialect in which servers take the router's fields; see ``admit.through``."""
         if self.sent.dialect.via is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
+from sglang_ext.keys import SALT_HEADER
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import HOP_BY_HOP, JSON_TYPE, Upstream, UpstreamResponse
 from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
@@ -69,6 +70,8 @@ class Forwarding:
         if flight.record.caller.tenant is not None:
             for name in TENANT_HEADERS:
                 headers.pop(name, None)
+            if flight.salt_by_header is not None:
+                headers[SALT_HEADER] = flight.salt_by_header
         if continued := self._tracing.headers():
             for name in TRACE_HEADERS[:2]:
                 headers.pop(name, None)

@@ -46,7 +46,7 @@ from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request,
 from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.admit import admit
+from sglang_ext.router.tenancy.admit import admit, cannot_be_kept_apart
 from sglang_ext.router.tenancy.admitted import Admitted, Rules
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.tokenizing import TokenizerService
@@ -245,7 +245,7 @@ class Generation:
         while len(excluded) <= self._max_retries:
             if failure is not None and not self._may_retry(failure):
                 break
-            chosen = self._choose(flight, excluded, home)
+            chosen = self._choose(flight, excluded | self._sharing(flight), home)
             if chosen is None:
                 break
             decision, choice = chosen
@@ -280,6 +280,19 @@ class Generation:
         if pinned_to is not None and home is not None:
             raise home_lost(pinned_to, home, self._fleet.state_of(home)) from failure
         raise no_worker(self._fleet) from failure
+
+    def _sharing(self, flight: Flight) -> frozenset[str]:
+        """The instances at which a tenant's prompts would share KV with those of others.
+
+        Raises:
+            RequestRefused: 403, there is no other one.
+        """
+        if flight.salt_by_header is None:
+            return frozenset()
+        sharing = self._fleet.without_salts()
+        if self._fleet.usable() and not self._fleet.usable(sharing):
+            raise cannot_be_kept_apart(flight.sent.dialect.path)
+        return sharing
 
     def _may_retry(self, failure: PeerError) -> bool:
         if not self._budget.spend(self._clock.monotonic()):

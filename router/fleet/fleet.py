@@ -295,6 +295,15 @@ class Fleet:
             found = tuple([instance for instance in found if instance.name not in excluded])
         return found if all_colocated(found) else self._complete(found)
 
+    def without_salts(self) -> frozenset[str]:
+        """The instances that may not take a tenant's salt in a header: those that have not registered, and
+        those in whose place a server without our plugin may have started since."""
+        return frozenset(
+            name
+            for name, row in self.rows.items()
+            if row.registration is None or row.facts is None or not row.facts.tells
+        )
+
     def _see(self, row: InstanceRecord) -> Instance:
         cached, trusted, awaited = self._told(row.name)
         busy = row.in_flight + row.elsewhere

@@ -56,17 +56,17 @@ def admit(
         in_place: whether the model sees system messages in the midst of a conversation.
 
     Raises:
-        RequestRefused: 400, naming the field; 403 where a tenant's KV could not be kept apart.
+        RequestRefused: 400, naming the field.
     """
     if dialect.admitted_as is not None:
         return _admit_rewritten(dialect, payload, request, caller, limits, rules, new_rid, in_place)
     check_reserved(payload, caller, dialect)
-    if caller.salt is not None and not dialect.takes_salt:
-        raise cannot_be_kept_apart(dialect.path)
     priority = priority_of(payload, caller)
     job = with_salt(dialect.parse(payload, limits), caller)
     check_rid(payload, job)
     fields = additions(payload, caller)
+    if not dialect.takes_salt:
+        fields.pop("cache_salt", None)  # it travels as a header
     named = session_of(request.headers, payload, rules)
     body = judged(request.body, payload, caller, dialect)
     tells_cached = hides_usage = False
@@ -186,10 +186,10 @@ def check_reserved(payload: Json, caller: Caller, dialect: Dialect | None) -> No
 
 
 def cannot_be_kept_apart(path: str) -> RequestRefused:
-    """The answer to a tenant whose prompts SGLang would cache under no name of its own."""
+    """The answer to a tenant whose prompts would be cached under no name of the tenant's own."""
     return RequestRefused(
-        f"SGLang takes no cache_salt at {path}, so that prompts of several tenants would share KV. Use a key "
-        "of a tenant with isolated = false",
+        f"no server here keeps prompts of several tenants apart at {path}: SGLang takes no cache_salt there. "
+        "Use a key of a tenant with isolated = false",
         status=403,
         kind="permission_error",
         code="not_kept_apart",

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from sglang_ext.keys import SALT_HEADER
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.documents import DOCUMENT_IDS
 from sglang_ext.router.api.validation import Json
@@ -138,10 +139,11 @@ were loaded later are random."""
 STEERING_HEADERS = frozenset({
     "x-override-rid", "x-override-bootstrap-host", "x-override-bootstrap-port", "x-override-bootstrap-room",
     "x-override-conversation-id", "x-override-routed-dp-rank", "x-override-disagg-prefill-dp-rank",
-    "x-override-priority", "x-data-parallel-rank", "x-body-compressed",
+    "x-override-priority", "x-data-parallel-rank", "x-body-compressed", SALT_HEADER,
 })  # fmt: skip
 """Headers that SGLang lets go before the fields of the same names, or that change how it reads the body: what
-the router has checked and put in would not be what counts. Nobody's are passed on."""
+the router has checked and put in would not be what counts. So would a salt that the client chooses. Nobody's
+are passed on."""
 TENANT_HEADERS = frozenset({"x-smg-routing-key"})
 """Names that SGLang schedules by, shared by all who use a server: not passed on for tenants."""
 

@@ -22,8 +22,9 @@ import msgspec
 
 from sglang_ext.errors import UserError
 
-PROTOCOL: Final = 1
-"""Changes when an older router would misunderstand a newer instance, or the other way round."""
+PROTOCOL: Final = 2
+"""Changes when an older router would misunderstand a newer instance, or the other way round. From 2 on, a
+server that registers takes a tenant's salt in a header (``keys.SALT_HEADER``)."""
 
 PATH: Final = "/cluster/instances"
 MAX_BODY_BYTES: Final = 64 << 10

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.keys import SALT_HEADER
 from sglang_ext.patches import readiness
 from sglang_ext.patches.base import Patch
+from sglang_ext.patches.hooks import pooling, template_errors, vocabulary
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
-from sglang_ext.patches.hooks import served_name, template_errors, vocabulary
 from sglang_ext.patches.hooks import weights as weight_updates
 from sglang_ext.patches.hooks.vocabulary import out_of_vocabulary
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
@@ -450,5 +451,37 @@ def test_a_chat_template_that_fails_names_the_field() -> None:
 
 def test_embeddings_have_the_served_name() -> None:
     serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(served_model_name="m"))
-    answer = served_name.after_build(SimpleNamespace(model="/disk/m", data=[]), serving, [], "float")
+    answer = pooling.after_build(SimpleNamespace(model="/disk/m", data=[]), serving, [], "float")
     assert answer == SimpleNamespace(model="m", data=[])
+
+
+def test_the_salt_of_a_header_goes_to_the_scheduler() -> None:
+    """What a client has put in its place is removed, with the header and without."""
+
+    def queued(headers: dict[str, str] | None, custom: Any) -> tuple[str | None, Any]:
+        """The salt and the parameters of a request to embed."""
+        pooling.before_request(None, None, None if headers is None else SimpleNamespace(headers=headers))
+        params = SimpleNamespace(custom_params=custom)
+        pooling.after_tokenized(SimpleNamespace(sampling_params=params), None)
+        req = SimpleNamespace(sampling_params=params, cache_salt=None)
+        pooling.before_queue(None, req)
+        return req.cache_salt, params.custom_params
+
+    salted, ours = {SALT_HEADER: "kv-tenant-a"}, {pooling.SALT: "kv-tenant-a"}
+    theirs = {pooling.SALT: "kv-tenant-b"}
+    assert queued(salted, None) == ("kv-tenant-a", ours)
+    assert queued(salted, {"x": 1} | theirs) == ("kv-tenant-a", {"x": 1} | ours)
+    assert queued({}, {"x": 1} | theirs) == (None, {"x": 1})
+    assert queued(None, theirs) == (None, {})
+    assert queued(None, None) == (None, None)
+
+
+def test_a_request_to_generate_has_a_field_for_the_salt() -> None:
+    """As a score or a reranking by a model that generates."""
+    pooling.before_request(None, None, SimpleNamespace(headers={SALT_HEADER: "kv-tenant-a"}))
+    params = SimpleNamespace(custom_params=None)
+    message = pooling.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt=None), None)
+    assert (message.cache_salt, params.custom_params) == ("kv-tenant-a", None)
+    pooling.before_request(None, None)
+    message = pooling.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt="own"), None)
+    assert message.cache_salt == "own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import ConfigError
-from sglang_ext.keys import decode_tokens
+from sglang_ext.keys import SALT_HEADER, decode_tokens
+from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.job import Job, Pair, PromptInput
 from sglang_ext.router.api.limits import Limits, ModelKind
@@ -18,6 +20,7 @@ from sglang_ext.router.api.pooling import CLASSIFY, EMBEDDINGS, ENCODE, NATIVE_C
 from sglang_ext.router.api.usage import read_answer
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.tenancy.tenants import SALT_PREFIX
 from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, reranking
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from sglang_ext.router.tokens.segments import TokenCache
@@ -410,6 +413,34 @@ async def test_tenants(path: str, start_pooling, start_router, client, tmp_path,
     assert (await ask("a-pooled-key"))[0] == 429
     assert len(worker.requests) == 1
     assert "authorization" not in worker.requests[0][2]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_salt_goes_to_a_server_that_has_registered(
+    path: str, start_pooling, start_router, client, tmp_path
+) -> None:
+    """As a header, and to no other server; a client's own header goes nowhere."""
+    file = tmp_path / "keys.toml"
+    file.write_text(KEYS)
+    file.chmod(0o600)
+    listed, registered = await start_pooling(), await start_pooling()
+    registered.server_info["launch_command"] = "launch_server --kv-router http://127.0.0.1:1"
+    router = await start_router(listed, registered, policy="round-robin", api_keys_file=str(file))
+    router.fleet.join(registered.url, Registration(url=registered.url, instance="r", epoch="1" * 32))
+
+    async def ask(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}", "x-api-key": key, SALT_HEADER: "of-another"}
+        async with client.post(router.url + path, json=BODIES[path], headers=headers) as answer:
+            return answer.status
+
+    assert [await ask("an-isolated-key") for _ in range(3)] == [200] * 3
+    assert listed.requests == []
+    salts = {headers.get(SALT_HEADER) for _, _, headers in registered.requests}
+    assert salts == {SALT_PREFIX + hashlib.sha256(b"isolated").hexdigest()[:32]}
+    assert all("cache_salt" not in body for _, body, _ in registered.requests)
+    assert await ask("a-pooled-key") == 200
+    ((*_, last),) = ([*listed.requests, *registered.requests[3:]],)
+    assert SALT_HEADER not in last[2]
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -236,6 +236,18 @@ def test_a_new_epoch_drops_what_was_known_at_once() -> None:
     fleet.check()
 
 
+def test_salts_are_for_those_that_registered_and_still_tell() -> None:
+    """A stock server in the place of one that registered is not among them."""
+    fleet = Fleet(("a", "b"))
+    fleet.learnt("b", FACTS)
+    fleet.join("a", registration())
+    assert fleet.without_salts() == {"a", "b"}
+    fleet.learnt("a", replace(FACTS, tells=True))
+    assert fleet.without_salts() == {"b"}
+    fleet.learnt("a", replace(FACTS, identity="start-2"))
+    assert fleet.without_salts() == {"a", "b"}
+
+
 def test_one_that_was_listed_and_registers_goes_on() -> None:
     restarted: list[str] = []
     fleet = Fleet(("a", "b"))
