@@ -51,6 +51,11 @@ class PromptInput(msgspec.Struct, frozen=True):
     """What keeps it apart from equal prompts: (adapter, extra_key, cache_salt)."""
     max_new_tokens: int | None = None
 
+    @property
+    def salt(self) -> str | None:
+        """The ``cache_salt``: the tenant's, or the client's own where there are no tenants."""
+        return self.namespace[-1] if self.namespace else None
+
 
 class Job(msgspec.Struct, frozen=True):
     """A generation request whose fields have been checked."""

@@ -250,6 +250,10 @@ def told(
     """The answer of ``GET /explain/{request_id}``. spilled: tells what other instances were told to keep of a
     prompt's beginning before a time."""
     record = story.record
+
+    def shown(seconds: float) -> float:
+        return seconds if admin else record.shown(seconds)
+
     evictions = evictions_of(story, history)
     # That the same prompt is known under another salt tells of other tenants: for administrators only.
     elsewhere = stories.elsewhere(story) if admin else 0
@@ -299,9 +303,9 @@ def told(
         ],
         "same_prompt_under_another_salt": elsewhere if admin else None,
         "seconds": {
-            "queued": record.queued_s,
-            "first_byte": None if record.first_byte is None else record.first_byte - record.started,
-            **record.stages,
+            "queued": shown(record.queued_s),
+            "first_byte": None if record.first_byte is None else shown(record.first_byte - record.started),
+            **{stage: shown(seconds) for stage, seconds in record.stages.items()},
             "instances": None if record.instance_stages is None else dict(record.instance_stages.items()),
         },
         "error": record.error,

@@ -62,7 +62,7 @@ class Flight:
 
     def digest(self) -> str:
         """By which the request is recognised when a client sends it again."""
-        return digest_of_request(self.request.target, self.request.body)
+        return digest_of_request(self.record.caller.scope, self.request.target, self.request.body)
 
     @property
     def salt_by_header(self) -> str | None:

@@ -362,19 +362,21 @@ class Relay:
         ):
             return  # the instance tells by itself what it holds, and no session goes on from it
 
+        salts = [prompt.salt for prompt in prompts]
+
         def learn(generated: Mapping[int, bytes]) -> None:
             for index, key in generated.items():
-                if index < len(prompts) and prompts[index].tokens is not None:
+                if prompts[index].tokens is not None:
                     whole = prompts[index].key + key
                     self._trees.confirm(prompts[index].namespace, whole, instance)
                     for told in self._on_learnt:
                         told(flight, prompts[index].namespace, whole)
 
         async def learn_later() -> None:
-            learn(await self._tokenizers.continuations(texts))
+            learn(await self._tokenizers.continuations(texts, salts))
 
         try:
-            at_once = self._tokenizers.short_continuations(texts, size)
+            at_once = self._tokenizers.short_continuations(texts, salts, size)
             if at_once is not None:
                 learn(at_once)
                 return
@@ -406,7 +408,7 @@ class Relay:
         if record.instance_stages is not None:
             # As web clients know it (W3C Server Timing), in milliseconds. A stream's end comes too late.
             headers["server-timing"] = ", ".join(
-                f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in record.timings()
+                f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in record.shown_timings()
             )
         return headers
 

@@ -30,14 +30,16 @@ MAX_SUSPECTS = 4096
 """The oldest are dropped."""
 
 
-def digest_of_request(target: str, body: bytes) -> str:
+def digest_of_request(scope: str, target: str, body: bytes) -> str:
     """By which a request is recognised when it comes again.
 
     Args:
+        scope: the tenant's (``Caller.scope``): a tenant is refused nothing for what another one has sent.
         target: its path, and what follows.
         body: as the client sent it.
     """
-    return blake2b(body, digest_size=16, key=target.encode()[:64]).hexdigest()
+    of = blake2b(f"{scope}\n{target}".encode(), digest_size=32).digest()
+    return blake2b(body, digest_size=16, key=of).hexdigest()
 
 
 Loss: TypeAlias = tuple[str, float]

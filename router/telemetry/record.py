@@ -9,6 +9,9 @@ from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.stages import StageTimes
 
+SHOWN_STEP_S = 0.01
+"""Steps in which tenants are told how long the router took for parts of their requests. Finer ones would show
+what of a prompt the router had in its caches."""
 CLIENT_GONE = 499
 """Status under which a request is counted whose client went away (nginx's number)."""
 
@@ -66,11 +69,24 @@ class Record:
         self.stages: dict[str, float] = {}
         """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
 
+    def shown(self, seconds: float) -> float:
+        """A time of the router's own as its caller is told it: to a tenant, in steps of ``SHOWN_STEP_S``."""
+        return seconds if self.caller.admin else round(seconds / SHOWN_STEP_S) * SHOWN_STEP_S
+
     def timings(self) -> list[tuple[str, float]]:
         """(stage, seconds) as far as they are known, in the order in which a request passes them."""
+        found = self._own_timings()
+        return found if self.instance_stages is None else [*found, *self.instance_stages.items()]
+
+    def shown_timings(self) -> list[tuple[str, float]]:
+        """``timings`` as the caller is told them."""
+        own = [(stage, self.shown(seconds)) for stage, seconds in self._own_timings()]
+        return own if self.instance_stages is None else [*own, *self.instance_stages.items()]
+
+    def _own_timings(self) -> list[tuple[str, float]]:
         own = dict(self.stages)
         route = own.pop("route", None)
         found = [*own.items(), ("router_queue", self.queued_s)]
         if route is not None:
             found.append(("route", route))
-        return found if self.instance_stages is None else [*found, *self.instance_stages.items()]
+        return found

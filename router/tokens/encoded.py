@@ -16,6 +16,11 @@ class Encoded(msgspec.Struct, frozen=True):
     """Its length; ``None`` when ``key`` is text."""
 
     @property
+    def salt(self) -> str | None:
+        """The ``cache_salt`` of the prompt; see ``PromptInput.salt``."""
+        return self.namespace[-1] if len(self.namespace) > 1 else None
+
+    @property
     def units(self) -> int:
         """Length in the unit of matches: tokens, or 4 bytes of text."""
         return len(self.key) // TOKEN_BYTES

@@ -209,11 +209,12 @@ class TokenizerService:
                         prompt.chat,
                         answer_follows=answer_follows,
                         most_new=most_new,
+                        salt=prompt.salt,
                     )
                 elif prompt.pair is not None:
-                    key = tokenizer.encode_pair(prompt.pair, most_new)
+                    key = tokenizer.encode_pair(prompt.pair, most_new, prompt.salt)
                 else:
-                    key = tokenizer.encode_text(prompt.text or "", most_new)
+                    key = tokenizer.encode_text(prompt.text or "", most_new, prompt.salt)
                 return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
             except TemplateFailed as failed:
                 if prompt.chat is not None and prompt.chat.payload.get("chat_template_kwargs"):
@@ -251,22 +252,24 @@ class TokenizerService:
         return None if (self.trust.tools if with_tools else self.trust.chat) else Fallback.UNTRUSTED
 
     def short_continuations(
-        self, texts: Callable[[], Mapping[int, str]], size: int
+        self, texts: Callable[[], Mapping[int, str]], salts: Sequence[str | None], size: int
     ) -> dict[int, bytes] | None:
         """As ``continuations``, in the calling thread; ``None`` where that would take too long.
 
         Args:
-            texts: as there.
+            texts, salts: as there.
             size: bytes of the answer that it looks at.
         """
         if self.tokenizer is None:
             return {}
         if size < LARGE_ANSWER:
             with contextlib.suppress(TooMuchNew):
-                return _encoded(self.tokenizer.segmenter, texts, INLINE_NEW)
+                return _encoded(self.tokenizer.segmenter, texts, salts, INLINE_NEW)
         return None
 
-    async def continuations(self, texts: Callable[[], Mapping[int, str]]) -> dict[int, bytes]:
+    async def continuations(
+        self, texts: Callable[[], Mapping[int, str]], salts: Sequence[str | None]
+    ) -> dict[int, bytes]:
         """The tokens of generated texts, to be put behind the tokens of their prompts.
 
         The last token of a prompt and the first of an answer are taken not to merge, which chat templates
@@ -274,11 +277,12 @@ class TokenizerService:
 
         Args:
             texts: gives the texts by prompt; called in a thread, as it may have to parse.
+            salts: of the prompts; see ``segments.owner_of``. Texts of further prompts are left out.
         """
         if self.tokenizer is None:
             return {}
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _encoded, self.tokenizer.segmenter, texts)
+        return await loop.run_in_executor(self._pool, _encoded, self.tokenizer.segmenter, texts, salts)
 
     def close(self) -> None:
         """End the threads."""
@@ -289,9 +293,16 @@ class TokenizerService:
 
 
 def _encoded(
-    segmenter: Segmenter, texts: Callable[[], Mapping[int, str]], most_new: int | None = None
+    segmenter: Segmenter,
+    texts: Callable[[], Mapping[int, str]],
+    salts: Sequence[str | None],
+    most_new: int | None = None,
 ) -> dict[int, bytes]:
-    return {index: segmenter.encode(text, most_new) for index, text in texts().items()}
+    return {
+        index: segmenter.encode(text, most_new, salts[index])
+        for index, text in texts().items()
+        if index < len(salts)
+    }
 
 
 def _size(prompt: PromptInput) -> int:

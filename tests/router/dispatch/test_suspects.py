@@ -108,11 +108,12 @@ def test_routers_share_what_they_saw_and_repeating_it_changes_nothing() -> None:
     assert refused(later, "x")
 
 
-def test_requests_are_told_apart_by_path_and_body() -> None:
+def test_requests_are_told_apart_by_tenant_path_and_body() -> None:
     requests = ((TARGET, b"1"), (TARGET, b"2"), ("/v1/completions", b"1"))
-    digests = {digest_of_request(*each) for each in requests}
-    assert len(digests) == 3
-    assert digest_of_request(TARGET, b"1") in digests
+    digests = {digest_of_request("", *each) for each in requests}
+    digests |= {digest_of_request("a-", *each) for each in requests}
+    assert len(digests) == 6
+    assert digest_of_request("", TARGET, b"1") in digests
 
 
 LOSSES = st.tuples(st.sampled_from(["one", "two", "three"]), st.floats(0, 3 * REFUSED_S))
@@ -138,4 +139,4 @@ def test_as_many_deaths_as_a_plain_count(losses: list[tuple[str, float]]) -> Non
 
 @pytest.mark.parametrize("body", [b"", b"{}"])
 def test_an_empty_body_has_a_digest(body: bytes) -> None:
-    assert digest_of_request("/" * 500, body)
+    assert digest_of_request("", "/" * 500, body)

@@ -98,11 +98,11 @@ def test_a_tokenizer_that_looks_beyond_special_tokens_is_not_cut() -> None:
 def test_the_cache_is_bounded_and_forgets_the_least_recently_used() -> None:
     cache = TokenCache(1000)
     for number in range(10):
-        cache.put(bytes([number]), b"x" * 50)
-        cache.get(b"\0")
+        cache.put(bytes([number]), b"text", b"x" * 46)
+        cache.get(b"\0", b"text")
     assert cache.size_bytes <= 1000
-    assert cache.get(b"\0") is not None
-    assert cache.get(b"\1") is None
+    assert cache.get(b"\0", b"text") is not None
+    assert cache.get(b"\1", b"text") is None
     assert (len(cache), cache.size_bytes) == (4, 4 * 250)
 
 
