@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.folders import own_folder
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -153,7 +154,7 @@ def _cache_folder(uid: int) -> Path:
     """
     folder = Path(tempfile.gettempdir()) / f"sglang-ext-cache-{uid}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        own_folder(folder, "XDG_CACHE_HOME", make=True)
         seen = folder.lstat()
     except OSError as error:
         raise ConfigError(
@@ -203,7 +204,7 @@ def require_temporary(environment: Mapping[str, str]) -> Path:
     Python falls back to another one without a word where files cannot be made in it.
 
     Raises:
-        ConfigError: files cannot be made there.
+        ConfigError: files cannot be made there, or other users could exchange them.
     """
     given = environment.get("TMPDIR")
     folder = Path(given or tempfile.gettempdir())
@@ -212,6 +213,7 @@ def require_temporary(environment: Mapping[str, str]) -> Path:
     elif given and not _writable(folder):
         reason = "cannot be written"
     else:
+        own_folder(folder, "TMPDIR", shared=True)
         return folder
     raise ConfigError(
         f"{folder} {reason}", field="TMPDIR", hint="Make it, give another one, or unset the variable"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from sglang_ext.metrics import REQUEST_BUCKETS, metric_name
-from sglang_ext.stages import Handed, Moments, StageTimes, computed, received
+from sglang_ext.stages import REQUEST_BUCKETS, Handed, Moments, StageTimes, computed, metric_name, received
 
 _HANDED: Final = "sglang_ext_handed"
 _FORMER: Final = "sglang_ext_former_stages"

@@ -23,6 +23,7 @@ import msgspec
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, PeerError
+from sglang_ext.folders import own_folder
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
 from sglang_ext.router.cluster.membership import (
@@ -319,6 +320,11 @@ def _open_private(folder: Path) -> int:
         raise ConfigError(f"cannot open {folder}: {error.strerror}", field="--cluster") from None
     status = os.fstat(directory)
     if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
+        try:
+            own_folder(folder, "--cluster")
+        except BaseException:
+            os.close(directory)
+            raise
         return directory
     os.close(directory)
     raise ConfigError(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from sglang_ext.metrics import RATIO_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 from sglang_ext.router.telemetry.local_metrics import (
     LocalCounter,
     LocalCounters,
@@ -15,6 +14,7 @@ from sglang_ext.router.telemetry.local_metrics import (
 )
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.signals import Signal
+from sglang_ext.stages import RATIO_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 
 
 class RouterMetrics:

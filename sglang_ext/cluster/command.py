@@ -24,6 +24,7 @@ from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.folders import own_folder
 from sglang_ext.patches.environment import require_temporary
 
 PROG = ClusterConfig.prog
@@ -49,8 +50,7 @@ class LogFolder:
             if self._chosen is None:
                 self.path = Path(tempfile.mkdtemp(prefix=LOG_FOLDER_PREFIX))
             else:
-                self._chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self.path = self._chosen.resolve()
+                self.path = own_folder(self._chosen, "--log-dir", make=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot make a folder for the logs: {error}", field="--log-dir", hint="Give another one"
@@ -84,7 +84,7 @@ def _remove_left_folders(where: Path) -> None:
     for folder in where.glob(f"{RUNTIME_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(RUNTIME_FOLDER_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.geteuid() and pid.isdigit() and not Path("/proc", pid).exists():
+            if folder.lstat().st_uid == os.geteuid() and pid.isdigit() and not Path("/proc", pid).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.cluster import cause
 from sglang_ext.cluster.plan import Part
+from sglang_ext.folders import open_own
 
 GUARD = Path(__file__).with_name("guard.py")
 PROBE_TIMEOUT_S = 5.0
@@ -177,7 +178,7 @@ class PartProcess:
 
 def _private(log: Path) -> int:
     """Open a log to append to. Nobody else can read it, whatever the umask: it may quote clients."""
-    return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:

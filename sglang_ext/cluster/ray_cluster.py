@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from sglang_ext.cluster.ray_plan import PORTS, Demand, Node, Place
 from sglang_ext.cluster.ray_runner import Runner
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.errors import ConfigError
+from sglang_ext.folders import open_own
 
 DIED = 1
 """The exit code of a part whose node or actor has died, or that could not be placed."""
@@ -139,7 +141,7 @@ class RayProcess:
         ]
 
     def _write(self, end: Any) -> None:
-        with open(self._log, "ab") as log:
+        with os.fdopen(open_own(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as log:
             log.write(f"{end}\n".encode() if isinstance(end, BaseException) else end[1])
 
     def take_over(self) -> None:

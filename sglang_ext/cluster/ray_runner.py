@@ -15,7 +15,8 @@ from sglang_ext.addresses import Ports
 from sglang_ext.cluster.plan import LOOPBACK, Part
 from sglang_ext.cluster.process import PartProcess
 from sglang_ext.cluster.ray_plan import Place
-from sglang_ext.patches.environment import prepare
+from sglang_ext.folders import open_own
+from sglang_ext.patches.environment import prepare, require_temporary
 
 FOLDER_PREFIX = "sglang-ext-ray-"
 LOG_BYTES = 1 << 18
@@ -31,6 +32,7 @@ class Runner:
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         prepare(os.environ)  # this node's user and proxies are not those of the driver
+        require_temporary(os.environ)
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         for name, text in keys.items():
             descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -59,7 +61,7 @@ class Runner:
             self._process = PartProcess(part, self._log, watch=watch[0], grace_s=grace_s, folder=self._folder)
             for what in self._told:
                 await self.tell(what)
-            log = os.open(self._log, os.O_RDONLY | os.O_CREAT, 0o600)  # the guard may remove it
+            log = open_own(self._log, os.O_RDONLY | os.O_CREAT)  # the guard may remove it
             try:
                 code = await self._process.run()
                 return code, os.pread(log, LOG_BYTES, max(0, os.fstat(log).st_size - LOG_BYTES))

@@ -103,7 +103,7 @@ def test_a_process_of_a_nameless_user_finds_a_name_and_caches(tmp_path: Path) ->
         "print(os.environ['TORCHINDUCTOR_CACHE_DIR']);"
         "os.makedirs(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     )
-    tmp_path.chmod(0o777)
+    tmp_path.chmod(0o1777)
     done = subprocess.run(
         [*AS_NOBODY, sys.executable, "-c", script],
         cwd="/", env={"HOME": "/", "TMPDIR": str(tmp_path)},

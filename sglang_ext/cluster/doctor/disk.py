@@ -17,7 +17,13 @@ from typing import Any
 
 from sglang_ext.cluster.doctor.findings import MIB, Finding, Level, size
 from sglang_ext.errors import ConfigError, SglangExtError
-from sglang_ext.tiered_store.disk.check import CheckReport, RepairReport, check_directory, repair_directory
+from sglang_ext.tiered_store.disk.check import (
+    CheckReport,
+    NotOwnError,
+    RepairReport,
+    check_directory,
+    repair_directory,
+)
 from sglang_ext.tiered_store.disk.files import Files
 from sglang_ext.tiered_store.disk.owner import (
     LOCK_FILE,
@@ -33,6 +39,7 @@ from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 MEASURED = 256 * MIB
 LEAST_MEASURED = 16 * MIB
 """Less says nothing of a disk."""
+RUN_AS_ITS_USER = "If a server of another user has it, run this command as that user."
 _SHOWN = 8
 """Problems that are told one by one."""
 
@@ -46,7 +53,7 @@ class StoreFacts:
 
     in_use: who uses it now, as a sentence; empty for nobody.
     report, repaired, after: what the check, the repair and the check behind that found.
-    error: why it could not be looked at, or not repaired.
+    error: why it could not be looked at, or not repaired. advice: what is to be done then.
     """
 
     path: Path
@@ -55,6 +62,7 @@ class StoreFacts:
     repaired: RepairReport | None = None
     after: CheckReport | None = None
     error: str = ""
+    advice: str = "Look at the health of that disk."
 
 
 LOCAL = Files()
@@ -162,6 +170,8 @@ def _look(path: Path, *, repair: bool, deep: bool, doing: Doing) -> StoreFacts:
             return StoreFacts(path, report=report, repaired=repaired, after=check_directory(path))
     except ConfigError as error:
         return StoreFacts(path, in_use=error.message, report=report, repaired=repaired)
+    except NotOwnError as error:
+        return StoreFacts(path, error=error.message, advice=f"{error.hint or ''}. {RUN_AS_ITS_USER}")
     except SglangExtError as error:
         return StoreFacts(path, report=report, repaired=repaired, error=str(error))
     except OSError as error:
@@ -238,7 +248,7 @@ def _store(store: StoreFacts, *, repair: bool) -> Iterator[Finding]:
         yield Finding(level, subject, f"not checked: {store.in_use}", advice)
         return
     if store.error:
-        yield Finding(Level.PROBLEM, subject, store.error, "Look at the health of that disk.")
+        yield Finding(Level.PROBLEM, subject, store.error, store.advice)
     report = store.report
     if report is None:
         return

@@ -14,7 +14,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.cache.rank_cache import RankCache
 from sglang_ext.engine.tiers.load_report import LoadDecisions
 from sglang_ext.mempool.store import Call
-from sglang_ext.metrics import REQUEST_BUCKETS, metric_name
+from sglang_ext.stages import REQUEST_BUCKETS, metric_name
 from sglang_ext.tiers import Tier, tiers_below
 
 UPDATE_SECONDS = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.disagg.transports.rails import Rail
 from sglang_ext.engine.pd.messages import ReturnEnd
-from sglang_ext.metrics import metric_name
+from sglang_ext.stages import metric_name
 
 
 @dataclass(frozen=True)

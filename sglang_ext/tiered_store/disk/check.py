@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_ext.errors import MediumError
+from sglang_ext.errors import ConfigError, MediumError
+from sglang_ext.folders import open_own, own_folder, require_own
 from sglang_ext.tiered_store.disk.index import Change, Index, IndexDamagedError
 from sglang_ext.tiered_store.disk.index_rows import RunRow, RunUse
 from sglang_ext.tiered_store.disk.owner import DirectoryOwner
@@ -28,10 +29,14 @@ from sglang_ext.tiered_store.disk.segment_format import (
     run_offsets,
 )
 from sglang_ext.tiered_store.disk.segments import SUFFIX, file_size
-from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY, set_aside
+from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY, entries_of, set_aside
 
 _SCAN_BYTES = 16 << 20
 _RUNS_PER_COMMIT = 256
+
+
+class NotOwnError(MediumError):
+    """Another user can change the directory, so that a server would refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ def _check_run(path: Path, row: RunRow, alive: set[int], report: CheckReport, *,
     file = path / f"{row.segment:08d}{SUFFIX}"
     where = f"{file.name}, run {row.run}"
     try:
-        with file.open("rb") as opened:
+        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
             if os.fstat(opened.fileno()).st_size < row.end:
                 report.add(where, "the segment ends before the run does", len(alive))
                 return
@@ -180,7 +185,7 @@ def find_runs(file: Path) -> Iterator[RunHeader]:
     """Every run in a segment whose header verifies, found by its magic at page borders, in order."""
     try:
         size = file.stat().st_size
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_own(file, os.O_RDONLY)
     except OSError:
         return
     try:
@@ -311,7 +316,7 @@ def _commit(
 def _row_of(path: Path, header: RunHeader, number: int) -> tuple[RunRow, set[int]]:
     """The index row of a run, and which of its blocks are damaged."""
     file = path / f"{header.segment:08d}{SUFFIX}"
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_own(file, os.O_RDONLY)
     try:
         bad = bad_blocks(fd, header)
         seal = checksum(os.pread(fd, header.shape.header_bytes, header.offset))
@@ -335,7 +340,7 @@ def _row_of(path: Path, header: RunHeader, number: int) -> tuple[RunRow, set[int
 
 def _mend_first_page(file: Path, number: int, store: bytes) -> None:
     """Write a segment's first page again if it is damaged; its runs tell which store it belongs to."""
-    with file.open("r+b") as opened:
+    with os.fdopen(open_own(file, os.O_RDWR), "r+b") as opened:
         try:
             decode_segment_header(opened.read(PAGE))
         except FormatError:
@@ -349,6 +354,11 @@ def _mend_first_page(file: Path, number: int, store: bytes) -> None:
 def _held(path: Path) -> Iterator[None]:
     if not path.is_dir():
         raise MediumError(f"there is no directory {path}", field="--kv-disk-path", hint="Check the path")
+    try:
+        own_folder(path, "--kv-disk-path")
+        require_own(path, entries_of(path), "--kv-disk-path")
+    except ConfigError as error:
+        raise NotOwnError(error.message, field=error.field, hint=error.hint) from None
     try:
         owner = DirectoryOwner(path, "doctor")
     except OSError as error:

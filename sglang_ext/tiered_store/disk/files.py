@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.folders import open_own
+
 Vectors = npt.NDArray[np.uint64]
 """Shape (n, 2), C order: address and bytes."""
 
@@ -60,10 +62,10 @@ class Files:
 
     def open(self, path: Path, *, write: bool = False, create: bool = False, direct: bool = False) -> int:
         """Open a segment; `create` demands that it does not exist yet."""
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)
+        flags = os.O_RDWR if write else os.O_RDONLY
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
-        return os.open(path, flags, 0o600)
+        return open_own(path, flags)
 
     def close(self, fd: int) -> None:
         os.close(fd)

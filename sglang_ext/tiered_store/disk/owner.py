@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.folders import open_own, own_folder
 
 LOCK_FILE = "owner.lock"
 NETWORK = frozenset(
@@ -50,9 +51,8 @@ class DirectoryOwner:
 
     def __init__(self, path: Path, instance: str) -> None:
         self.path = path
-        # Not through a link that somebody else has put there: what it points to would be emptied.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path / LOCK_FILE, flags, 0o600)
+        # Not through a link: the file that it leads to would be emptied.
+        self._fd = open_own(path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -112,7 +112,7 @@ def take_anew(lost: DirectoryOwner, place: Place, instance: str) -> DirectoryOwn
     above = next(each for each in (path, *path.absolute().parents) if each.exists())
     if above.stat().st_dev != place.device:
         raise _unsafe(f"{path} would be on another file system than before; is its disk still mounted?")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(path, "--kv-disk-path", make=True)
     _require_empty(path, place)
     if lost.in_place():
         return lost
@@ -128,8 +128,6 @@ def take_anew(lost: DirectoryOwner, place: Place, instance: str) -> DirectoryOwn
 def _require_empty(path: Path, place: Place) -> None:
     if Place.of(path) != place:
         raise _unsafe(f"{path} leads to another place than before")
-    if path.stat().st_uid != os.geteuid():
-        raise _unsafe(f"{path} belongs to another user now")
     there = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
     if there:
         raise _unsafe(f"{path} holds {there[0]!r}, which this server has not written there")

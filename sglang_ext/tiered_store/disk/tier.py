@@ -32,6 +32,7 @@ from pathlib import Path
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError
+from sglang_ext.folders import own_folder, require_own
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.tiered_store.disk.files import Files
 from sglang_ext.tiered_store.disk.index import (
@@ -43,6 +44,7 @@ from sglang_ext.tiered_store.disk.index import (
     Watch,
 )
 from sglang_ext.tiered_store.disk.owner import (
+    LOCK_FILE,
     DirectoryOwner,
     Place,
     mounted_kind,
@@ -373,7 +375,8 @@ def _take(config: DiskConfig, files: Files) -> tuple[DirectoryOwner | None, bool
             hint="Make it larger",
         )
     try:
-        config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(config.path, "--kv-disk-path", make=True)
+        require_own(config.path, entries_of(config.path), "--kv-disk-path")
         refuse_network(config.path, mounted_kind(config.path.resolve(), files.mountinfo()))
         return DirectoryOwner(config.path, config.instance), False
     except OSError as error:
@@ -384,6 +387,14 @@ def _take(config: DiskConfig, files: Files) -> tuple[DirectoryOwner | None, bool
             field="--kv-disk-path",
             hint="Name a directory that this user can write to",
         ) from error
+
+
+def entries_of(path: Path) -> list[Path]:
+    """What a disk tier reads in its directory: the lock, the segments, the index and its files. Not all of
+    them need be there.
+    """
+    index = path / INDEX_DIRECTORY
+    return [path / LOCK_FILE, *path.glob(f"*{SUFFIX}"), index, *index.glob("*")]
 
 
 def _fitted(config: DiskConfig, files: Files) -> DiskConfig:
