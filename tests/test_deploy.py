@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
 import importlib.util
@@ -52,6 +53,9 @@ except helm.HelmError as error:
 """In a process of its own: Helm is a library in Go, whose runtime keeps threads and files."""
 
 
+SEEDED = {"keys": {"seed": "0123456789abcdef" * 2}}
+
+
 @functools.cache
 def helm(values: str) -> Json:
     """What Helm makes of the chart with these values (JSON)."""
@@ -65,7 +69,8 @@ def helm(values: str) -> Json:
 
 def rendered(**values: Any) -> list[Json]:
     """Every object of the chart."""
-    return [each for text in helm(json.dumps(values))["texts"] for each in yaml.safe_load_all(text) if each]
+    found = helm(json.dumps(SEEDED | values))
+    return [each for text in found["texts"] for each in yaml.safe_load_all(text) if each]
 
 
 def everything() -> list[Json]:
@@ -163,7 +168,8 @@ def _wrong_in_pod(template: Json, secrets: dict[str, Json]) -> Iterator[str]:
     keys: set[str] = set()
     for volume in spec["volumes"]:
         if "secret" in volume:
-            keys |= set(secrets.get(volume["secret"]["secretName"], ()))
+            there = set(secrets.get(volume["secret"]["secretName"], ()))
+            keys |= {item["path"] for item in volume["secret"]["items"] if item["key"] in there}
             if volume["secret"]["defaultMode"] != 0o440 or not spec["securityContext"].get("fsGroup"):
                 yield "keys are not as our key files have to be (0440, of the pod's fsGroup)"
     for container in spec["containers"]:
@@ -178,9 +184,11 @@ def _wrong_in_pod(template: Json, secrets: dict[str, Json]) -> Iterator[str]:
                 yield f"{probe} at port {action['port']}, which it does not have"
             if action and "path" in action and not answers(action["path"]):
                 yield f"{probe} asks {action['path']}, which nobody answers"
-        for key in re.findall(r"/keys/([a-z.]+)", str(container)):
-            if key not in keys:
-                yield f"no key {key}"
+        used = set(re.findall(r"/keys/([a-z.]+)", str(container)))
+        if used - keys:
+            yield f"no key {', '.join(sorted(used - keys))}"
+        if keys - used:
+            yield f"has {', '.join(sorted(keys - used))}, which it does not use"
         if unknown := unknown_flags(container.get("args", ["router"])):
             yield f"{container['args'][0]} has no flags {unknown}"
         stop = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
@@ -230,7 +238,7 @@ def test_the_chart_is_valid_for_kubernetes() -> None:
 
 @needs_helm
 def test_helm_finds_nothing_wrong_with_the_chart() -> None:
-    report = helm("{}")["lint"]
+    report = helm(json.dumps(SEEDED))["lint"]
     assert report["errors"] == []
     assert [message for message in report["messages"] if message["severity"] > 1] == []
 
@@ -280,6 +288,12 @@ CONTAINER = "spec/template/spec/containers/0"
         ("StatefulSet", "spec/serviceName", "nobody", "no service nobody"),
         ("StatefulSet", "spec/selector/matchLabels/sglang-ext~pool", "other", "other pods"),
         ("Secret", "data", {}, "no key"),
+        (
+            "Deployment",
+            "spec/template/spec/volumes/0/secret/items",
+            [{"key": key, "path": key} for key in ("cluster.key", "redis.password")],
+            "has cluster.key, which it does not use",
+        ),
         ("Service", "spec/selector", {"a": "b"}, "selects no pods"),
         ("PodDisruptionBudget", "spec/selector/matchLabels", {}, "one owner"),
         ("NetworkPolicy", "spec/podSelector/matchLabels", {"a": "b"}, "selects no pods"),
@@ -304,7 +318,27 @@ def test_a_chart_that_does_not_fit_is_seen(kind: str, path: str, value: Any, sai
 def test_pools_that_cannot_serve_are_refused() -> None:
     (pool,) = yaml.safe_load((CHART / "values.yaml").read_text())["pools"]
     for wrong, said in (("prefill", "in pairs"), ("both", "there are colocated")):
-        assert said in helm(json.dumps({"pools": [pool | {"role": wrong}]}))["error"]
+        assert said in helm(json.dumps(SEEDED | {"pools": [pool | {"role": wrong}]}))["error"]
+
+
+@needs_helm
+def test_keys_are_the_same_at_each_render_and_none_are_drawn() -> None:
+    """Without a cluster, as with GitOps, where Helm cannot look up what was made before."""
+
+    def keys(**values: Any) -> Json:
+        (secret,) = (each for each in rendered(**values) if each["kind"] == "Secret")
+        data: Json = secret["data"]
+        return data
+
+    seed = "f" * 32
+    first, second = keys(keys={"seed": seed}), keys(keys={"seed": seed}, routers={"replicas": 3})
+    assert first == second
+    assert len(set(first.values())) == len(first) == 4
+    assert all(len(base64.b64decode(value)) == 64 for value in first.values())
+    assert not set(first.values()) & set(keys(keys={"seed": "e" * 32}).values())
+    assert "keys.existingSecret" in helm(json.dumps({"keys": {"seed": ""}}))["error"]
+    assert "32 random characters" in helm(json.dumps({"keys": {"seed": "short"}}))["error"]
+    assert not [each for each in rendered(keys={"existingSecret": "mine"}) if each["kind"] == "Secret"]
 
 
 def test_the_chart_has_the_version_of_the_project() -> None:

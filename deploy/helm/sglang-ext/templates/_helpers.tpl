@@ -12,12 +12,17 @@ image: "{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.App
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 
-{{/* Keys are root's, and readable by the group that the pod's fsGroup gives them to. */}}
+{{/* The keys that a pod uses, and no others: (list $ FILE ...). They are root's, and readable by the group that the pod's
+fsGroup gives them to. */}}
 {{- define "kv.keys" -}}
 - name: keys
   secret:
-    secretName: {{ include "kv.secret" . }}
+    secretName: {{ include "kv.secret" (first .) }}
     defaultMode: 0440
+    items:
+      {{- range rest . }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
 {{- end }}
 
 {{- define "kv.podSecurity" -}}
