@@ -14,7 +14,8 @@ What: hooks at four places.
 - around the admission of a request in the scheduler: its sampling is built once for it alone, as it would
   be for a batch. The prompt of a request to embed or classify is checked, because SGLang goes on with one
   that is empty, too long or outside the vocabulary. So are vectors in place of embeddings, which must have
-  the model's width. What raises is reported as the end of that request.
+  the model's width. A half of a pair refuses more top log probabilities than SGLang's metadata rows have
+  room for. What raises is reported as the end of that request.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -231,15 +232,23 @@ def before_dispatch(_manager: Any, obj: Any) -> None:
             check_message(request, io_struct.msgpack_encode, io_struct.msgpack_decode)
 
 
-def check_logprobs(message: Any, vocab_size: int) -> None:
+def check_logprobs(message: Any, scheduler: Any) -> None:
     """Check which log probabilities a request asks for. SGLang takes the likeliest of the whole vocabulary.
 
     Raises:
-        ValueError: more than there are, or from a position that there is not.
+        ValueError: more than there are, more than prefill hands over with the first token, or from a position
+            that there is not.
     """
-    most = getattr(message, "top_logprobs_num", 0)
+    most, vocab_size = getattr(message, "top_logprobs_num", 0), scheduler.model_config.vocab_size
     if not 0 <= most <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, not {most}")
+    # A prefill server that has more for a row of these than fits ends.
+    rows = getattr(scheduler, "disagg_metadata_buffers", None)
+    if rows is not None and message.return_logprob and most > rows.output_top_logprobs_val.shape[1]:
+        raise ValueError(
+            f"top_logprobs_num must be from 0 to {rows.output_top_logprobs_val.shape[1]} where prefill and "
+            f"decode are apart, not {most}"
+        )
     start = getattr(message, "logprob_start_len", -1)
     if start < -1:
         raise ValueError(f"logprob_start_len must be at least -1, not {start}")
@@ -356,7 +365,7 @@ def around_admission(
     try:
         if isinstance(recv_req, TokenizedEmbeddingReqInput):
             check_pooled(recv_req, scheduler)
-        check_logprobs(recv_req, scheduler.model_config.vocab_size)
+        check_logprobs(recv_req, scheduler)
         check_sampling(recv_req, scheduler)
         stock(scheduler, recv_req, *args, **kwargs)
     except Exception as error:

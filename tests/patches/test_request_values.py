@@ -192,6 +192,27 @@ def test_what_it_can_admit_is_admitted_once() -> None:
     assert not sent
 
 
+@pytest.mark.usefixtures("sampling_context")
+@pytest.mark.parametrize(("top", "asked", "admitted"), [(9, True, False), (8, True, True), (9, False, True)])
+def test_a_half_of_a_pair_takes_as_many_top_logprobs_as_a_row_of_its_metadata(
+    top: int, asked: bool, admitted: bool
+) -> None:
+    """SGLang's prefill raises beyond it, and ends. A server by itself has no such rows."""
+    sent: list[Any] = []
+    taken: list[Any] = []
+    half = scheduler(sent)
+    request = message(top_logprobs_num=top, return_logprob=asked)
+    rows = SimpleNamespace(output_top_logprobs_val=torch.zeros(2, 8))
+    for has_rows in (False, True):
+        if has_rows:
+            half.disagg_metadata_buffers = rows
+        request_values.around_admission(lambda _scheduler, request: taken.append(request), half, request)
+    assert len(taken) == 1 + admitted
+    assert bool(sent) is not admitted
+    if sent:
+        assert "top_logprobs_num must be from 0 to 8" in sent[0].finished_reason["message"]
+
+
 def test_what_raises_in_the_admission_ends_that_request_only() -> None:
     sent: list[Any] = []
 

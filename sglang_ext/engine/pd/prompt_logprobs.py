@@ -114,7 +114,7 @@ def too_large(logprobs: PromptLogprobs) -> str:
     """Why a request ends whose log probabilities are above `MAX_BYTES`."""
     return (
         f"the log probabilities of the prompt take {logprobs.nbytes} bytes, and prefill hands over at most "
-        f"{MAX_BYTES}: raise logprob_start_len, or lower top_logprobs_num"
+        f"{MAX_BYTES}: raise logprob_start_len, lower top_logprobs_num, or name fewer token_ids_logprob"
     )
 
 

@@ -131,4 +131,5 @@ def test_what_is_not_asked_for_does_not_travel() -> None:
 
 
 def test_too_many_are_refused_with_the_fields_that_ask_for_them() -> None:
-    assert "raise logprob_start_len, or lower top_logprobs_num" in too_large(PromptLogprobs())
+    error = too_large(PromptLogprobs())
+    assert "raise logprob_start_len, lower top_logprobs_num, or name fewer token_ids_logprob" in error
