@@ -7,6 +7,8 @@ first layer has been sent (push by layer). ``generating`` holds a decode server'
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
 is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
 server changes its role. With a file ``no-layers``, no layer is sent ahead of the others (push by layer).
+With a file
+``damage-logprobs``, one bit of the log probabilities of a prompt is inverted when they come to decode.
 With a file ``late-abort``, an abort does not end a request whose
 KV has come. With a file ``slow``, each pass of the scheduler takes longer, so that requests run
 for a while.
@@ -121,6 +123,15 @@ def make_faulty(folder: Path) -> None:
         await let_write(self, handover, *args)
         damage(handover)
 
+    keep = DecodeReceiver._keep
+
+    def keep_damaged(self: DecodeReceiver, handover: Any, wanted: Any, ready: Any) -> None:
+        if ready.logprobs is not None and (folder / "damage-logprobs").exists():
+            ready = with_damaged_logprobs(ready)
+        keep(self, handover, wanted, ready)
+
+    DecodeReceiver._keep = keep_damaged  # type: ignore[method-assign]
+
     kept: list[int] = []
 
     def damage(handover: Any) -> None:
@@ -176,6 +187,18 @@ def make_faulty(folder: Path) -> None:
     GlobalRadixCache.check_hicache_events = each_pass  # type: ignore[method-assign]
     DecodeReceiver._read = read_and_damage  # type: ignore[assignment,method-assign]
     DecodeReceiver._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
+
+
+def with_damaged_logprobs(ready: Any) -> Any:
+    """A message from prefill, with another log probability of the prompt's middle token."""
+    from msgspec.structs import replace
+
+    tokens = ready.logprobs.tokens
+    values = bytearray(tokens.values)
+    # The highest bit of the exponent of a float32.
+    values[len(values) // 8 * 4 + 3] ^= 0x40
+    damaged = replace(ready.logprobs, tokens=replace(tokens, values=bytes(values)))
+    return replace(ready, logprobs=damaged)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -224,3 +225,46 @@ def nothing_is_left(servers: Sequence[ServerProcess], seconds: float = 5) -> boo
 
     wait_until(lambda: held() == 0, seconds=seconds, what="hand-overs to end")
     return True
+
+
+# -- log probabilities of prompts ------------------------------------------------------------------
+
+
+KINDS_OF_LOGPROBS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+
+
+def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says of its prompt and its tokens, ids apart from log probabilities."""
+    return {
+        f"{part}_{kind}": answer["meta_info"].get(f"{part}_{kind}")
+        for part in ("input", "output")
+        for kind in KINDS_OF_LOGPROBS
+    }
+
+
+def assert_alike(expected: Any, got: Any, atol: float = 2e-3) -> None:
+    """Equal, but for rounding of log probabilities."""
+    if isinstance(expected, float) and isinstance(got, float):
+        assert abs(expected - got) < atol
+    elif isinstance(expected, list) and isinstance(got, list):
+        assert len(expected) == len(got)
+        for one, other in zip(expected, got, strict=True):
+            assert_alike(one, other, atol)
+    elif isinstance(expected, dict) and isinstance(got, dict):
+        assert expected.keys() == got.keys()
+        for name, value in expected.items():
+            assert_alike(value, got[name], atol)
+    else:
+        assert expected == got
+
+
+def ask_both(pd: PdServers, body: dict[str, Any], seconds: float = 120) -> tuple[Any, Any]:
+    """What prefill and decode answer to a body of ``/generate``; of a stream its last event."""
+    body = {**body, **pd.pair()}
+    servers = (pd.prefill[0].server, pd.decode[0])
+    sent = [
+        pd.pool.submit(server.last_event if body.get("stream") else server.post, "/generate", body)
+        for server in servers
+    ]
+    decoded = sent[1].result(seconds)
+    return sent[0].result(seconds), decoded

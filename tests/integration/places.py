@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class Place:
     headers: dict[str, str] = field(default_factory=dict)
     """What clients send along."""
     lab: Lab | None = None
-    outside: Callable[..., Answer] = lambda call, *args, **kwargs: call(*args, **kwargs)
+    outside: Callable[..., Any] = lambda call, *args, **kwargs: call(*args, **kwargs)
     """Calls what is to be reached from this machine."""
 
     def server(self, spec: ServerSpec, name: str) -> ServerProcess:
@@ -75,6 +75,9 @@ class Outside:
 
     def generate(self, prompt: Sequence[int], **arguments: Any) -> Answer:
         return self._place.outside(self._server.generate, prompt, **arguments)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._place.outside(self._server.post, path, body)
 
 
 class LabPlace(Place):

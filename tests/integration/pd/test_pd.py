@@ -26,10 +26,13 @@ from pd_fleet import (
     WAS_GIVEN_UP,
     FaultySpec,
     Rig,
+    ask_both,
+    assert_alike,
     assert_failed,
     conversations_are_answered_alike,
     count,
     fault,
+    logprobs_of,
     nothing_is_left,
     one_side_is_updated_first,
     prompt_of,
@@ -562,35 +565,12 @@ LOGPROBS = [
     {"logprob_start_len": 799, "top_logprobs_num": 2, "token_ids_logprob": [7]},
     {"token_ids_logprob": [200, 30_000]},
 ]
-KINDS_OF_LOGPROBS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
-
-
-def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says of its prompt and its tokens, ids apart from log probabilities."""
-    return {
-        f"{part}_{kind}": answer["meta_info"].get(f"{part}_{kind}")
-        for part in ("input", "output")
-        for kind in KINDS_OF_LOGPROBS
-    }
-
-
-def assert_alike(expected: Any, got: Any, atol: float = 2e-3) -> None:
-    """Equal, but for rounding of log probabilities."""
-    if isinstance(expected, float) and isinstance(got, float):
-        assert abs(expected - got) < atol
-    elif isinstance(expected, list) and isinstance(got, list):
-        assert len(expected) == len(got)
-        for one, other in zip(expected, got, strict=True):
-            assert_alike(one, other, atol)
-    else:
-        assert expected == got
 
 
 @between_hosts_too
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, stream: bool) -> None:
     """Cold, and with what the request before has left in the caches."""
-    servers = (rig.pd.prefill[0].server, rig.pd.decode[0])
     for asked in LOGPROBS:
         body = {
             "input_ids": prompt_of(430 + 10 * stream, 800),
@@ -600,19 +580,54 @@ def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, strea
             **asked,
         }
         expected = logprobs_of(rig.truth.post("/generate", body))
-        body["stream"] = stream
-        pair = rig.pd.pair()
-        answers = [
-            rig.pd.pool.submit(server.last_event if stream else server.post, "/generate", {**body, **pair})
-            for server in servers
-        ]
-        got = logprobs_of(answers[1].result(120))
-        answers[0].result(120)
-        for kind, values in expected.items():
-            assert_alike(values, got[kind])
+        _, answer = ask_both(rig.pd, {**body, "stream": stream})
+        assert_alike(expected, logprobs_of(answer))
         if asked == LOGPROBS[0]:
-            # The twin: one that differs by more than rounding is seen.
-            got["input_token_logprobs"][400][0] -= 0.01
+            # The twin: one bit of what travels.
+            with fault(rig.decode_faults[0], "damage-logprobs"):
+                _, damaged = ask_both(rig.pd, {**body, "stream": stream})
             with pytest.raises(AssertionError):
-                assert_alike(expected["input_token_logprobs"], got["input_token_logprobs"])
-    nothing_is_left(servers)
+                assert_alike(expected, logprobs_of(damaged))
+    nothing_is_left(rig.pd.servers)
+
+
+MANY = 600
+"""Ids for which log probabilities are asked: with 128 others, those of 1,500 positions take 8.7 MB."""
+MOST_TOP = 128
+"""What a metadata row of SGLang's takes of the first token."""
+
+
+def test_log_probabilities_that_no_message_holds_are_refused_by_their_fields(rig: Rig) -> None:
+    prompt = prompt_of(440, 1500)
+    asked = {"top_logprobs_num": MOST_TOP, "token_ids_logprob": list(range(1000, 1000 + MANY))}
+    for answer in rig.pd.start(prompt, max_new_tokens=4, logprob_start_len=0, **asked):
+        assert_failed(answer, r"take \d+ bytes.*raise logprob_start_len, lower top_logprobs_num", seconds=120)
+    rig.pd.wait_idle()
+    assert nothing_is_left(rig.pd.servers, 30)
+    # As the error advises.
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {**GREEDY, "max_new_tokens": 4},
+        "return_logprob": True,
+        "logprob_start_len": 1450,
+        **asked,
+    }
+    expected = logprobs_of(rig.truth.post("/generate", body))
+    answered = logprobs_of(ask_both(rig.pd, body)[1])
+    for kind in ("input_token_logprobs", "input_token_ids_logprobs", "output_token_ids_logprobs"):
+        assert_alike(expected[kind], answered[kind])
+    # Among so many, rounding decides about places.
+    lengths = [len(row or ()) for row in answered["input_top_logprobs"]]
+    assert lengths == [len(row or ()) for row in expected["input_top_logprobs"]]
+    assert set(lengths) == {0, MOST_TOP}
+
+
+def test_more_top_log_probabilities_than_a_metadata_row_takes_are_refused(rig: Rig) -> None:
+    """SGLang's prefill server ended at such a request."""
+    prompt = prompt_of(441, 60)
+    for answer in rig.pd.start(prompt, max_new_tokens=4, top_logprobs_num=MOST_TOP + 1):
+        with pytest.raises(AssertionError, match=f": 400: .*top_logprobs_num must be from 0 to {MOST_TOP} "):
+            answer.result(60)
+    rig.pd.wait_idle()
+    assert nothing_is_left(rig.pd.servers, 30)
+    assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))

@@ -6,13 +6,15 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
-from pd_fleet import count, nothing_is_left, prompt_of
+from pd_fleet import ask_both, assert_alike, count, logprobs_of, nothing_is_left, prompt_of
 
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
@@ -48,8 +50,12 @@ class Disks:
         """Let a prompt be on the disks and in no memory."""
         answer = self.ask(prompt, 1)
         assert answer.durability in ("durable", "refused")
+        self.pushed_out(5, seed)  # more than HBM and DRAM hold
+
+    def pushed_out(self, prompts: int, seed: int) -> None:
+        """Let others take the place of what is cached, at the speed of the disk."""
         rng = random.Random(seed)
-        for _ in range(5):  # more than HBM and DRAM hold, at the speed of the disk
+        for _ in range(prompts):
             self.ask([rng.randrange(100, 30_000) for _ in range(1000)], 1)
             for server in (self.prefill, self.decode):
                 wait_until(
@@ -136,6 +142,67 @@ def test_a_damaged_layer_at_prefill_restarts_the_batch(disks: Disks) -> None:
     with pytest.raises(AssertionError):
         assert_same(disks.cold([*prompt, 7, 8, 9]), damaged)
     disks.pd.wait_idle()
+
+
+KNOWN = BLOCKS * BLOCK
+
+
+def with_logprobs(prompt: list[int]) -> dict[str, Any]:
+    """A request for log probabilities of what follows a known prefix of a prompt."""
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": KNOWN,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [200, 30_000],
+    }
+
+
+def from_below(
+    disks: Disks, known: list[int], body: dict[str, Any], tier: str, *, damaged: bool
+) -> dict[str, Any]:
+    """Log probabilities for a body, before which prefill has its known prefix in DRAM or on disk only."""
+    for server in (disks.prefill, disks.decode):
+        server.flush()
+    (arena,) = arena_files(disks.prefill.pid)
+    before = snapshot(arena)
+    disks.ask(known, 1)
+    last = wait_until(lambda: last_change(arena, before), seconds=30, what="a copy in DRAM")
+    disks.pushed_out(3 if tier == "dram" else 5, 6)
+    with ExitStack() as faults:
+        if damaged and tier == "dram":
+            # The last plane of a block holds float32 values; bit 6 of the last byte: the exponent's highest.
+            flip_bit(arena, last // 4 * 4 + 3, bit=6)
+        elif damaged:
+            for name in ("damage", "blind"):
+                faults.enter_context(fault(disks.faults["prefill"], name))
+        prefilled, answered = ask_both(disks.pd, body)
+    found = prefilled["meta_info"]["cached_tokens_details"]
+    assert found["host" if tier == "dram" else "storage"] == KNOWN, found
+    return logprobs_of(answered)
+
+
+@pytest.mark.parametrize("tier", ["dram", "disk"])
+def test_log_probabilities_of_a_prompt_whose_prefix_comes_from_below(
+    tier: str, disks: Disks, truth: ServerProcess
+) -> None:
+    """Prefill computes what is asked for, and brings what precedes it. The twin: one damaged bit of that."""
+    known = prompt_of(84 + (tier == "disk"), KNOWN + 4)
+    body = with_logprobs([*known[:KNOWN], *prompt_of(86, 300)])
+    expected = logprobs_of(truth.post("/generate", body))
+    assert_alike(expected, from_below(disks, known, body, tier, damaged=False))
+    # From its beginning on: what is cached is computed again.
+    of_all = body | {"logprob_start_len": 0}
+    whole = logprobs_of(truth.post("/generate", of_all))
+    assert_alike(whole, logprobs_of(ask_both(disks.pd, of_all)[1]))
+    damaged = from_below(disks, known, body, tier, damaged=True)
+    with pytest.raises(AssertionError):
+        assert_alike(expected, damaged)
+    disks.pd.wait_idle()
+    for server in (disks.prefill, disks.decode):
+        server.flush()
+    nothing_is_left(disks.pd.servers)
 
 
 def goes_on(disks: Disks, prompt: list[int]) -> bool:
