@@ -371,7 +371,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         assert self._row is not None
         logprobs = None if self.req is None else prompt_logprobs.of_request(self.req)
         if logprobs is not None and logprobs.nbytes > MAX_BYTES:
-            self.kv_mgr.agent.sender.abort(self._handover, too_large(logprobs))
+            self.kv_mgr.agent.sender.abort(self._handover, too_large(logprobs.nbytes))
             return
         self.kv_mgr.agent.sender.complete(
             self._handover,

@@ -14,8 +14,8 @@ What: hooks at four places.
 - around the admission of a request in the scheduler: its sampling is built once for it alone, as it would
   be for a batch. The prompt of a request to embed or classify is checked, because SGLang goes on with one
   that is empty, too long or outside the vocabulary. So are vectors in place of embeddings, which must have
-  the model's width. A half of a pair refuses more top log probabilities than SGLang's metadata rows have
-  room for. What raises is reported as the end of that request.
+  the model's width. A half of a pair refuses more log probabilities than prefill hands over. What
+  raises is reported as the end of that request.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -242,16 +242,36 @@ def check_logprobs(message: Any, scheduler: Any) -> None:
     most, vocab_size = getattr(message, "top_logprobs_num", 0), scheduler.model_config.vocab_size
     if not 0 <= most <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, not {most}")
-    # A prefill server that has more for a row of these than fits ends.
-    rows = getattr(scheduler, "disagg_metadata_buffers", None)
-    if rows is not None and message.return_logprob and most > rows.output_top_logprobs_val.shape[1]:
-        raise ValueError(
-            f"top_logprobs_num must be from 0 to {rows.output_top_logprobs_val.shape[1]} where prefill and "
-            f"decode are apart, not {most}"
-        )
+    if message.return_logprob and hasattr(scheduler, "disagg_metadata_buffers"):
+        check_handed_logprobs(message, scheduler.disagg_metadata_buffers)
     start = getattr(message, "logprob_start_len", -1)
     if start < -1:
         raise ValueError(f"logprob_start_len must be at least -1, not {start}")
+
+
+def check_handed_logprobs(message: Any, rows: Any) -> None:
+    """Check which log probabilities a request asks for where prefill and decode are apart.
+
+    Args:
+        message: the tokenized request, of which one prompt's pictures are not counted yet.
+        rows: SGLang's metadata buffers. A prefill server that has more for one of them than fits ends.
+
+    Raises:
+        ValueError: more than is handed over.
+    """
+    from sglang_ext.engine.pd.prompt_logprobs import MAX_BYTES, bytes_for, too_large
+
+    top, most = message.top_logprobs_num, rows.output_top_logprobs_val.shape[1]
+    if top > most:
+        raise ValueError(
+            f"top_logprobs_num must be from 0 to {most} where prefill and decode are apart, not {top}"
+        )
+    start = message.logprob_start_len
+    if start >= 0 and message.input_ids is not None:
+        positions = max(0, len(message.input_ids) - start)
+        nbytes = bytes_for(positions, top, len(message.token_ids_logprob or ()))
+        if nbytes > MAX_BYTES:
+            raise ValueError(too_large(nbytes))
 
 
 def check_pooled(message: Any, scheduler: Any) -> None:

@@ -14,6 +14,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_ext.engine.pd import prompt_logprobs
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.hooks import request_values
 
@@ -211,6 +212,29 @@ def test_a_half_of_a_pair_takes_as_many_top_logprobs_as_a_row_of_its_metadata(
     assert bool(sent) is not admitted
     if sent:
         assert "top_logprobs_num must be from 0 to 8" in sent[0].finished_reason["message"]
+
+
+@pytest.mark.usefixtures("sampling_context")
+@pytest.mark.parametrize(("start", "admitted"), [(0, False), (1, True), (-1, True)])
+def test_more_log_probabilities_of_a_prompt_than_are_handed_over_are_refused_at_once(
+    start: int, admitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before prefill computes the prompt."""
+    sent: list[Any] = []
+    taken: list[Any] = []
+    half = scheduler(sent)
+    half.disagg_metadata_buffers = SimpleNamespace(output_top_logprobs_val=torch.zeros(2, 8))
+    # Two tokens: 4 bytes, and for each 8, 4 + 8 * 2 and 4 + 8 * 3.
+    monkeypatch.setattr(prompt_logprobs, "MAX_BYTES", 4 + 2 * (8 + 20 + 28) - 1)
+    request = message(
+        top_logprobs_num=2, token_ids_logprob=[1, 2, 3], return_logprob=True, logprob_start_len=start
+    )
+    request_values.around_admission(lambda _scheduler, request: taken.append(request), half, request)
+    assert (bool(taken), bool(sent)) == (admitted, not admitted)
+    if sent:
+        reason = sent[0].finished_reason
+        assert reason["status_code"] == 400
+        assert "take 116 bytes" in reason["message"]
 
 
 def test_what_raises_in_the_admission_ends_that_request_only() -> None:

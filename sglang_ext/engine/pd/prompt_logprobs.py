@@ -110,10 +110,20 @@ def unpack_row(rows: Rows) -> tuple[list[float | None], list[int]]:
     return values[0], ids[0]
 
 
-def too_large(logprobs: PromptLogprobs) -> str:
-    """Why a request ends whose log probabilities are above `MAX_BYTES`."""
+def bytes_for(positions: int, top: int, chosen: int) -> int:
+    """What log probabilities of a prompt take at most.
+
+    Args:
+        positions: of the prompt, from ``logprob_start_len`` on.
+        top, chosen: tokens at each of them, the likeliest and those of ``token_ids_logprob``.
+    """
+    return 4 + sum(positions * (4 + 8 * tokens) for tokens in (top, chosen) if tokens) + 8 * positions
+
+
+def too_large(nbytes: int) -> str:
+    """Why a request is refused or ends whose log probabilities are above `MAX_BYTES`."""
     return (
-        f"the log probabilities of the prompt take {logprobs.nbytes} bytes, and prefill hands over at most "
+        f"the log probabilities of the prompt take {nbytes} bytes, and prefill hands over at most "
         f"{MAX_BYTES}: raise logprob_start_len, lower top_logprobs_num, or name fewer token_ids_logprob"
     )
 

@@ -15,6 +15,7 @@ from sglang_ext.engine.pd.prompt_logprobs import (
     NO_ROW,
     PromptLogprobs,
     Rows,
+    bytes_for,
     pack_rows,
     require_sound,
     too_large,
@@ -131,5 +132,17 @@ def test_what_is_not_asked_for_does_not_travel() -> None:
 
 
 def test_too_many_are_refused_with_the_fields_that_ask_for_them() -> None:
-    error = too_large(PromptLogprobs())
+    error = too_large(9_000_000)
     assert "raise logprob_start_len, lower top_logprobs_num, or name fewer token_ids_logprob" in error
+
+
+@pytest.mark.parametrize(("top", "chosen"), [(0, 0), (3, 0), (0, 2), (5, 7)])
+@pytest.mark.parametrize("positions", [1, 9])
+def test_what_they_take_is_known_before_they_are_computed(positions: int, top: int, chosen: int) -> None:
+    def rows(tokens: int) -> Rows | None:
+        return pack_rows([[-1.0] * tokens] * positions, [[7] * tokens] * positions) if tokens else None
+
+    found = PromptLogprobs(
+        tokens=pack_rows([[-1.0] * positions], [[7] * positions]), top=rows(top), chosen=rows(chosen)
+    )
+    assert found.nbytes == bytes_for(positions, top, chosen)
