@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
-from pd_fleet import COMMON, kill, nothing_is_left
+from pd_fleet import COMMON, assert_alike, kill, logprobs_of, nothing_is_left
 from token_requests import generate, random_prompt
 
 from sglang_ext.keys import encode_tokens
@@ -229,6 +229,51 @@ async def test_one_damaged_byte_at_a_holder_is_another_answer(
         assert told["end"] == "done"
         with pytest.raises(AssertionError):
             await the_same_as_cold(truth, second)
+    for server in fleet.pd.servers:
+        await asyncio.to_thread(server.flush)
+
+
+async def test_log_probabilities_of_a_prompt_whose_prefix_is_fetched(
+    fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
+) -> None:
+    """The reader computes what is asked for with what it fetches. The twin: one damaged bit of that."""
+    async with routing(fleet) as router:
+        for damaged in (False, True):
+            arenas = {server.url: arena_files(server.pid)[0] for server in fleet.pd.decode}
+            before = {url: snapshot(arena) for url, arena in arenas.items()}
+            first = await turn(client, router, random_prompt(rng, TOKENS + 3))
+            known = (len(first.said) - 1) // BLOCK * BLOCK
+            arena, unchanged = arenas[first.decode], before[first.decode]
+            body = {
+                "input_ids": first.said + random_prompt(rng, 200),
+                "sampling_params": {**SAMPLING, "max_new_tokens": 4},
+                "return_logprob": True,
+                "logprob_start_len": known,
+                "top_logprobs_num": 3,
+                "token_ids_logprob": [200, 30_000],
+            }
+            expected = logprobs_of(await asyncio.to_thread(truth.post, "/generate", body))
+            last = await asyncio.to_thread(
+                wait_until,
+                lambda arena=arena, unchanged=unchanged: last_change(arena, unchanged),
+                seconds=30,
+                what="DRAM",
+            )
+            if damaged:
+                flip_bit(arena, last // 4 * 4 + 3, bit=6)
+            async with client.post(f"{router.url}/generate", json=body) as response:
+                assert response.status == 200, await response.text()
+                got = logprobs_of(await response.json())
+            assert response.headers["x-kv-prefill-instance"] != first.prefill
+            told = await explained(client, router, response.headers["x-request-id"])
+            assert (told["end"], told["moved_tokens"]) == ("done", known), told
+            assert read(told) == [(first.decode, 0, known, "done")]
+            if damaged:
+                with pytest.raises(AssertionError):
+                    assert_alike(expected, got)
+            else:
+                assert_alike(expected, got)
+        nothing_is_left(fleet.pd.servers)
     for server in fleet.pd.servers:
         await asyncio.to_thread(server.flush)
 
