@@ -92,6 +92,7 @@ async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerP
 @pytest.mark.long
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.seed))
 async def test_what_has_failed_once(kept: Kept, fleet: Fleet, truth: ServerProcess) -> None:
+    """Seed 685 has a short twin: `tests/router/fleet/test_health.py`, an instance with updated weights."""
     programme = draw(kept.seed, kept.steps)
     async with front_of(fleet, programme.policy) as front:
         await played(programme, fleet, front, truth)
