@@ -122,7 +122,7 @@ def tokens_of(step: Ask) -> int:
 
 def assert_same_tokens(expected: Answer, got: Sequence[int]) -> None:
     """For requests that move, which cannot ask for log probabilities."""
-    assert len(got) == len(expected.tokens)
+    assert len(got) == len(expected.tokens), f"{len(got)} tokens, not {len(expected.tokens)}"
     for place, (right, token) in enumerate(zip(expected.tokens, got, strict=True)):
         if right != token:
             if expected.is_tie(place, ATOL):
@@ -152,6 +152,8 @@ class Heard:
     instance: str = ""
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    ended: object = None
+    """SGLang's ``finish_reason``."""
 
 
 class Player:
@@ -311,7 +313,7 @@ class Player:
             try:
                 assert_same_tokens(asked.answer, heard[turn].tokens)
             except AssertionError as error:
-                raise Differs(f"{turn}: {error}") from None
+                raise Differs(f"{turn}: {error}; it ended with {heard[turn].ended}") from None
 
     def _decoding(self) -> list[str]:
         return [name for name, role in self._roles().items() if role == "decode"]
@@ -366,6 +368,7 @@ class Player:
                 assert "error" not in event, event
                 heard.tokens = event["output_ids"]
                 heard.cached_tokens = event["meta_info"]["cached_tokens"]
+                heard.ended = event["meta_info"]["finish_reason"]
 
     def _fill(self, number: int) -> None:
         """Past the router, so that each server gets its share, whatever the policy."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import random
 import time
@@ -56,6 +57,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> It
     models = Models.made(tmp_path_factory.mktemp("models"))
     with leak_guard.adopting(), fleet_of(tmp_path_factory.mktemp("crossings"), models) as fleet:
         yield fleet
+
+
+@pytest.fixture(autouse=True)
+def log_of_moves(caplog: pytest.LogCaptureFixture) -> None:
+    """A test that fails shows what became of each move."""
+    caplog.set_level(logging.INFO, "router.moving")
 
 
 async def played(
