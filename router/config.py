@@ -428,6 +428,9 @@ class RouterConfig(Flagged):
     hint_tokens: int = flag(
         1 << 20, "Tokens that may be moved at a time for the hints of a tenant.", COUNT.positive(), "TOKENS"
     )
+    hint_bytes: int = flag(
+        64 * MIB, "Memory for the prompts that the hints of a tenant announce, 4 bytes for each token.", SIZE
+    )
     session_memory_bytes: int = flag(
         64 * MIB, "Memory for what each session sent last, so that a hint need only name the session.", SIZE
     )
@@ -441,6 +444,12 @@ class RouterConfig(Flagged):
     )
     document_blocks_per_tenant: int = flag(
         4096, "The same of one tenant; all clients without a tenant are one.", COUNT, "BLOCKS"
+    )
+    document_bytes: int = flag(
+        256 * MIB, "Memory for documents: their contents and tokens, over all tenants.", SIZE
+    )
+    document_bytes_per_tenant: int = flag(
+        64 * MIB, "The same of one tenant; all clients without a tenant are one.", SIZE
     )
     document_ttl_secs: float = flag(
         3600.0, "How long a document is kept, unless its registration says.", SECONDS.positive()
@@ -542,7 +551,13 @@ class RouterConfig(Flagged):
 
     def document_limits(self) -> DocumentLimits:
         """What documents may take."""
-        return DocumentLimits(self.document_blocks, self.document_blocks_per_tenant, self.block_size)
+        return DocumentLimits(
+            self.document_blocks,
+            self.document_blocks_per_tenant,
+            self.block_size,
+            self.document_bytes,
+            self.document_bytes_per_tenant,
+        )
 
     def spill_terms(self) -> SpillTerms:
         """When what is about to be evicted is kept elsewhere."""
@@ -560,4 +575,5 @@ class RouterConfig(Flagged):
             live=self.hints_live,
             moving_tokens=self.hint_tokens,
             ttl_s=self.hint_ttl_secs,
+            bytes=self.hint_bytes,
         )

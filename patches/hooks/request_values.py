@@ -9,7 +9,8 @@ What: hooks at four places.
   classifies; it is refused. SGLang compares values as they came (``"8" <= 4``), so that a wrong type raises
   ``TypeError``. It becomes a ``ValueError``, a 400 that names the field;
 - before a message is sent to the scheduler: it is encoded and decoded as the scheduler would do it, and every
-  number in it has to fit the tensors that the scheduler makes of it. The scheduler decodes messages, and
+  number in it has to fit the tensors that the scheduler makes of it. The names by which caches tell requests
+  apart are bounded: schedulers keep them as long as the KV. The scheduler decodes messages, and
   builds the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
 - around the admission of a request in the scheduler: its sampling is built once for it alone, as it would
   be for a batch. The prompt of a request to embed or classify is checked, because SGLang goes on with one
@@ -53,6 +54,10 @@ MAX_BIAS: Final = 1e30
 FLOAT32_MAX: Final = 3.4028234663852886e38
 MAX_CHOICES: Final = 4096
 """Largest ``n``, as of the router (``router/api/validation.py``)."""
+MAX_NAME_CHARACTERS: Final = 1024
+"""Of names of a request: a router lets 512 through (``router/api/validation.py``) and puts a tenant's in
+front, and SGLang appends an adapter's id."""
+NAMES: Final = ("extra_key", "cache_salt", "rid", "session_id")
 UNBOUNDED: Final = frozenset({"custom_params", "watermark", "kv_hints"})
 """Fields with objects of the client's, whose numbers SGLang does not put into tensors by itself."""
 BULK: Final = ("input_ids", "mm_inputs", "input_embeds", "time_stats")
@@ -72,6 +77,10 @@ def check_message(
     Raises:
         ValueError: naming the field and what it may be.
     """
+    for name in NAMES:
+        value = getattr(message, name, None)
+        if isinstance(value, str) and len(value) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"{name} has {len(value)} characters, and may have {MAX_NAME_CHARACTERS}")
     light = msgspec.structs.replace(
         message, **{name: None for name in BULK if getattr(message, name, None) is not None}
     )

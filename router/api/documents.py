@@ -3,6 +3,10 @@
 A request that names documents is the request with their contents in front of its prompt, in the order named:
 texts joined as they are, token ids and messages one after the other. What then reaches a worker, is matched,
 limited and charged is that request, so its answer is the one to the whole prompt, cached or not.
+
+A content is kept as JSON, without the fields that no server reads: its bytes are what a document takes in
+memory, and on its way to other routers. Contents are joined as bytes, too, and the request is parsed
+afterwards as one that a client has sent whole.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
+import orjson
 
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.hints import take_seconds
-from sglang_ext.router.api.validation import Json, take_int, take_string, wrong
+from sglang_ext.router.api.validation import Json, take_int, take_name, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 DOCUMENT_IDS: Final = "document_ids"
@@ -26,6 +31,13 @@ KINDS: Final = ("text", "input_ids", "messages")
 MOST_NAMED = 16
 MOST_INSTANCES = 1024
 MAX_TTL_S = 30 * 86_400.0
+MAX_DOCUMENT_BYTES: Final = 8 << 20
+"""Of a registration, and of the content as JSON: a million tokens, and a small part of what routers tell each
+other at a time (``membership_local.MAX_FRAME``)."""
+MAX_COMPOSED_BYTES: Final = 2 * MAX_DOCUMENT_BYTES
+"""Of a request with the contents of the documents that it names."""
+TOMBSTONE_S = 300.0
+"""For which it is remembered that a document was deleted. Other routers hear of it within seconds."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FIELDS = frozenset({*KINDS, "ttl_s", "instances", "priority", "extra_key"})
 
@@ -37,9 +49,20 @@ SCHEMA: Final[Json] = schemas.record(
         "ttl_s": schemas.NUMBER,
         "instances": schemas.whole(1, MOST_INSTANCES),
         "priority": schemas.whole(),
-        "extra_key": schemas.MAYBE_TEXT,
+        "extra_key": schemas.NAME,
     }
 )
+
+
+MESSAGE_FIELDS: Final = frozenset(
+    ["role", "content", "name", "tool_call_id", "tool_calls", "tools", "reasoning_content", "phase", "prefix"]
+)
+PART_FIELDS: Final = frozenset(
+    ["type", "text", "thinking", "image_url", "video_url", "audio_url", "input_audio", "modalities", "name"]
+)
+"""What SGLang reads of a message, and of a part of its content; ``tests/engine/cache/test_request_fields.py``
+holds both to its classes."""
+_GONE = msgspec.Raw(b"null")
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,8 +73,8 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[str, msgspec.Meta(max_length=128)]
     kind: Annotated[str, msgspec.Meta(max_length=16)]
     """One of ``KINDS``."""
-    content: Any
-    """A text, token ids, or messages."""
+    content: msgspec.Raw
+    """A text, token ids, or messages, as JSON; ``null`` of one that was deleted."""
     expires: float
     """Seconds by the monotonic clock of the router that has it; on the way between two, from now."""
     salt: str | None = None
@@ -69,15 +92,35 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """(Scope, id): what no other document has."""
         return self.scope, self.id
 
+    def __hash__(self) -> int:
+        return hash((self.scope, self.id, self.stamp))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its content."""
+        return len(self.content_json)
+
+    @property
+    def content_json(self) -> memoryview:
+        """Its content."""
+        return memoryview(self.content)
+
     @property
     def is_deleted(self) -> bool:
         """Whether it says only that there is none of this id any more."""
-        return self.content is None
+        return self.content == _GONE
 
-    def deleted(self, wall: float) -> Document:
-        """What says so; it is kept until the document would have expired."""
+    def deleted(self, now: float, wall: float) -> Document:
+        """What says so, for a while.
+
+        Args:
+            now, wall: seconds, of the monotonic clock and since the epoch.
+        """
         stamp = max(int(wall * 1e3), self.stamp + 1)
-        return msgspec.structs.replace(self, content=None, stamp=stamp)
+        expires = min(self.expires, now + TOMBSTONE_S)
+        return msgspec.structs.replace(
+            self, content=_GONE, stamp=stamp, expires=expires, salt=None, extra_key=None
+        )
 
     def after(self, former: Document | None) -> Document:
         """The same, registered later than the one that it replaces."""
@@ -91,7 +134,8 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def announced(self) -> Json:
         """The body of the advisory request for it."""
-        return {self.kind: self.content, "extra_key": self.extra_key, "priority": self.priority}
+        content = orjson.loads(self.content_json)
+        return {self.kind: content, "extra_key": self.extra_key, "priority": self.priority}
 
 
 def take_document(
@@ -106,7 +150,7 @@ def take_document(
         ttl_s: how long it lives unless it says.
 
     Raises:
-        RequestRefused: 400, naming the field.
+        RequestRefused: 400, naming the field; 413: it is too long.
     """
     if _ID.fullmatch(id) is None:
         raise RequestRefused(
@@ -129,18 +173,59 @@ def take_document(
             code="invalid_prompt",
         )
     lives = take_seconds(payload, "ttl_s")
+    content = orjson.dumps(_judged(given[0], payload[given[0]]))
+    check_document_size(len(content), given[0])
     return Document(
         scope,
         id,
         given[0],
-        payload[given[0]],
+        msgspec.Raw(content),
         expires=now + min(ttl_s if lives is None else lives, MAX_TTL_S),
         salt=salt,
-        extra_key=take_string(payload, "extra_key") or None,
+        extra_key=take_name(payload, "extra_key") or None,
         priority=priority,
         instances=take_int(payload, "instances", least=1, most=MOST_INSTANCES) or 1,
         stamp=int(wall * 1e3),
     )
+
+
+def check_document_size(size: int, field: str | None = None) -> None:
+    """Refuse what is too long.
+
+    Args:
+        size: in bytes, of a registration or of a content as JSON.
+        field: the one that has the content, where it is known.
+
+    Raises:
+        RequestRefused: 413.
+    """
+    if size > MAX_DOCUMENT_BYTES:
+        raise RequestRefused(
+            f"{'the document' if field is None else field} has {size} bytes as JSON, and may have "
+            f"{MAX_DOCUMENT_BYTES}; register its parts, and name several in document_ids",
+            status=413,
+            param=field,
+            code="document_too_large",
+        )
+
+
+def _judged(kind: str, content: Any) -> Any:
+    """A content without the fields of messages and their parts that no server reads."""
+    if kind != "messages" or type(content) is not list:
+        return content
+    return [_message(each) if type(each) is dict else each for each in content]
+
+
+def _message(message: Json) -> Json:
+    kept = {name: value for name, value in message.items() if name in MESSAGE_FIELDS}
+    if type(parts := kept.get("content")) is list:
+        kept["content"] = [
+            {name: value for name, value in part.items() if name in PART_FIELDS}
+            if type(part) is dict
+            else part
+            for part in parts
+        ]
+    return kept
 
 
 def decode_document(body: bytes) -> Document:
@@ -150,13 +235,17 @@ def decode_document(body: bytes) -> Document:
         PeerError: it is none.
     """
     try:
+        str(body, "utf-8")  # of the content msgspec looks at the structure only
         document = msgspec.json.decode(body, type=Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"no document: {error}") from None
-    form = str if document.kind == "text" else list
-    if document.kind not in KINDS or not (document.is_deleted or type(document.content) is form):
+        raise PeerError(f"no document: {str(error)[:200]}") from None
+    content = document.content.copy()  # of the body it is a view
+    form = b'"' if document.kind == "text" else b"["
+    if document.kind not in KINDS or not (document.is_deleted or bytes(memoryview(content)[:1]) == form):
         raise PeerError(f"document {document.id} has no content of a kind that is known")
-    return document
+    if len(memoryview(content)) > MAX_DOCUMENT_BYTES:
+        raise PeerError(f"document {document.id} has more than {MAX_DOCUMENT_BYTES} bytes")
+    return msgspec.structs.replace(document, content=content)
 
 
 def take_names(payload: Json) -> tuple[str, ...]:
@@ -194,8 +283,8 @@ def hinting_dialect(payload: Json) -> Dialect | None:
     )
 
 
-def with_documents(dialect: Dialect | None, payload: Json, documents: Sequence[Document]) -> Json:
-    """The request that is meant: without the names, and with the contents in front of its prompt.
+def with_documents(dialect: Dialect | None, payload: Json, documents: Sequence[Document]) -> bytes:
+    """The body of the request that is meant: without the names, and with the contents in front of its prompt.
 
     Args:
         dialect: of the request; None for one without a prompt.
@@ -205,7 +294,7 @@ def with_documents(dialect: Dialect | None, payload: Json, documents: Sequence[D
     """
     body = {name: value for name, value in payload.items() if name != DOCUMENT_IDS}
     if not documents:
-        return body
+        return orjson.dumps(body)
     takes = {} if dialect is None else dialect.document_fields
     if not takes:
         raise _unfit("this API takes no documents: send their contents with the prompt")
@@ -224,16 +313,41 @@ def with_documents(dialect: Dialect | None, payload: Json, documents: Sequence[D
             )
     field = takes[kind]
     other = next((name for name in takes.values() if name != field and body.get(name) is not None), None)
-    value: Any = body.get(field)
+    value: Any = body.pop(field, None)
     if other is not None or not _is_one(kind, value):
         raise _unfit(
             f"a request that names documents with {kind} gives one prompt as {_FORMS[kind]} in {field}"
         )
-    if kind == "text":
-        body[field] = "".join(document.content for document in documents) + value
-    else:
-        body[field] = [item for document in documents for item in document.content] + value
-    return body
+    return _joined(body, field, documents, orjson.dumps(value))
+
+
+def too_long_together(size: int) -> RequestRefused:
+    """Documents that one request names have more bytes than ``MAX_COMPOSED_BYTES``."""
+    return RequestRefused(
+        f"the documents that {DOCUMENT_IDS} names have {size} bytes together, each counted as often as it is "
+        f"named, and may have {MAX_COMPOSED_BYTES}; name fewer",
+        status=413,
+        param=DOCUMENT_IDS,
+        code="documents_too_large",
+    )
+
+
+def _joined(body: Json, field: str, documents: Sequence[Document], own: bytes) -> bytes:
+    """A body with the contents of documents in front of its own prompt, which is JSON like them.
+
+    Copying is all that is done with the contents: they may be long, and nothing else runs meanwhile.
+    """
+    pieces: list[bytes | memoryview] = [orjson.dumps(body)[:-1], b"," if body else b""]
+    first = own[:1]
+    between = b"" if first == b'"' else b","
+    pieces += [orjson.dumps(field), b":", first]
+    inner = [each.content_json[1:-1] for each in documents]
+    inner.append(memoryview(own)[1:-1])
+    filled = [each for each in inner if each.nbytes]
+    for number, each in enumerate(filled):
+        pieces += [between, each] if number else [each]
+    pieces += [memoryview(own)[-1:], b"}"]
+    return b"".join(pieces)
 
 
 _FORMS: Final = {"text": "a string", "input_ids": "an array of token ids", "messages": "an array of messages"}

@@ -247,7 +247,7 @@ def take_native_prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput
     return take_prompts(value, name, "an array of token ids", limits, texts=False)
 
 
-_SESSION = kinds(string="id rid", integer="offset", boolean="replace drop_previous_output")
+_SESSION = kinds(name="id rid", integer="offset", boolean="replace drop_previous_output")
 
 
 def _session(payload: Json) -> str | None:

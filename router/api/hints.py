@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
-from sglang_ext.router.api.validation import Json, take_string, wrong
+from sglang_ext.router.api.validation import Json, take_name, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 PREFETCH = "prefetch"
@@ -53,7 +53,7 @@ def parse_advisory(payload: Json, limits: Limits, prefix: str = "") -> Advisory:
             param=prefix + given[1],
             code="invalid_prompt",
         )
-    session = take_string(payload, "session", prefix)
+    session = take_name(payload, "session", prefix)
     if not given and not session:
         raise RequestRefused(
             f"say which request is expected: name a session, or give one of {', '.join(fields)}",

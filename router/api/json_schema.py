@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from sglang_ext.router.api.validation import RANGES, Json
+from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS, RANGES, Json
 
 TEXT: Final[Json] = {"type": "string"}
 FULL_TEXT: Final[Json] = TEXT | {"minLength": 1}
@@ -15,6 +15,7 @@ TOKEN: Final[Json] = {"type": "integer", "minimum": 0}
 TOKENS: Final[Json] = {"type": "array", "items": TOKEN, "minItems": 1}
 OBJECT: Final[Json] = {"type": "object"}
 MAYBE_TEXT: Final[Json] = {"type": ["string", "null"]}
+NAME: Final[Json] = MAYBE_TEXT | {"maxLength": MAX_NAME_CHARACTERS}
 MAYBE_OBJECT: Final[Json] = {"type": ["object", "null"]}
 
 
@@ -47,6 +48,7 @@ def record(properties: Json, *required: str) -> Json:
 
 _KINDS: dict[str, Json] = {
     "number": NUMBER, "boolean": BOOL, "string": MAYBE_TEXT, "strings": strings(), "object": MAYBE_OBJECT,
+    "name": NAME,
     "patterns": strings(), "stops": several({"type": "integer"}, null=True),
 }  # fmt: skip
 
@@ -56,7 +58,11 @@ def fields(kinds: Mapping[str, str]) -> Json:
     return {name: _KINDS[kind] if kind in _KINDS else whole(*RANGES[kind]) for name, kind in kinds.items()}
 
 
-_NAME: Json = {"type": ["string", "array", "null"], "items": TEXT}
+_NAME: Json = {
+    "type": ["string", "array", "null"],
+    "items": TEXT | {"maxLength": MAX_NAME_CHARACTERS},
+    "maxLength": MAX_NAME_CHARACTERS,
+}
 ROUTING: Final[Json] = {
     "rid": _NAME | {"description": "What the request is called; /abort_request takes it."},
     "extra_key": _NAME | {"description": "Prompts with different keys share no KV."},

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_ext.router.api.job import PromptInput
 from sglang_ext.router.api.limits import Limits
-from sglang_ext.router.api.validation import Json, check_ids, empty, wrong
+from sglang_ext.router.api.validation import Json, check_ids, check_name, empty, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 
@@ -55,13 +55,18 @@ def take_prompts(
 
 def adapter_of(model: str | None) -> str | None:
     """The LoRA adapter in ``base-model:adapter``."""
-    return model.partition(":")[2].strip() or None if model else None
+    if not model:
+        return None
+    adapter = model.partition(":")[2].strip()
+    check_name(adapter, "model")
+    return adapter or None
 
 
 def per_prompt(source: Json, name: str, count: int) -> list[str | None]:
     """A field that is one string for all prompts of a batch, or an array with one for each."""
     value = source.get(name)
     if value is None or type(value) is str:
+        check_name(value or "", name)
         return [value or None] * count
     if type(value) is not list:
         raise wrong(name, "a string or an array of strings", value)
@@ -72,6 +77,7 @@ def per_prompt(source: Json, name: str, count: int) -> list[str | None]:
     for index, item in enumerate(value):
         if item is not None and type(item) is not str:
             raise wrong(f"{name}[{index}]", "a string", item)
+        check_name(item or "", f"{name}[{index}]")
     return [item or None for item in value]
 
 

@@ -40,7 +40,8 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 _BODY = SAMPLING | kinds(
-    string="model instructions previous_response_id extra_key cache_salt session_id",
+    string="model instructions extra_key cache_salt",
+    name="previous_response_id session_id",
     positive="max_output_tokens",
     top="top_logprobs",
     boolean="stream store parallel_tool_calls background",

@@ -34,6 +34,10 @@ INT64: Final = 1 << 63
 MOST_NUMBER: Final = 3.4028234663852886e38
 """Largest number: that of 32 bits."""
 
+MAX_NAME_CHARACTERS: Final = 512
+"""Of what clients call a thing (a request, a session) or a part of the cache (``extra_key``): the router and
+the servers keep such names, each of another length, long after the request."""
+
 FEW = 16
 """So many brackets of a body are looked for one by one."""
 MAX_DEPTH = 250
@@ -215,12 +219,27 @@ def take_number(source: Json, name: str, prefix: str = "") -> None:
         )
 
 
-def take_string(source: Json, name: str, prefix: str = "") -> str | None:
-    """A string field, or ``None`` when absent or null."""
+def take_string(source: Json, name: str, prefix: str = "", *, most: int | None = None) -> str | None:
+    """A string field, or ``None`` when absent or null. most: characters."""
     value = source.get(name)
     if value is not None and type(value) is not str:
         raise wrong(prefix + name, "a string", value)
+    if most is not None and value is not None:
+        check_name(value, prefix + name, most)
     return value
+
+
+def take_name(source: Json, name: str, prefix: str = "") -> str | None:
+    """A string field that is a name, or ``None`` when absent or null."""
+    return take_string(source, name, prefix, most=MAX_NAME_CHARACTERS)
+
+
+def check_name(value: str, field: str, most: int = MAX_NAME_CHARACTERS) -> None:
+    """Refuse a name that is too long to be kept."""
+    if len(value) > most:
+        raise RequestRefused(
+            f"{field} has {len(value)} characters, and may have {most}", param=field, code="out_of_range"
+        )
 
 
 def take_objects(source: Json, name: str, what: str, *, needed: bool = True) -> list[Json]:
@@ -299,6 +318,7 @@ def check_object(source: Json, name: str, prefix: str = "") -> None:
 
 _CHECKS: Mapping[str, Callable[[Json, str, str], object]] = {
     "number": take_number, "boolean": take_bool, "string": take_string, "strings": check_strings,
+    "name": take_name,
     "object": check_object, "patterns": check_patterns,
 }  # fmt: skip
 RANGES: Final[Mapping[str, tuple[int, int]]] = {

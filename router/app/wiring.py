@@ -322,6 +322,10 @@ class Parts:
             self.documents.again,
         ):  # fmt: skip
             self.fleet.restarted.subscribe(forget)
+        self.metrics.show_table("sessions", sessions)
+        self.metrics.show_table("stories", self.stories)
+        self.metrics.show_table("homes", self.homes)
+        self.metrics.show_table("hints", self.advisor.book)
         for part in (
             self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs,
             self.role_changes, self.roles, self.stock,

@@ -188,9 +188,14 @@ class Members:
         connected = metrics.gauge("membership_connected", "1 when membership can be shared, or need not be")
         routers = metrics.gauge("membership_routers", "Routers that share the membership, this one included")
 
+        refused = metrics.gauge("membership_refused", "Records of other routers that were left out")
+        unsent = metrics.gauge("membership_unsent", "Records that were too large for other routers")
+
         def refresh() -> None:
             connected.set(self.store.view().connected)
             routers.set(1 + len(self.store.others))
+            refused.set(self.store.refused)
+            unsent.set(self.store.unsent)
 
         metrics.refreshing.subscribe(refresh)
 

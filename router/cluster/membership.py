@@ -17,6 +17,8 @@ The implementation
 - tells the listener what other routers say once both are there, and their ``words`` soon after the start;
 - forgets an instance that no router has heard of for ``MEMBER_TTL_S``, and a router that has told nothing for
   ``ROUTER_TTL_S``;
+- leaves out what is malformed or too large, counts it, and goes on with what follows; small records do not
+  wait for large ones;
 - says whether it is connected. While it is not, ``others`` is empty: nothing is known of other routers.
 """
 
@@ -89,6 +91,11 @@ class Membership(Protocol):
 
     shares: bool
     """Whether there can be other routers."""
+    refused: int
+    """Records and frames of others that were none, or too large: each was left out, and is not asked for
+    again while it stays as it is."""
+    unsent: int
+    """Things that this router had to share and that are too large."""
 
     async def start(self, listener: Listener) -> None:
         """Begin. Returns when what other routers have published is told, or cannot be had now."""
@@ -143,6 +150,7 @@ class EmbeddedMembership:
     """Membership of one router, in its own memory: nothing to share, nothing to lose."""
 
     shares = False
+    refused = unsent = 0
     others: Mapping[str, RouterStatus] = {}
 
     async def start(self, listener: Listener) -> None:

@@ -4,7 +4,9 @@ Each router listens at a socket in the folder. It tells whoever connects everyth
 changes, and connects to every other router to hear the same. Nobody leads and nothing is written down: what
 one router knew is known to all others, so that any may die; if all die, they begin anew.
 
-A router that does not keep up is cut off, and is told everything again when it connects again.
+Documents come last, one by one, and what changes meanwhile goes before those that are left. A frame that is
+malformed or too large is skipped. A router that does not keep up is cut off, and is told everything again
+when it connects again.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import logging
 import os
 import socket
 import stat
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,7 +27,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, PeerError
 from sglang_ext.folders import own_folder
 from sglang_ext.protocol.cluster import StoreView
-from sglang_ext.router.api.documents import Document, decode_document
+from sglang_ext.router.api.documents import MAX_DOCUMENT_BYTES, Document, decode_document
 from sglang_ext.router.cluster.membership import (
     MAX_SESSION_CHARACTERS,
     ROUTER_TTL_S,
@@ -35,6 +37,7 @@ from sglang_ext.router.cluster.membership import (
 )
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member, encode_member
 from sglang_ext.router.cluster.words import Word, decode_word, encode_word
+from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.membership")
@@ -42,13 +45,26 @@ logger = logging.getLogger("router.membership")
 SUFFIX = ".sock"
 HEARING_S = 2.0
 """How long the start waits for what a router has: one that is stopped says nothing."""
-MAX_FRAME = 64 << 20
+MAX_FRAME = 4 * MAX_DOCUMENT_BYTES
+"""A larger one is not sent, and skipped."""
+SLICE_BYTES = 1 << 20
 MAX_BEHIND = 64 << 20
 """Bytes that may wait for one router."""
 MAX_SESSIONS = 20_000
+MAX_SESSION_BYTES = 16 << 20
 
 MEMBER, DOCUMENT, SESSION, STATUS, WORD, COMPLETE = b"m", b"d", b"s", b"r", b"w", b"c"
 """What a frame holds: its first byte. After ``COMPLETE``, everything is new."""
+
+
+@dataclass(slots=True)
+class _Hearing:
+    """What was heard of one router."""
+
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    """All that it had was told."""
+    sessions_are_new: bool = False
+    """Its sessions of before were told: what comes now is newer than what is known here."""
 
 
 def _say(error: BaseException) -> None:
@@ -79,16 +95,19 @@ class LocalMembership:
         self._door: socket.socket | None = None
         self._hearers: set[asyncio.StreamWriter] = set()
         """Routers that hear this one."""
-        self._heard: dict[str, asyncio.Event] = {}
-        """Routers that this one hears, and whether all that they had was told."""
+        self._heard: dict[str, _Hearing] = {}
+        """Routers that this one hears."""
         self._statuses: dict[str, tuple[float, RouterStatus]] = {}
         """What others have told last and when, by socket."""
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions: Bounded[str, str] = Bounded(
+            MAX_SESSION_BYTES, lambda session, instance: size_of(session), max_entries=MAX_SESSIONS
+        )
         self._status: RouterStatus | None = None
         self._since = clock.monotonic()
         self.others: Mapping[str, RouterStatus] = {}
         self.refused = 0
-        """Frames that were none."""
+        """Frames that were none, or too large."""
+        self.unsent = 0
         self._sightings = Sightings(self._clock)
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
 
@@ -117,8 +136,8 @@ class LocalMembership:
         self._look()
         with suppress(TimeoutError):
             async with asyncio.timeout(HEARING_S):
-                for complete in list(self._heard.values()):
-                    await complete.wait()
+                for hearing in list(self._heard.values()):
+                    await hearing.complete.wait()
 
     async def stop(self) -> None:
         """End every connection, by which the others know."""
@@ -192,7 +211,8 @@ class LocalMembership:
                     connection, _ = door.accept()
                     reader, writer = await asyncio.open_unix_connection(sock=connection)
                     self._hearers.add(writer)
-                    writer.writelines(self._everything(listener))
+                    writer.writelines(self._everything_small(listener))
+                    self._tasks.start(self._tell_documents(writer, listener), name="tell a router documents")
                     self._tasks.start(self._until_gone(reader, writer), name="a router hears this one")
                     self._look()
         finally:
@@ -207,31 +227,47 @@ class LocalMembership:
         self._hearers.discard(writer)
         writer.transport.abort()
 
-    def _everything(self, listener: Listener) -> Iterator[bytes]:
+    def _everything_small(self, listener: Listener) -> Iterator[bytes]:
         for member in list(listener.records()):
             if member.intent is not Intent.STAY or self._sightings.alive(member, listener):
                 yield _frame(MEMBER, encode_member(member))
-        for document in list(listener.documents()):
-            yield _frame(DOCUMENT, self._written(document))
         for session in self._sessions.items():
             yield _frame(SESSION, msgspec.json.encode(session))
+        # Sessions end with the first frame of another kind: see `_take`.
         for word in listener.words():
-            yield _frame(WORD, encode_word(word))
+            yield from self._framed(WORD, encode_word(word))
         if self._status is not None:
             yield _frame(STATUS, msgspec.json.encode(self._status))
-        yield _frame(COMPLETE)
+
+    async def _tell_documents(self, writer: asyncio.StreamWriter, listener: Listener) -> None:
+        """Tell a router every document, each when the one before is on its way, and that this was all."""
+        with suppress(OSError):
+            for document in list(listener.documents()):
+                writer.writelines(self._framed(DOCUMENT, self._written(document)))
+                await writer.drain()
+                await asyncio.sleep(0)  # where nothing waits, draining lets nothing else run
+            writer.write(_frame(COMPLETE))
 
     def _written(self, document: Document) -> bytes:
         return msgspec.json.encode(document.shifted(-self._clock.monotonic()))
 
+    def _framed(self, kind: bytes, body: bytes) -> list[bytes]:
+        """The frame of something; none of what is too large."""
+        if len(body) < MAX_FRAME:
+            return [_frame(kind, body)]
+        self.unsent += 1
+        logger.warning("other routers are not told %d bytes of kind %r: too large", len(body), kind)
+        return []
+
     def _tell_all(self, kind: bytes, body: bytes) -> None:
-        frame = _frame(kind, body)
+        if not (frames := self._framed(kind, body)):
+            return
         for writer in list(self._hearers):
             if writer.transport.get_write_buffer_size() > MAX_BEHIND:
                 logger.warning("another router does not keep up, and is to hear everything again")
                 self._cut(writer)
             else:
-                writer.write(frame)
+                writer.writelines(frames)
 
     # -- hearing --------------------------------------------------------------------------------------------
 
@@ -240,10 +276,10 @@ class LocalMembership:
         for entry in os.listdir(self._directory):
             name, suffix = os.path.splitext(entry)
             if suffix == SUFFIX and name != self._router and name not in self._heard:
-                complete = self._heard[name] = asyncio.Event()
-                self._tasks.start(self._hear(name, complete), name=f"hear router {name}")
+                hearing = self._heard[name] = _Hearing()
+                self._tasks.start(self._hear(name, hearing), name=f"hear router {name}")
 
-    async def _hear(self, name: str, complete: asyncio.Event) -> None:
+    async def _hear(self, name: str, hearing: _Hearing) -> None:
         writer = None
         try:
             path = f"/proc/self/fd/{self._directory}/{name}{SUFFIX}"
@@ -251,28 +287,37 @@ class LocalMembership:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "big")
                 if not 0 < size <= MAX_FRAME:
-                    raise PeerError(f"a frame of {size} bytes")
+                    self._refuse(name, f"a frame of {size} bytes")
+                    while size > 0:
+                        size -= len(await reader.readexactly(min(size, SLICE_BYTES)))
+                    continue
                 frame = await reader.readexactly(size)
-                self._take(name, frame[:1], frame[1:], complete)
+                try:
+                    self._take(name, frame[:1], frame[1:], hearing)
+                except (PeerError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    self._refuse(name, str(error)[:200])
         except ConnectionRefusedError:
             with suppress(FileNotFoundError):  # its router has died, and its name does not come again
                 os.unlink(name + SUFFIX, dir_fd=self._directory)
-        except (PeerError, msgspec.MsgspecError, RecursionError) as error:
-            self.refused += 1
-            logger.warning("router %s is heard anew: %s", name, error)
         except (OSError, EOFError):
             pass  # it has gone
         finally:
-            complete.set()
+            hearing.complete.set()
             del self._heard[name]
             if writer is not None:
                 writer.transport.abort()
             if self._statuses.pop(name, None) is not None:
                 self._see_others()
 
-    def _take(self, name: str, kind: bytes, body: bytes, complete: asyncio.Event) -> None:
+    def _refuse(self, name: str, why: str) -> None:
+        self.refused += 1
+        logger.warning("what router %s says is left out: %s", name, why)
+
+    def _take(self, name: str, kind: bytes, body: bytes, hearing: _Hearing) -> None:
         if (listener := self._listener) is None:
             return
+        if kind not in (MEMBER, SESSION):
+            hearing.sessions_are_new = True
         if kind == MEMBER:
             member = decode_member(body)
             self._sightings.seen(member)
@@ -282,7 +327,7 @@ class LocalMembership:
         elif kind == SESSION:
             session, instance = msgspec.json.decode(body, type=tuple[str, str])
             # What it had before may be older than what is known here.
-            if complete.is_set() or session not in self._sessions:
+            if hearing.sessions_are_new or session not in self._sessions:
                 self._keep(session, instance)
                 listener.on_session(session, instance)
         elif kind == STATUS:
@@ -292,15 +337,12 @@ class LocalMembership:
         elif kind == WORD:
             listener.on_word(decode_word(body))
         elif kind == COMPLETE:
-            complete.set()
+            hearing.complete.set()
         else:
             raise PeerError(f"a frame of kind {kind!r}")
 
     def _keep(self, session: str, instance: str) -> None:
-        self._sessions[session] = instance
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        self._sessions.put(session, instance)
 
     def _see_others(self) -> None:
         self.others = {status.router: status for _, status in self._statuses.values()}

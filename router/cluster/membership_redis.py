@@ -1,8 +1,9 @@
 """Membership shared by several routers through Redis 7. Nobody leads; any router, and Redis itself, can die.
 
 A record that changes is written down and announced in a stream, from which the others hear of it at once. The
-stream is a short cut: all records are read again every ``SYNC_S``, so that nothing that was lost on the way
-stays lost. What is in Redis is in ``redis_records``.
+stream is a short cut: every ``SYNC_S`` records are looked at again, so that nothing that was lost on the way
+stays lost; of documents, which may be large, only what has changed is read, one after the other. What is in
+Redis is in ``redis_records``.
 
 Placement events are not: every router is connected to every agent itself, gets its snapshot when it begins,
 and then the events in their order. A second way for them would be slower and could only disagree; what a
@@ -15,9 +16,10 @@ down what it has.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -30,9 +32,10 @@ from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
 from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, Listener, RouterStatus, Sightings
-from sglang_ext.router.cluster.redis_records import Fields, Places, RedisRecords
+from sglang_ext.router.cluster.redis_records import MAX_RECORD_BYTES, Fields, Places, RedisRecords
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
 from sglang_ext.router.cluster.words import Begun, Word, decode_word, encode_word
+from sglang_ext.router.tenancy.bounded import Bounded, size_of
 
 logger = logging.getLogger("router.membership")
 T = TypeVar("T")
@@ -50,7 +53,10 @@ SESSIONS_AT_ONCE = 500
 MAX_PENDING_SESSIONS = 10_000
 MAX_PENDING_WORDS = 10_000
 MAX_WORD_BYTES = 1 << 16
-"""A longer one is not said: Redis keeps the last thousands of them."""
+"""A longer one is not said: Redis keeps the last thousand of them."""
+MAX_PENDING_BYTES = 16 << 20
+"""Of words that are to be written down; the oldest are not said."""
+MAX_LEFT_OUT_BYTES = 4 << 20
 
 
 def _say(error: BaseException) -> None:
@@ -103,7 +109,10 @@ class RedisMembership:
         self._documents: dict[tuple[str, str], Document] = {}
         self._status: RouterStatus | None = None
         self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
-        self._words: deque[bytes] = deque(maxlen=MAX_PENDING_WORDS)
+        self._words = _pending_words()
+        self._word_numbers = itertools.count()
+        self._left_out: Bounded[bytes, bytes] = Bounded(MAX_LEFT_OUT_BYTES, size_of)
+        """Names of documents in Redis that cannot be used, and by which mark: they are not read again."""
         self._connected = False
         self._redis_ahead_s = 0.0
         """Of our monotonic clock: documents expire by Redis's time, as no two routers' clocks agree."""
@@ -113,7 +122,8 @@ class RedisMembership:
         self.losses = 0
         """How often Redis was lost since the start."""
         self.refused = 0
-        """Records in Redis that were none."""
+        """Records in Redis that were none, or too large."""
+        self.unsent = 0
         self._sightings = Sightings(self._clock)
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
 
@@ -186,9 +196,19 @@ class RedisMembership:
 
     def say(self, word: Word) -> None:
         """Write it down soon."""
-        if self._connected and len(body := encode_word(word)) <= MAX_WORD_BYTES:
-            self._words.append(body)
-            self._wake.set()
+        if not self._connected:
+            return
+        body, dropped = encode_word(word), self._words.dropped
+        if len(body) > MAX_WORD_BYTES:
+            self.unsent += 1
+            logger.warning(
+                "other routers are not told a %s of %d bytes: at most %d go through Redis",
+                *(type(word).__name__, len(body), MAX_WORD_BYTES),
+            )
+            return
+        self._words.put(next(self._word_numbers), body)
+        self.unsent += self._words.dropped - dropped
+        self._wake.set()
 
     def view(self) -> StoreView:
         """How it is."""
@@ -304,16 +324,38 @@ class RedisMembership:
                 continue
             if known != member or listener.heard(member.instance):
                 await records.put(member)
-        values = await records.documents()
-        written = {d.ids: d for value in values if (d := self._take_document(value, listener)) is not None}
+        written = await self._read_documents(records, listener)
         for document in list(listener.documents()):
-            there_is = written.get(document.ids)
-            if there_is is None or there_is.stamp < document.stamp:
+            if written.get(_name_of(document), -1) < document.stamp:
                 await records.put_document(document, self._clock.monotonic(), self._redis_ahead_s)
         if first:
             for fields in await records.sessions(FIRST_SESSIONS):
                 self._take_session(fields, listener)
         return places
+
+    async def _read_documents(
+        self, records: RedisRecords, listener: Listener, names: Sequence[bytes] | None = None
+    ) -> dict[bytes, int]:
+        """Read what is newer in Redis than here, of all documents or of those of these names.
+
+        One after the other: nothing else runs while one is verified and decoded. Returns the stamps of all
+        that are there.
+        """
+        heads = await records.document_heads(names)
+        known = {_name_of(document): document.stamp for document in listener.documents()} if heads else {}
+        for name, head in heads.items():
+            if head.stamp <= known.get(name, -1) or self._left_out.get(name) == head.mark:
+                continue
+            taken = None
+            if head.size > MAX_RECORD_BYTES:
+                self.refused += 1
+                logger.warning("a document in Redis is left out: it has %d bytes", head.size)
+            elif (body := await records.document(name)) is not None:
+                taken = self._take_document(body, listener)
+            if taken is None:
+                self._left_out.put(name, head.mark)
+            await asyncio.sleep(0)
+        return {name: head.stamp for name, head in heads.items() if name not in self._left_out}
 
     async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
         while _goes_on():
@@ -322,10 +364,10 @@ class RedisMembership:
                 self._take(value, listener)
             for fields in sessions:
                 self._take_session(fields, listener)
-            for value in await records.documents(documents):
-                self._take_document(value, listener)
             for value in words:
                 self._take_word(value, listener)
+            if documents:
+                await self._read_documents(records, listener, documents)
 
     def _take_word(self, value: bytes, listener: Listener) -> None:
         word = self._decoded(decode_word, value)
@@ -378,9 +420,9 @@ class RedisMembership:
             while self._sessions:
                 count = min(len(self._sessions), SESSIONS_AT_ONCE)
                 await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)
-            words, self._words = self._words, deque(maxlen=MAX_PENDING_WORDS)
+            words, self._words = self._words, _pending_words()
             if words:
-                await records.put_words(words)
+                await records.put_words(list(words.values()))
             if self._status is not None:
                 status, self._status = self._status, None
                 await records.tell(status)
@@ -404,6 +446,15 @@ class RedisMembership:
         while _goes_on():
             await self._clock.sleep(SYNC_S)
             await self._sync(records, listener, first=False)
+
+
+def _pending_words() -> Bounded[int, bytes]:
+    return Bounded(MAX_PENDING_BYTES, lambda _, body: len(body), max_entries=MAX_PENDING_WORDS)
+
+
+def _name_of(document: Document) -> bytes:
+    """What a document is called in Redis."""
+    return f"{document.scope}/{document.id}".encode()
 
 
 def _goes_on() -> bool:

@@ -7,7 +7,8 @@ Below ``sglang_ext:{NAME}:`` (one slot of a Redis cluster) are
   which routers write. ``members`` is the set of these ids.
 - ``events``: a stream of the records as they change, which makes the others hear of them at once.
 - ``document:SCOPE/ID``: a document, in the same form and set the same way, as a key that expires with it.
-  ``documents`` is their set; in ``events`` stands only which has changed.
+  ``documents`` is their set; in ``events`` stands only which has changed. What is known here by its stamp is
+  not read again.
 - ``router:ID``: what a router says of itself each second, as a key that expires. ``routers`` is their set.
 - ``sessions``: a stream of (session, instance), bounded in length.
 - ``words``: a stream of what routers tell each other at once; nobody reads what was said before it came.
@@ -19,18 +20,22 @@ reach that Redis or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from sglang_ext.cluster_key import NO_SEAL, ClusterKey
-from sglang_ext.router.api.documents import Document
+from sglang_ext.router.api.documents import MAX_DOCUMENT_BYTES, Document
 from sglang_ext.router.cluster.membership import MEMBER_TTL_S, ROUTER_TTL_S, RouterStatus
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Intent, Member, encode_member
 
 MAX_EVENTS = 4096
 MAX_SESSIONS = 20_000
-MAX_WORDS = 4096
+MAX_WORDS = 1024
+HEADS_AT_ONCE = 200
+MARK_BYTES = 64
+"""Of a record, by which it is seen whether it has changed: its stamp, and of its seal enough."""
+MAX_RECORD_BYTES = MAX_DOCUMENT_BYTES + (64 << 10)
 Fields: TypeAlias = Mapping[bytes, bytes]
 Places: TypeAlias = dict[bytes, bytes]
 """How far each stream was read."""
@@ -51,6 +56,9 @@ local there_stamp, there_seal, there_body = string.match(there or '', '^(%d+) (%
 redis.call('SADD', KEYS[2], ARGV[4])
 if there_stamp then
   there_stamp = tonumber(there_stamp)
+  if there_stamp == stamp and ARGV[7] ~= 'm' then
+    return 0
+  end
   if there_stamp > stamp or (there_stamp == stamp and newer(there_body, body)) then
     return 0
   end
@@ -64,12 +72,20 @@ redis.call('SET', KEYS[1], value, 'PX', kept)
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', ARGV[7], ARGV[7] == 'm' and value or ARGV[4])
 return 1
 """
-"""Set a member's record if it is newer than what is there, and tell the others; keep it from expiring if it
-is the same.
+"""Set a record if it is newer than what is there, and tell the others; keep a member's from expiring if it is
+the same. Contents of documents are not compared: that takes Redis a second.
 
 KEYS: the record, the set of ids, the stream of events. ARGV: stamp, JSON, milliseconds to keep it, id, length
 of the stream, seal, the field under which the others are told: ``m`` for all of it, another one for its id.
 """
+
+
+class Head(NamedTuple):
+    """The beginning of a record. size: bytes of all of it."""
+
+    stamp: int
+    size: int
+    mark: bytes
 
 
 def _session_text(session: bytes, instance: bytes, router: bytes) -> bytes:
@@ -136,13 +152,36 @@ class RedisRecords:
 
     # -- documents ------------------------------------------------------------------------------------------
 
-    async def documents(self, names: Iterable[bytes] | None = None) -> list[bytes]:
-        """The JSON of every document, or of those of these names."""
-        if names is None:
-            return self._opened("document", (await self._all("document", "documents")).values())
-        keys = [self.key("document").encode() + b":" + name for name in names]
-        values = await self._client.mget(keys) if keys else []
-        return self._opened("document", [value for value in values if value is not None])
+    async def document_heads(self, names: Sequence[bytes] | None = None) -> dict[bytes, Head]:
+        """What tells whether a document has changed: of every one, or of those of these names."""
+        every = names is None
+        there = sorted(await self._client.smembers(self.key("documents"))) if names is None else names
+        found: dict[bytes, Head] = {}
+        gone: list[bytes] = []
+        for start in range(0, len(there), HEADS_AT_ONCE):
+            some = there[start : start + HEADS_AT_ONCE]
+            pipeline = self._client.pipeline(transaction=False)
+            for name in some:
+                pipeline.getrange(self._document_key(name), 0, MARK_BYTES - 1)
+                pipeline.strlen(self._document_key(name))
+            answers = await pipeline.execute()
+            for name, mark, size in zip(some, answers[::2], answers[1::2], strict=True):
+                if size:
+                    stamp = mark.partition(b" ")[0]
+                    found[name] = Head(int(stamp) if stamp.isdigit() else -1, size, mark)
+                else:
+                    gone.append(name)
+        if every and gone:
+            await self._client.srem(self.key("documents"), *gone)
+        return found
+
+    async def document(self, name: bytes) -> bytes | None:
+        """The JSON of a document; None of one that no member has sealed, or that has expired."""
+        value = await self._client.getrange(self._document_key(name), 0, MAX_RECORD_BYTES - 1)
+        return next(iter(self._opened("document", [value] if value else [])), None)
+
+    def _document_key(self, name: bytes) -> bytes:
+        return self.key("document").encode() + b":" + name
 
     async def put_document(self, document: Document, now: float, ahead_s: float) -> None:
         """Write a document down until it expires, if it is newer than what is there.

@@ -14,7 +14,8 @@ import msgspec
 from sglang_ext.errors import PeerError
 from sglang_ext.signals import Signal
 
-Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=2048)]
+"""As long as a client may call something, with its tenant's prefix."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Namespace: TypeAlias = tuple[str | None, ...]
@@ -42,7 +43,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
     """From now on."""
     told: dict[str, Any]
     """What a client is told of it."""
-    session: str | None = None
+    session: Name | None = None
     priority: int = 0
     instance: Name | None = None
     decode: Name | None = None
@@ -85,7 +86,7 @@ class Reply(_Word, frozen=True):
 class SessionAsked(Query, frozen=True, tag="session-asked"):
     """Does anybody know what a session sent last?"""
 
-    session: str
+    session: Name
 
 
 class SessionKnown(Reply, frozen=True, tag="session-known"):
@@ -102,8 +103,8 @@ class SessionKnown(Reply, frozen=True, tag="session-known"):
 class AbortAsked(Query, frozen=True, tag="abort-asked"):
     """Abort the requests of one scope that have this name; all of them without a name."""
 
-    scope: str
-    name: str | None
+    scope: Name
+    name: Name | None
 
 
 class Aborted(Reply, frozen=True, tag="aborted"):
@@ -115,8 +116,8 @@ class Aborted(Reply, frozen=True, tag="aborted"):
 class ExplainAsked(Query, frozen=True, tag="explain-asked"):
     """Explain the request of this id to a caller."""
 
-    request_id: str
-    tenant: str | None
+    request_id: Name
+    tenant: Name | None
     admin: bool
 
 
@@ -133,8 +134,8 @@ class Explained(Reply, frozen=True, tag="explained"):
 class ResponseAsked(Query, frozen=True, tag="response-asked"):
     """Which instance keeps a response of this scope?"""
 
-    scope: str
-    response_id: str
+    scope: Name
+    response_id: Name
 
 
 class ResponseKept(Reply, frozen=True, tag="response-kept"):

@@ -5,7 +5,8 @@ cluster something before anybody knows whether the request will come, so what a 
 is bounded: how many per second, how many at once, how many tokens being moved at once. A hint beyond a bound
 never harms anybody:
 
-- beyond the rate, or beyond the hints at once: refused, with the time after which to try again;
+- beyond the rate, beyond the hints at once, or beyond the memory for their prompts: refused, with the time
+  after which to try again;
 - more tokens than the budget has left: clipped to a leading part, which is what is useful by itself;
 - nothing left of the budget: deferred, and started when another one ends;
 - the same again: the first one lives longer, and nothing is moved twice.
@@ -20,14 +21,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_ext.errors import InternalError
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.dispatch.hint import BUSY, ENDED, TRANSITIONS, Entry, Hint, Place, State
+from sglang_ext.router.tenancy.bounded import ENTRY_BYTES
 from sglang_ext.router.tenancy.rate import TokenBucket
 
 MAX_TTL_S = 3600.0
@@ -37,6 +42,9 @@ ENDED_KEPT_S = 60.0
 """How long one can ask what became of a hint that has ended."""
 LENGTHS_TRIED = 64
 """A prompt is looked for at so many lengths, the longest first, so that a flood of hints costs it nothing."""
+BEGIN_BYTES = 64
+"""Of a prompt's key, by which it is seen at once that no hint announced it."""
+DIGEST_BYTES = 16
 
 
 class Verdict(enum.StrEnum):
@@ -53,7 +61,7 @@ class HintLimits:
     """What one tenant may cause.
 
     per_second, burst: hints. live: hints that have not ended. moving_tokens: of hints being moved, together.
-    ttl_s: how long a hint lives that does not say so.
+    ttl_s: how long a hint lives that does not say so. bytes: memory for the prompts of live hints.
     """
 
     per_second: float = 50.0
@@ -61,6 +69,7 @@ class HintLimits:
     live: int = 1000
     moving_tokens: int = 1 << 20
     ttl_s: float = 120.0
+    bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +129,15 @@ class HintBook:
         self._live: dict[str, dict[str, Entry]] = {}
         """Tenant -> live entries by id."""
         self._by_session: dict[tuple[str, str], Entry] = {}
-        self._by_prompt: dict[tuple[str, Hashable, bytes], Entry] = {}
-        self._lengths: dict[tuple[str, Hashable], Counter[int]] = {}
-        """(Tenant, namespace) -> lengths of live keys in bytes, to find the hints that a prompt continues."""
+        self._by_prompt: dict[tuple[str, Hashable, int, bytes], Entry] = {}
+        """(Tenant, namespace, length of the key in bytes, its digest) -> the live entry of that prompt."""
+        self._lengths: dict[tuple[str, Hashable, bytes], Counter[int]] = {}
+        """(Tenant, namespace, `_beginning`) -> lengths of live keys in bytes, to find the hints that a prompt
+        continues."""
+        self._bytes: Counter[str] = Counter()
+        """Tenant -> memory of live hints."""
+        self._next_expiry = math.inf
+        """No live hint ends before."""
         self._moving: Counter[str] = Counter()
         """Tenant -> tokens being moved."""
         self._deferred: dict[str, deque[Entry]] = {}
@@ -157,10 +172,10 @@ class HintBook:
                 return Answer(_verdict_of(same), REPEATED, same)
             # The conversation has grown meanwhile: what is there already is found and not moved again.
             self._end(same, State.CANCELLED, now, "followed by a longer one of the same session")
-        live = self._live.get(hint.tenant, {})
-        if len(live) + self._elsewhere.live(hint.tenant) >= limits.live:
+        if (full := self._too_many(hint)) is not None:
+            live = self._live.get(hint.tenant, {})
             first = min((entry.expires for entry in live.values()), default=now + 1.0)
-            return Answer(Verdict.REFUSED, "too many hints at once", retry_after_s=max(0.0, first - now))
+            return Answer(Verdict.REFUSED, full, retry_after_s=max(0.0, first - now))
         left = limits.moving_tokens - self._all_moving(hint.tenant)
         asked = hint.tokens
         hint = hint.clipped(min(asked, limits.moving_tokens))
@@ -176,6 +191,16 @@ class HintBook:
             reason = f"the budget leaves room for {hint.tokens} tokens"
             return Answer(Verdict.CLIPPED, reason, entry, start=True)
         return Answer(Verdict.ACCEPTED, "new", entry, start=True)
+
+    def _too_many(self, hint: Hint) -> str | None:
+        """Why a tenant has no room for one more hint; None when it has."""
+        limits, live = self._limits, len(self._live.get(hint.tenant, ()))
+        if live + self._elsewhere.live(hint.tenant) >= limits.live:
+            return "too many hints at once"
+        tokens = min(hint.tokens, limits.moving_tokens)
+        if self._bytes[hint.tenant] + ENTRY_BYTES + tokens * TOKEN_BYTES > limits.bytes:
+            return f"the hints at once announce more tokens than {limits.bytes} bytes hold"
+        return None
 
     def too_fast(self, tenant: str, now: float) -> Answer | None:
         """Count one more hint of a tenant; the refusal, if it is beyond the rate."""
@@ -261,12 +286,20 @@ class HintBook:
         self._end(entry, State.USED, now, "its request has come")
 
     def _continued(self, tenant: str, namespace: Hashable, key: bytes, *, any_session: bool) -> Entry | None:
-        lengths = self._lengths.get((tenant, namespace), ())
-        for length in heapq.nlargest(LENGTHS_TRIED, (each for each in lengths if each <= len(key))):
-            entry = self._by_prompt.get((tenant, namespace, key[:length]))
+        lengths = [
+            length
+            for beginning in {_beginning(key), b""}
+            for length in self._lengths.get((tenant, namespace, beginning), ())
+            if length <= len(key)
+        ]
+        found, done, hasher = None, 0, hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for length in sorted(heapq.nlargest(LENGTHS_TRIED, lengths)):
+            hasher.update(memoryview(key)[done:length])
+            done = length
+            entry = self._by_prompt.get((tenant, namespace, length, hasher.digest()))
             if entry is not None and (any_session or entry.hint.session is None):
-                return entry
-        return None
+                found = entry
+        return found
 
     def promised(self, instance: str, least: int | None = None) -> int:
         """Requests that are expected at ``instance`` and have not come; of at least this priority."""
@@ -290,9 +323,12 @@ class HintBook:
 
     def expire(self, now: float) -> list[Entry]:
         """End what was not used in time, and forget what has ended long ago. Returns what has expired."""
-        late = [entry for entry in self.live() if entry.expires <= now]
-        for entry in late:
-            self._end(entry, State.EXPIRED, now, "its request did not come")
+        late: list[Entry] = []
+        if now >= self._next_expiry:
+            late = [entry for entry in self.live() if entry.expires <= now]
+            for entry in late:
+                self._end(entry, State.EXPIRED, now, "its request did not come")
+            self._next_expiry = min((entry.expires for entry in self.live()), default=math.inf)
         while self._ended and (self._ended[0].ended_at or 0.0) + ENDED_KEPT_S <= now:
             del self._entries[self._ended.popleft().id]
         return late
@@ -323,7 +359,7 @@ class HintBook:
     def _same(self, hint: Hint) -> Entry | None:
         if hint.session is not None:
             return self._by_session.get((hint.tenant, hint.session))
-        return self._by_prompt.get((hint.tenant, hint.namespace, hint.key))
+        return self._by_prompt.get(_place(hint))
 
     def _add(self, entry: Entry) -> None:
         hint = entry.hint
@@ -333,10 +369,14 @@ class HintBook:
         self._live.setdefault(hint.tenant, {})[entry.id] = entry
         if hint.session is not None:
             self._by_session[hint.tenant, hint.session] = entry
-        place = (hint.tenant, hint.namespace)
-        if hint.key and (*place, hint.key) not in self._by_prompt:
-            self._by_prompt[*place, hint.key] = entry
-            self._lengths.setdefault(place, Counter())[len(hint.key)] += 1
+        self._bytes[hint.tenant] += ENTRY_BYTES + len(hint.key)
+        self._next_expiry = min(self._next_expiry, entry.expires)
+        place = _place(hint)
+        entry.digest = place[3].hex()
+        if hint.key and place not in self._by_prompt:
+            self._by_prompt[place] = entry
+            beginning = (hint.tenant, hint.namespace, _beginning(hint.key))
+            self._lengths.setdefault(beginning, Counter())[len(hint.key)] += 1
 
     def _start(self, entry: Entry) -> None:
         self._move_on(entry, State.MOVING)
@@ -355,14 +395,20 @@ class HintBook:
             del self._live[hint.tenant]
         if hint.session is not None and self._by_session.get((hint.tenant, hint.session)) is entry:
             del self._by_session[hint.tenant, hint.session]
-        place = (hint.tenant, hint.namespace)
-        if self._by_prompt.get((*place, hint.key)) is entry:
-            del self._by_prompt[*place, hint.key]
-            lengths = self._lengths[place]
+        place = _place(hint)
+        if self._by_prompt.get(place) is entry:
+            del self._by_prompt[place]
+            beginning = (hint.tenant, hint.namespace, _beginning(hint.key))
+            lengths = self._lengths[beginning]
             lengths[len(hint.key)] -= 1
-            lengths += Counter()
+            if not lengths[len(hint.key)]:
+                del lengths[len(hint.key)]
             if not lengths:
-                del self._lengths[place]
+                del self._lengths[beginning]
+        self._bytes[hint.tenant] -= ENTRY_BYTES + len(hint.key)
+        if not self._bytes[hint.tenant]:
+            del self._bytes[hint.tenant]
+        entry.hint = hint.without_key()
 
     def _move_on(self, entry: Entry, state: State) -> None:
         if state not in TRANSITIONS.get(entry.state, ()):
@@ -381,6 +427,11 @@ class HintBook:
                 del ranks[entry.hint.priority]
             if not ranks:
                 del self._ranks[name]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all hints, of what has ended too."""
+        return sum(self._bytes.values()) + ENTRY_BYTES * len(self._ended)
 
     def __len__(self) -> int:
         """How many have not ended."""
@@ -415,14 +466,35 @@ class HintBook:
         mapped = [*self._by_session.values(), *self._by_prompt.values()]
         if any(entry.state in ENDED for entry in mapped):
             raise InternalError("a hint that has ended can be found")
-        lengths: dict[tuple[str, Hashable], Counter[int]] = {}
-        for tenant, namespace, key in self._by_prompt:
-            lengths.setdefault((tenant, namespace), Counter())[len(key)] += 1
+        lengths: dict[tuple[str, Hashable, bytes], Counter[int]] = {}
+        for place, entry in self._by_prompt.items():
+            if place != _place(entry.hint):
+                raise InternalError(f"hint {entry.id} stands under {place}")
+            beginning = (*place[:2], _beginning(entry.hint.key))
+            lengths.setdefault(beginning, Counter())[len(entry.hint.key)] += 1
         if lengths != self._lengths:
             raise InternalError("lengths of prompts do not agree")
+        sizes = Counter[str]()
+        for entry in live:
+            sizes[entry.hint.tenant] += ENTRY_BYTES + len(entry.hint.key)
+        if sizes != self._bytes or max(sizes.values(), default=0) > self._limits.bytes:
+            raise InternalError(f"hints take {self._bytes} bytes, counted {sizes}")
+        if any(entry.expires < self._next_expiry for entry in live):
+            raise InternalError("a hint ends earlier than is looked for")
         for tenant, tokens in self._moving.items():
             if tokens > self._limits.moving_tokens:
                 raise InternalError(f"{tenant} moves {tokens} tokens at once")
+
+
+def _beginning(key: bytes) -> bytes:
+    """By which hints are told apart first; empty for a key that is shorter."""
+    return key[:BEGIN_BYTES] if len(key) >= BEGIN_BYTES else b""
+
+
+def _place(hint: Hint) -> tuple[str, Hashable, int, bytes]:
+    """By which the hint of a prompt is found."""
+    digest = hashlib.blake2b(hint.key, digest_size=DIGEST_BYTES).digest()
+    return hint.tenant, hint.namespace, len(hint.key), digest
 
 
 def _verdict_of(entry: Entry) -> Verdict:

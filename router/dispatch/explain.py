@@ -21,6 +21,7 @@ from sglang_ext.router.policies import Fleet, Match
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.bounded import size_of
 from sglang_ext.router.tokens.encoded import Encoded
 
 STORY_BYTES = 2000
@@ -124,7 +125,10 @@ class Stories:
             instances: how many the fleet has that it will keep with its choice.
         """
         keys = sum([len(prompt.key) for prompt in story.prompts])
-        story.size_bytes = STORY_BYTES + keys + INSTANCE_BYTES * instances
+        # Prompts of one request have its names between them, each in one object.
+        names = {id(name): name for prompt in story.prompts for name in prompt.namespace if name is not None}
+        texts = size_of(*names.values(), story.record.request_id, story.record.path)
+        story.size_bytes = STORY_BYTES + keys + texts + INSTANCE_BYTES * instances
         self._stories.append(story)
         self.size_bytes += story.size_bytes
         while self.size_bytes > self._max_bytes:

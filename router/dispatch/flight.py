@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from sglang_ext.router.api.job import session_of_key
@@ -15,10 +14,12 @@ from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.tenancy.admit import through
 from sglang_ext.router.tenancy.admitted import Admitted, Sent
+from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.signals import Signal
 
 MAX_HOMES = 50_000
+MAX_HOME_BYTES = 32 << 20
 
 
 class Flight:
@@ -153,8 +154,9 @@ class Homes:
 
     def __init__(self, instances: Callable[[], Iterable[str]] = lambda: (), size: int = MAX_HOMES) -> None:
         self._instances = instances
-        self._size = size
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._homes: Bounded[tuple[str, str], str] = Bounded(
+            MAX_HOME_BYTES, lambda key, _instance: size_of(*key), max_entries=size
+        )
         self.kept: Signal[[str, str]] = Signal()
         """An instance has answered with a response here: (name, instance), for other routers' ``learn``."""
 
@@ -173,14 +175,11 @@ class Homes:
         self._keep(scope, response_id, instance)
 
     def _keep(self, scope: str, response_id: str, instance: str) -> None:
-        self._homes[scope, response_id] = instance
-        self._homes.move_to_end((scope, response_id))
-        while len(self._homes) > self._size:
-            self._homes.popitem(last=False)
+        self._homes.put((scope, response_id), instance)
 
     def forget(self, scope: str, response_id: str) -> None:
         """It is kept no more. Other routers learn that from the instance, when they ask for it."""
-        self._homes.pop((scope, response_id), None)
+        self._homes.pop((scope, response_id))
 
     def get(self, scope: str, response_id: str) -> str | None:
         """Where a response is; None for one that is not known here, or is another tenant's."""
@@ -188,6 +187,11 @@ class Homes:
             return found
         session = session_of_key(response_id)
         return None if session is None else opened_at(session, self._instances())
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all that are known."""
+        return self._homes.size_bytes
 
     def __len__(self) -> int:
         return len(self._homes)

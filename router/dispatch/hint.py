@@ -77,11 +77,17 @@ class Hint:
     priority: int = 0
     earliest_s: float = 0.0
     ttl_s: float | None = None
+    dropped_tokens: int = 0
+    """How long the conversation was of a hint that has ended; its key is not kept."""
 
     @property
     def tokens(self) -> int:
         """Of the conversation so far."""
-        return len(self.key) // TOKEN_BYTES
+        return self.dropped_tokens or len(self.key) // TOKEN_BYTES
+
+    def without_key(self) -> Hint:
+        """What is kept of a hint that has ended."""
+        return dataclasses.replace(self, key=b"", dropped_tokens=self.tokens)
 
     @property
     def can_be_told(self) -> bool:
@@ -113,6 +119,8 @@ class Entry:
     expires: float
     earliest: float
     """Before which the request does not come."""
+    digest: str = ""
+    """Of its key, in hexadecimal digits."""
     place: Place | None = None
     why: str = ""
     """Why it ended, for people."""

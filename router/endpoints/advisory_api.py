@@ -76,15 +76,19 @@ class AdvisoryApi:
     # -- hints ------------------------------------------------------------------------------------
 
     async def _take(self, request: Request, responder: Responder, record: Record) -> None:
-        payload = await self._with_documents(parse_json_object(request.body), record)
-        told = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
+        try:
+            payload = await self._with_documents(parse_json_object(request.body), record)
+            told = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
+        finally:
+            self._documents.ended(record)
         await _send(responder, record, 200, told)
 
     async def _with_documents(self, payload: Json, record: Record) -> Json:
         if DOCUMENT_IDS not in payload:
             return payload
         dialect = hinting_dialect(payload)
-        return await self._queries.found(lambda: self._documents.compose(dialect, payload, record))
+        body = await self._queries.found(lambda: self._documents.compose(dialect, payload, record))
+        return parse_json_object(body)
 
     async def _offer(self, admitted: AdmittedHint, record: Record) -> dict[str, Any]:
         """Take a hint, and say what is told of it.
@@ -216,6 +220,8 @@ class AdvisoryApi:
             logger.info("a hint in a request was not taken: %s", refused.message)
         except Exception:
             logger.exception("a hint in a request was not taken")
+        finally:
+            self._documents.ended(own)
 
     async def stop(self) -> None:
         """End what goes on after the answers."""

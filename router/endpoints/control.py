@@ -10,6 +10,7 @@ from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import (
+    MAX_NAME_CHARACTERS,
     Json,
     check_ids,
     check_strings,
@@ -66,7 +67,7 @@ class Control:
     async def _abort(self, request: Request, responder: Responder, record: Record) -> None:
         """End a request by its ``rid`` or ``x-request-id``, or all of them, whichever routers serve them."""
         payload = parse_json_object(request.body)
-        rid = take_string(payload, "rid")
+        rid = take_string(payload, "rid", most=2 * MAX_NAME_CHARACTERS)  # a tenant may give what it read
         caller = record.caller
         if take_bool(payload, "abort_all"):
             if caller.tenant is None:

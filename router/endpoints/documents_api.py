@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 from sglang_ext.clock import Clock
-from sglang_ext.router.api.documents import take_document
+from sglang_ext.router.api.documents import check_document_size, take_document
 from sglang_ext.router.api.validation import parse_json_object
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import no_worker
@@ -70,8 +70,9 @@ class DocumentsApi:
         """Take a document.
 
         Raises:
-            RequestRefused: it has no form, is no prompt of the model, or is beyond a budget.
+            RequestRefused: it has no form, is no prompt of the model, is too long, or is beyond a budget.
         """
+        check_document_size(len(request.body))
         caller, payload = record.caller, parse_json_object(request.body)
         model = self._fleet.model
         if model is None:

@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
-import orjson
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
@@ -161,8 +160,10 @@ class Generation:
             raise
         finally:
             self._budget.end()
-            if record.documents is not None and record.first_byte is not None:
-                self._documents.used(record)
+            if record.documents is not None:
+                self._documents.ended(record)
+                if record.first_byte is not None:
+                    self._documents.used(record)
 
     async def _serve(
         self, dialect: Dialect, request: Request, responder: Responder, record: Record, start: float
@@ -179,8 +180,9 @@ class Generation:
             await responder.send(200, {"content-type": answer[0]}, answer[1])
             return
         if DOCUMENT_IDS in payload:
-            payload = await self._composed(dialect, payload, record)
-            request = msgspec.structs.replace(request, body=orjson.dumps(payload))
+            body = await self._composed(dialect, payload, record)
+            payload = await self._parsed(body) if len(body) > LARGE_JSON_BYTES else parse_json_object(body)
+            request = msgspec.structs.replace(request, body=body)
         if dialect.only_warms(payload):
             await self._hinting.serve_prewarm(dialect, payload, responder, record)
             return
@@ -221,7 +223,7 @@ class Generation:
             except QueueTimeout as late:
                 raise _no_room(str(late), "queue_timeout") from late
 
-    async def _composed(self, dialect: Dialect, payload: Json, record: Record) -> Json:
+    async def _composed(self, dialect: Dialect, payload: Json, record: Record) -> bytes:
         return await self._queries.found(lambda: self._documents.compose(dialect, payload, record))
 
     async def _parsed(self, body: bytes) -> Json:

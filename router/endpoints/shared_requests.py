@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.cluster.words import (
     AbortAsked,
@@ -50,6 +51,8 @@ class SharedRequests:
 
     async def explain(self, request_id: str, caller: Caller) -> dict[str, Any] | None:
         """The answer of ``GET /explain/{request_id}``; None where no router knows the request."""
+        if len(request_id) > MAX_NAME_CHARACTERS:
+            return None  # no request is called so
         tenant, admin = caller.tenant, caller.admin
         if (here := self._explainer.explain(request_id, tenant=tenant, admin=admin)) is not None:
             return here
@@ -77,6 +80,8 @@ class SharedRequests:
         """As ``home``; None where no router knows it."""
         if (here := self._homes.get(scope, key)) is not None:
             return here
+        if len(key) > 2 * MAX_NAME_CHARACTERS:
+            return None
         query = ResponseAsked("", self._queries.new_id(), scope, key)
         for reply in await self._queries.ask(query):
             if isinstance(reply, ResponseKept) and reply.instance is not None:

@@ -2,8 +2,9 @@
 
 A document (MemServe, table 2: an index by document beside tokens and sessions) counts against two budgets,
 its tenant's and that of all, with its blocks times the instances that are to hold them back; a short one
-counts as ``LEAST_BLOCKS``, so that the budgets bound how many there are. What is beyond a budget is refused:
-a document that was taken is held back until it expires.
+counts as ``LEAST_BLOCKS``, so that the budgets bound how many there are. It counts against two more with the
+memory that it takes in each router. What is beyond a budget is refused: a document that was taken is held
+back until it expires. That one was deleted is remembered for minutes, in a table of its own.
 
 At each instance the KV is held back as that of an announced session is (``engine/tiers/retention.py``), under
 a lease that the router renews: a router that dies leaves nothing behind.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from sglang_ext.errors import InternalError
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.dispatch.hint import Hint
+from sglang_ext.router.tenancy.bounded import ENTRY_BYTES, Bounded, size_of
 
 LEASE_S = 60.0
 """For which an instance is told to hold a document back."""
@@ -27,15 +29,21 @@ RENEW_S = 20.0
 RETRY_S = 1.0
 """After which an instance that was not reached is told again."""
 LEAST_BLOCKS = 32
+MOST_DELETED = 1024
+MOST_DELETED_IN_ALL = 8192
+MAX_DELETED_BYTES = 16 << 20
+"""Deleted documents of one tenant, and of all, that are remembered; the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """What documents may take: blocks of all tenants, and of one. block_size: tokens per block."""
+    """What documents may take: blocks and bytes of all tenants, and of one. block_size: tokens per block."""
 
     blocks: int = 8192
     tenant_blocks: int = 4096
     block_size: int = 16
+    bytes: int = 256 << 20
+    tenant_bytes: int = 64 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +88,13 @@ class DocumentBook:
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self.limits = limits or DocumentLimits()
         self._entries: dict[tuple[str, str], DocumentEntry] = {}
-        self._deleted: dict[tuple[str, str], Document] = {}
+        self.deleted: Bounded[tuple[str, str], Document] = Bounded(
+            MAX_DELETED_BYTES,
+            lambda ids, deleted: size_of(*ids),
+            max_entries=MOST_DELETED_IN_ALL,
+            owner=lambda ids: ids[0],
+            owner_entries=MOST_DELETED,
+        )
         """Of which it is known that they were deleted: another router may not have heard of it."""
 
     def cost(self, entry: DocumentEntry) -> int:
@@ -91,39 +105,56 @@ class DocumentBook:
         tokens = 0 if entry.hint is None else entry.hint.tokens
         return max(LEAST_BLOCKS, -(-tokens // self.limits.block_size))
 
+    @staticmethod
+    def memory(entry: DocumentEntry) -> int:
+        """Bytes that it counts for: its content, and its tokens."""
+        document = entry.document
+        tokens = 0 if entry.hint is None else len(entry.hint.key)
+        return ENTRY_BYTES + document.size_bytes + size_of(*document.ids, document.extra_key) + tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all documents."""
+        return sum(map(self.memory, self._entries.values()))
+
     def obstacle(self, entry: DocumentEntry) -> str | None:
         """Why a document cannot be taken; one of the same id goes for it."""
         others = [each for each in self._entries.values() if each.ids != entry.ids]
-        wanted = self.cost(entry)
-        own = sum(self.cost(each) for each in others if each.document.scope == entry.document.scope)
-        for left, whose in (
-            (self.limits.tenant_blocks - own, "your documents"),
-            (self.limits.blocks - sum(map(self.cost, others)), "documents"),
+        own = [each for each in others if each.document.scope == entry.document.scope]
+        limits = self.limits
+        for what, count, mine, all_ in (
+            ("blocks", self.cost, limits.tenant_blocks, limits.blocks),
+            ("bytes", self.memory, limits.tenant_bytes, limits.bytes),
         ):
-            if wanted > left:
-                return f"it takes {wanted} blocks, and the budget of {whose} has {max(0, left)} left"
+            wanted = count(entry)
+            for left, whose in (
+                (mine - sum(map(count, own)), "your documents"),
+                (all_ - sum(map(count, others)), "documents"),
+            ):
+                if wanted > left:
+                    return f"it takes {wanted} {what}, and the budget of {whose} has {max(0, left)} left"
         return None
 
     def put(self, entry: DocumentEntry) -> DocumentEntry | None:
         """Take a document in. Returns the one of the same id that it replaces."""
         former = self._entries.pop(entry.ids, None)
-        self._deleted.pop(entry.ids, None)
+        self.deleted.pop(entry.ids)
         self._entries[entry.ids] = entry
         return former
 
     def bury(self, deleted: Document) -> DocumentEntry | None:
         """A document was deleted. Returns it, if it was here."""
-        self._deleted[deleted.ids] = deleted
+        self.deleted.put(deleted.ids, deleted)
         return self._entries.pop(deleted.ids, None)
 
     def newest(self, ids: tuple[str, str]) -> Document | None:
         """What is known of a document last, that it was deleted included."""
         entry = self._entries.get(ids)
-        return self._deleted.get(ids) if entry is None else entry.document
+        return self.deleted.get(ids) if entry is None else entry.document
 
     def documents(self) -> list[Document]:
         """All that routers tell each other."""
-        return [*(entry.document for entry in self), *self._deleted.values()]
+        return [*(entry.document for entry in self), *self.deleted.values()]
 
     def find(self, scope: str, id: str) -> DocumentEntry | None:
         """A tenant's document by its id."""
@@ -144,8 +175,8 @@ class DocumentBook:
         late = [entry for entry in self if entry.document.expires <= now]
         for entry in late:
             self.remove(entry)
-        for ids in [ids for ids, deleted in self._deleted.items() if deleted.expires <= now]:
-            del self._deleted[ids]
+        for ids in [ids for ids, deleted in self.deleted.items() if deleted.expires <= now]:
+            self.deleted.pop(ids)
         return late
 
     def again(self, instance: str) -> None:
@@ -183,6 +214,7 @@ class DocumentBook:
         Raises:
             InternalError: names the first that is not.
         """
+        self.deleted.check()
         pins: set[str] = set()
         for ids, entry in self._entries.items():
             if entry.ids != ids:
@@ -191,7 +223,7 @@ class DocumentBook:
                 raise InternalError(f"document {ids} is held back at {len(entry.leases)} instances")
             if entry.leases and (entry.hint is None or not entry.hint.can_be_told):
                 raise InternalError(f"document {ids} is held back, and its tokens are not known")
-            if ids in self._deleted:
+            if ids in self.deleted:
                 raise InternalError(f"document {ids} is there, and deleted")
             if entry.pin in pins:
                 raise InternalError(f"two documents are called {entry.pin}")

@@ -18,7 +18,14 @@ from typing import Any
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import FetchSpan, Withdraw
 from sglang_ext.router.api.dialect import Dialect
-from sglang_ext.router.api.documents import DOCUMENT_IDS, Document, take_names, with_documents
+from sglang_ext.router.api.documents import (
+    DOCUMENT_IDS,
+    MAX_COMPOSED_BYTES,
+    Document,
+    take_names,
+    too_long_together,
+    with_documents,
+)
 from sglang_ext.router.api.hints import parse_advisory
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.cluster.agents import AgentChannels
@@ -35,6 +42,7 @@ from sglang_ext.router.hints.document_book import (
     places,
 )
 from sglang_ext.router.hints.whereabouts import whereabouts
+from sglang_ext.router.http.body import BodyBudget
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import beginners
@@ -49,6 +57,8 @@ from sglang_ext.signals import Signal
 logger = logging.getLogger("router.documents")
 
 TICK_S = 0.5
+MAX_COMPOSING_BYTES = 512 << 20
+"""Of all requests that name documents and are being answered, with the contents of these."""
 NOT_TOKENS = "its tokens are not known here, so no instance can be told of it"
 
 
@@ -95,6 +105,9 @@ class Documents:
         self._cached_tokens = metrics.counter(
             "document_cached_tokens", "Tokens of documents that were cached when a request named them"
         )
+        self._composing = BodyBudget(MAX_COMPOSING_BYTES)
+        metrics.show_table("documents", book)
+        metrics.show_table("deleted-documents", book.deleted)
         size = metrics.gauge("documents", "Documents that are registered")
         pinned = metrics.gauge("document_pinned_blocks", "Blocks that instances hold back for documents")
 
@@ -188,7 +201,7 @@ class Documents:
 
     def remove(self, entry: DocumentEntry) -> None:
         """Forget a document, and hold nothing back for it."""
-        deleted = entry.document.deleted(self._clock.wall())
+        deleted = entry.document.deleted(self._clock.monotonic(), self._clock.wall())
         self._bury(deleted)
         self.changed(deleted)
 
@@ -216,14 +229,15 @@ class Documents:
 
     # -- requests -----------------------------------------------------------------------------------
 
-    def compose(self, dialect: Dialect | None, payload: Json, record: Record) -> Json:
-        """The request that one with names of documents means.
+    def compose(self, dialect: Dialect | None, payload: Json, record: Record) -> bytes:
+        """The body of the request that one with names of documents means. Its memory is held until ``ended``.
 
         Args:
             dialect: of the request; None for one without a prompt.
 
         Raises:
-            RequestRefused: 404: there is no such document of the caller's; 400: it does not fit.
+            RequestRefused: 404: there is no such document of the caller's; 400: it does not fit; 413: it is
+                too long; 503: there is no memory for it now.
         """
         names, caller, now = take_names(payload), record.caller, self._clock.monotonic()
         found: list[Document] = []
@@ -232,9 +246,20 @@ class Documents:
             if entry is None or entry.document.expires <= now:
                 raise _unknown(name, f"{DOCUMENT_IDS}[{index}]")
             found.append(entry.document)
+        size = sum(document.size_bytes for document in found)
+        if size > MAX_COMPOSED_BYTES:
+            raise too_long_together(size)
         if names:
-            record.documents = DocumentNote(names)
+            if not self._composing.take(size):
+                raise _no_memory()
+            record.documents = DocumentNote(names, composed_bytes=size)
         return with_documents(dialect, payload, found)
+
+    def ended(self, record: Record) -> None:
+        """A request has ended: give back the memory held for what it names."""
+        if (note := record.documents) is not None:
+            self._composing.give(note.composed_bytes)
+            note.composed_bytes = 0
 
     def note(self, record: Record, prompts: Sequence[Encoded]) -> None:
         """The prompt of a request that names documents is known: say where its first document ends in it."""
@@ -368,6 +393,17 @@ class Documents:
 
 def _new_pin() -> str:
     return f"document-{uuid.uuid4().hex}"
+
+
+def _no_memory() -> RequestRefused:
+    return RequestRefused(
+        f"requests that name documents may take {MAX_COMPOSING_BYTES} bytes together; try again when others "
+        "are answered",
+        status=503,
+        kind="server_error",
+        code="bodies_full",
+        headers={"retry-after": "1"},
+    )
 
 
 def _unknown(id: str, param: str) -> RequestRefused:

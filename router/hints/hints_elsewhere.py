@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class HintsElsewhere:
         self._live: Counter[str] = Counter()
         self._moving: Counter[str] = Counter()
         """Tenant -> live copies, and tokens that are being moved for them."""
+        self._next_look = math.inf
+        """No copy ends, or is forgotten, before."""
         self._ranks: dict[str, Counter[int]] = {}
         """Instance -> priorities of the requests expected there."""
 
@@ -97,6 +100,7 @@ class HintsElsewhere:
         if before is None:
             copy = Copy(said, state, now + said.lives_s, now if state in ENDED else None)
             self._copies[said.id] = copy
+            self._look_at(copy)
             if copy.ended_at is None:
                 self._enter(copy)
             return True
@@ -112,6 +116,7 @@ class HintsElsewhere:
             before.ended_at = now if before.ended_at is None else before.ended_at
         else:
             self._enter(before)
+        self._look_at(before)
         self._tell(before)
         return False
 
@@ -120,6 +125,7 @@ class HintsElsewhere:
         if copy.ended_at is None:
             self._leave(copy)
             copy.state, copy.ended_at = state, now
+            self._look_at(copy)
             copy.said = msgspec.structs.replace(copy.said, told={**copy.said.told, "why": why})
             self._tell(copy)
 
@@ -129,11 +135,21 @@ class HintsElsewhere:
 
     def expire(self, now: float) -> None:
         """End what was not used in time, and forget what has ended long ago."""
+        if now < self._next_look:
+            return
+        self._next_look = math.inf
         for copy in list(self._copies.values()):
             if copy.ended_at is None and copy.expires <= now:
                 self.end(copy, State.EXPIRED, "its request did not come", now)
             elif copy.ended_at is not None and copy.ended_at + ENDED_KEPT_S <= now:
                 del self._copies[copy.id]
+                continue
+            self._look_at(copy)
+
+    def _look_at(self, copy: Copy) -> None:
+        """Look again when a copy ends, or is to be forgotten."""
+        ends = copy.expires if copy.ended_at is None else copy.ended_at + ENDED_KEPT_S
+        self._next_look = min(self._next_look, ends)
 
     # -- who asks -------------------------------------------------------------------------------------------
 

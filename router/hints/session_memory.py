@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-ENTRY_BYTES = 400
-"""Memory of an entry besides its key."""
+from sglang_ext.router.tenancy.bounded import Bounded, size_of
 
 Known = tuple[tuple[str | None, ...], bytes]
 """(Namespace, key), as the prompt trees take them."""
@@ -19,30 +16,26 @@ class SessionMemory:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._known: OrderedDict[str, Known] = OrderedDict()
-        self.size_bytes = 0
+        self._known: Bounded[str, Known] = Bounded(
+            max_bytes, lambda session, known: size_of(session, *known[0], known[1])
+        )
 
     def learn(self, session: str, namespace: tuple[str | None, ...], key: bytes) -> None:
         """The session's conversation ends with this now."""
-        self.forget(session)
-        self._known[session] = (namespace, key)
-        self.size_bytes += ENTRY_BYTES + len(key)
-        while self.size_bytes > self._max_bytes and self._known:
-            self.forget(next(iter(self._known)))
+        self._known.put(session, (namespace, key))
 
     def find(self, session: str) -> Known | None:
         """What the session's next request will continue, if it is known."""
-        known = self._known.get(session)
-        if known is not None:
-            self._known.move_to_end(session)
-        return known
+        return self._known.use(session)
 
     def forget(self, session: str) -> None:
         """Drop a session, if it is known."""
-        known = self._known.pop(session, None)
-        if known is not None:
-            self.size_bytes -= ENTRY_BYTES + len(known[1])
+        self._known.pop(session)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all entries."""
+        return self._known.size_bytes
 
     def __len__(self) -> int:
         return len(self._known)

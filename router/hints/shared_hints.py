@@ -19,7 +19,7 @@ from sglang_ext.router.cluster.words import (
 )
 from sglang_ext.router.dispatch.hint import Entry, State
 from sglang_ext.router.hints.advising import Advisor
-from sglang_ext.router.hints.hints_elsewhere import Copy, digest_of
+from sglang_ext.router.hints.hints_elsewhere import Copy
 from sglang_ext.router.hints.session_memory import Known, SessionMemory
 from sglang_ext.signals import Signal
 
@@ -66,7 +66,7 @@ class SharedHints:
             hint.tenant,
             hint.namespace,
             hint.tokens,
-            digest_of(hint.key),
+            entry.digest,
             entry.state.value,
             age_s=_seconds(now - entry.born),
             lives_s=_seconds(entry.expires - now),

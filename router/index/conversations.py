@@ -60,6 +60,7 @@ class Conversations:
         self._holder = Holder.of("conversations", 0, Tier.HBM)
         self._max_bytes = max_bytes
         self._known: OrderedDict[Node, Conversation] = OrderedDict()
+        self._key_bytes = 0
         self._next = 0
 
     def learn(
@@ -73,25 +74,32 @@ class Conversations:
         found = Conversation(self._next, node, namespace, key, tenant, request, session)
         current: Node | None = node
         while current is not None:
-            if (former := self._known.pop(current, None)) is not None:
+            if (former := self._pop(current)) is not None:
                 found.uses = max(found.uses, former.uses + (former.request != request))
                 found.session = found.session or former.session
                 if current is node:
                     found.again = former.again
             current = current.parent
         self._known[node] = found
+        self._key_bytes += len(key)
         while self.size_bytes > self._max_bytes:
             gone = self._tree.evict(self._holder, FORGET_BLOCKS)
             for each in gone:
-                self._known.pop(each.node, None)
+                self._pop(each.node)
             if not gone:
                 break
 
     def forget(self, conversation: Conversation) -> None:
         """Nobody holds anything of it any more: it is as if it had never been."""
         if self._known.get(conversation.node) is conversation:
-            del self._known[conversation.node]
+            self._pop(conversation.node)
             self._tree.remove(conversation.node, self._holder)
+
+    def _pop(self, node: Node) -> Conversation | None:
+        known = self._known.pop(node, None)
+        if known is not None:
+            self._key_bytes -= len(known.key)
+        return known
 
     def __iter__(self) -> Iterator[Conversation]:
         """The coldest first."""
@@ -99,8 +107,8 @@ class Conversations:
 
     @property
     def size_bytes(self) -> int:
-        """Estimated memory."""
-        return self._size.size_bytes
+        """Estimated memory: of the tree, and of the whole keys beside it."""
+        return self._size.size_bytes + self._key_bytes
 
     def __len__(self) -> int:
         return len(self._known)
@@ -112,6 +120,8 @@ class Conversations:
         """Verify every invariant. Raises AssertionError naming the first that does not hold."""
         self._tree.check()
         self._size.check()
+        if self._key_bytes != sum(len(known.key) for known in self._known.values()):
+            raise AssertionError(f"keys take {self._key_bytes} bytes, counted otherwise")
         inside = set(self._tree.nodes())
         if strays := [known for node, known in self._known.items() if node not in inside or node.children]:
             raise AssertionError(f"conversations that end nowhere: {strays[:3]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.router.index.prompt_trees import NODE_BYTES, PLACEMENT_BYTES
+from sglang_ext.router.index.prompt_trees import NAMESPACE_BYTES, NODE_BYTES, PLACEMENT_BYTES
 
 
 class TreeSize:
@@ -45,6 +45,7 @@ class TreeSize:
             self.blocks * self._tree.block_bytes
             + NODE_BYTES * nodes
             + PLACEMENT_BYTES * max(0, self.placements - nodes)
+            + NAMESPACE_BYTES * len(self._tree.roots)
         )
 
     def check(self) -> None:

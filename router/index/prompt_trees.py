@@ -46,6 +46,8 @@ NODE_BYTES = 1200
 """Memory of a node with one holder, its key left out; measured, see the test of the bound."""
 PLACEMENT_BYTES = 250
 """Memory of each further holder of a node."""
+NAMESPACE_BYTES = 2500
+"""Memory of a namespace: of the longest ``extra_key``, as clients choose how long it is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +218,8 @@ class PromptTrees:
         # Every node is taken to have the average number of holders, because a split multiplies them.
         further = int(nodes * (self._placed_blocks / self._unique_blocks - 1.0))
         keys = self._unique_blocks * self._tree.block_size * TOKEN_BYTES
-        return keys + NODE_BYTES * nodes + PLACEMENT_BYTES * further
+        namespaces = NAMESPACE_BYTES * len(self._tree.roots)
+        return keys + NODE_BYTES * nodes + PLACEMENT_BYTES * further + namespaces
 
     def tidy(self) -> bool:
         """Take a slice of what has expired out of the tree. Returns whether there is more to do."""

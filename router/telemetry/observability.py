@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -15,6 +16,16 @@ from sglang_ext.router.telemetry.local_metrics import (
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.signals import Signal
 from sglang_ext.stages import RATIO_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
+
+
+class Table(Protocol):
+    """Something kept for clients beyond their requests, such as a ``Bounded``."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of its entries, as charged."""
+
+    def __len__(self) -> int: ...
 
 
 class RouterMetrics:
@@ -78,6 +89,20 @@ class RouterMetrics:
         self._stages: dict[str, LocalHistogram] = {}
         self.refreshing: Signal[[]] = Signal()
         """Called before the metrics are shown, for gauges to be brought up to date by their owners."""
+        self.tables: dict[str, Table] = {}
+        """What is kept for clients, by name."""
+        self._table_bytes = self.gauge("table_bytes", "Memory of a table that clients fill", "table")
+        self._table_entries = self.gauge("table_entries", "Entries of a table that clients fill", "table")
+        self.refreshing.subscribe(self._show_tables)
+
+    def show_table(self, name: str, table: Table) -> None:
+        """Show how large a table is."""
+        self.tables[name] = table
+
+    def _show_tables(self) -> None:
+        for name, table in self.tables.items():
+            self._table_bytes.labels(name).set(table.size_bytes)
+            self._table_entries.labels(name).set(len(table))
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """A new counter in this registry."""

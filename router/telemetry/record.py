@@ -23,6 +23,8 @@ class DocumentNote:
     ids: tuple[str, ...]
     tokens: int = 0
     """Leading tokens of its prompt for which the KV of the first is held back."""
+    composed_bytes: int = 0
+    """Memory held for the request with their contents, until it has ended."""
 
 
 class Record:

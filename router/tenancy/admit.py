@@ -18,7 +18,7 @@ from sglang_ext.router.api.dialect import Dialect, ModelName
 from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
-from sglang_ext.router.api.validation import Json, take_int
+from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS, Json, check_name, take_int
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.tenancy.admitted import Admitted, AdmittedHint, Rules, Sent
 from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, plain, unjudged
@@ -32,7 +32,7 @@ SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 ROUTING = ("rid", "extra_key", "cache_salt", "priority")
 """Fields of the router's own, which clients may add to a body in any dialect."""
 DEFAULT_MODEL = "default"
-MAX_SESSION_CHARS = 512
+MAX_SESSION_CHARS = MAX_NAME_CHARACTERS
 """Of a session's name; a longer one is cut: it is a key, and its length is the client's choice."""
 
 
@@ -281,6 +281,7 @@ def check_rid(payload: Json, job: Job) -> None:
     """
     value = payload.get("rid")
     if value is None or isinstance(value, str):
+        check_name(value or "", "rid")
         return
     if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
         raise RequestRefused("rid must be a string or an array of strings", param="rid", code="invalid_type")
@@ -294,6 +295,8 @@ def check_rid(payload: Json, job: Job) -> None:
             param="rid",
             code="invalid_length",
         )
+    for index, item in enumerate(value):
+        check_name(item, f"rid[{index}]")
 
 
 def _given_rid(payload: Json) -> str:

@@ -53,10 +53,12 @@ class OwnClock(SystemClock):
 LIVES_S = 60.0
 
 
-def document(id: str = "d", stamp: int = 1, router: str = "", **more: Any) -> Document:
+def document(
+    id: str = "d", stamp: int = 1, router: str = "", content: str = "The manual.", **more: Any
+) -> Document:
     """A document of a router that lives for another minute."""
-    values = {"kind": "text", "content": "The manual.", **more}
-    return Document("one-", id, stamp=stamp, expires=OwnClock(router).monotonic() + LIVES_S, **values)
+    expires, written = OwnClock(router).monotonic() + LIVES_S, msgspec.Raw(msgspec.json.encode(content))
+    return Document("one-", id, "text", written, expires, stamp=stamp, **more)
 
 
 @dataclass
@@ -241,7 +243,7 @@ class SharedMembershipContract(MembershipContract):
             router.ear.on_document(shared)
             router.store.share(shared)
         await until(lambda: one.ear.knows("one", newer, theirs) and two.ear.knows("two", newer, theirs))
-        deleted = two.ear.known[newer.ids].deleted(OwnClock("two").wall())
+        deleted = two.ear.known[newer.ids].deleted(OwnClock("two").monotonic(), OwnClock("two").wall())
         two.ear.on_document(deleted)
         two.store.share(deleted)
         await until(lambda: one.ear.knows("one", deleted, theirs))

@@ -22,7 +22,9 @@ Names = npt.NDArray[np.void]
 """Block keys as one array, shape (blocks,), which the tree can slice like any other address."""
 
 _NAME = np.dtype((np.void, BLOCK_KEY_BYTES))
-_TENANTS_CACHED = 4096
+_TENANTS_CACHED = 1024
+_CACHED_CHARACTERS = 128
+"""Of an ``extra_key`` and a salt: clients choose how long those are, and a cache outlives their KV."""
 
 
 def pack_names(names: Sequence[bytes]) -> Names:
@@ -64,8 +66,14 @@ class BlockNames:
         self._disk = disk
         self._fresh = fresh
         self.adapters = adapters
-        self.digest: Callable[[Hashable], bytes] = functools.lru_cache(_TENANTS_CACHED)(self._digest)
+        self._cached: Callable[[Hashable], bytes] = functools.lru_cache(_TENANTS_CACHED)(self._digest)
+
+    def digest(self, namespace: Any) -> bytes:
         """The name of a namespace of the tree: 16 bytes."""
+        _, extra_key, salt = namespace
+        if len(extra_key or "") + len(salt or "") > _CACHED_CHARACTERS:
+            return self._digest(namespace)
+        return self._cached(namespace)
 
     def _digest(self, namespace: Any) -> bytes:
         generation, extra_key, salt = namespace

@@ -14,6 +14,7 @@ same. No I/O; the scheduler's thread only.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,19 @@ def path_of(tree: RadixTree, namespace: Hashable, key: bytes) -> Iterator[tuple[
         if blocks < end:
             return
         yield end, node
+
+
+def _upwards(node: Node | None) -> list[Node]:
+    """The nodes of the path that ends at ``node``, from the top, without those that have left the tree.
+
+    No tokens are compared: with a thousand long prompts that would take a scheduler's pass.
+    """
+    found: list[Node] = []
+    while node is not None and node.parent is not None:
+        if node.placements:
+            found.append(node)
+        node = node.parent
+    return found[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,21 +247,17 @@ class Retention:
         gone: list[Evicted] = []
         if blocks <= 0 or not self._hints:
             return gone
-        # A beginning that prompts share goes with the last of them.
-        owned: list[tuple[_Hint, list[Node]]] = []
-        seen: set[Node] = set()
-        in_order = self._in_order(holder)
-        if deferred_first:
-            in_order.sort(key=lambda each: not each[1].deferred)
-        for _, hint, nodes in reversed(in_order):
-            owned.append((hint, [node for node in nodes if node not in seen]))
-            seen.update(nodes)
-        for hint, nodes in reversed(owned):
-            if hint.priority >= below and not (deferred_first and hint.deferred):
-                continue
+        # A beginning that prompts share goes with the last of them: when all that mark it had their turn.
+        turns: Counter[Node] = Counter()
+        for hint in self._weakest_first(holder, deferred_first):
             if blocks <= 0:
                 break
-            taken = self._take(holder, nodes, blocks, may_go)
+            nodes = _upwards(hint.marked)
+            turns.update(nodes)
+            if hint.priority >= below and not (deferred_first and hint.deferred):
+                continue
+            last = [node for node in nodes if turns[node] >= node.locks.get(self._marker, 0)]
+            taken = self._take(holder, last, blocks, may_go)
             blocks -= sum(evicted.blocks for evicted in taken)
             gone += taken
         self.given_up += sum(evicted.blocks for evicted in gone)
@@ -260,11 +270,21 @@ class Retention:
             for order, hint, nodes in reversed(self._in_order(holder))
         ]
 
+    def _weakest_first(self, holder: Holder, deferred_first: bool) -> list[_Hint]:
+        """Every hint; who gives way first comes first."""
+        if self._order is weakest_first:  # which does not ask what is held
+            found = sorted(self._hints.values(), key=lambda hint: hint.strength)
+        else:
+            found = [hint for _, hint, _ in self._in_order(holder)]
+        if deferred_first:
+            found.sort(key=lambda hint: not hint.deferred)
+        return found
+
     def _in_order(self, holder: Holder) -> list[tuple[SortKey, _Hint, list[Node]]]:
         """Every hint with what is known of its prompt; who gives way first comes first."""
         found: list[tuple[SortKey, _Hint, list[Node]]] = []
         for hint in self._hints.values():
-            nodes = [node for _, node in path_of(self._tree, hint.namespace, hint.key)]
+            nodes = _upwards(hint.marked)
             held = sum(node.blocks for node in nodes if holder in node.placements)
             found.append((self._order(Announced(hint.priority, hint.until, hint.number, held)), hint, nodes))
         found.sort(key=lambda each: (each[0], each[1].number))

@@ -17,6 +17,7 @@ from sglang_ext.patches.versions import installed_sglang_version
 from sglang_ext.router.api.chat import CHAT, INVOCATIONS
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.documents import MESSAGE_FIELDS, PART_FIELDS
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.messages_as_chat import to_chat
@@ -250,6 +251,21 @@ def test_the_twin_with_a_new_field_is_seen() -> None:
     assert fields_of(newer) - set(FIELDS) == {"names_content_by_hash"}
     payload = {"text": "x", "names_content_by_hash": "y"}
     assert unjudged(payload, GENERATE, tenant=False, trusted=frozenset()) == ["names_content_by_hash"]
+
+
+def test_documents_keep_what_sglang_reads_of_a_message() -> None:
+    """A field of a newer version is to be kept in documents, too (``api/documents.py``)."""
+    messages = (openai.ChatCompletionMessageGenericParam, openai.ChatCompletionMessageUserParam)
+    assert set().union(*map(fields_of, messages)) <= MESSAGE_FIELDS
+    parts = [
+        kind
+        for name, kind in vars(openai).items()
+        if inspect.isclass(kind)
+        and name.startswith("ChatCompletionMessageContent")
+        and "type" in getattr(kind, "model_fields", {})
+    ]
+    assert len(parts) > 5
+    assert set().union(*map(fields_of, parts)) <= PART_FIELDS
 
 
 @pytest.mark.parametrize("dialect", BODIES, ids=repr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
 from sglang_ext.errors import PeerError
@@ -29,7 +30,7 @@ SYSTEM, USER = {"role": "system", "content": "The manual."}, {"role": "user", "c
 
 
 def document(kind: str, content: Any, id: str = "d") -> Document:
-    return Document("", id, kind, content, 1e12)
+    return Document("", id, kind, msgspec.Raw(orjson.dumps(content)), 1e12)
 
 
 TEXT, MORE = document("text", "The manual. "), document("text", "The appendix. ")
@@ -57,7 +58,7 @@ def test_the_documents_stand_in_front_in_their_order(
         with pytest.raises(RequestRefused, match="gives one prompt"):
             with_documents(dialect, named, documents)
         return
-    assert with_documents(dialect, named, documents) == meant
+    assert orjson.loads(with_documents(dialect, named, documents)) == meant
     assert named == {"document_ids": ["d"], **body}, "the request itself stays as it is"
 
 
@@ -107,10 +108,11 @@ def test_a_registration_is_taken() -> None:
     body = {"text": "The manual.", "ttl_s": 60, "instances": 2, "extra_key": "k", "priority": 3}
     taken = take_document(body, "manual-1.2_b", "scope-", "salt", 3, 100.0, 200.0, 3600.0)
     assert taken == Document(
-        "scope-", "manual-1.2_b", "text", "The manual.", 160.0, "salt", "k", 3, 2, 200_000
+        *("scope-", "manual-1.2_b", "text", msgspec.Raw(b'"The manual."'), 160.0, "salt", "k", 3, 2),
+        200_000,
     )
     assert decode_document(msgspec.json.encode(taken)) == taken
-    assert decode_document(msgspec.json.encode(taken.deleted(101.0))).is_deleted
+    assert decode_document(msgspec.json.encode(taken.deleted(101.0, 201.0))).is_deleted
     assert take_document({"input_ids": [1]}, "a", "", None, 0, 100.0, 200.0, 3600.0).expires == 3700.0
 
 

@@ -12,8 +12,9 @@ from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_ac
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
-from sglang_ext.router.hints.session_memory import ENTRY_BYTES, SessionMemory
+from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.tenancy.bounded import ENTRY_BYTES, size_of
 
 LIMITS = Limits(vocab_size=1000, context_length=4096)
 TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
@@ -147,14 +148,15 @@ def test_a_session_is_known_by_what_it_sent_last() -> None:
 
 
 def test_who_was_not_seen_for_longest_is_forgotten_first() -> None:
-    memory = SessionMemory(3 * (ENTRY_BYTES + 4))
+    each = ENTRY_BYTES + size_of("a", *SPACE, b"1234")
+    memory = SessionMemory(3 * each)
     for name in "abc":
         memory.learn(name, SPACE, b"1234")
     memory.find("a")
     memory.learn("d", SPACE, b"1234")
     assert memory.find("b") is None
     assert all(memory.find(name) for name in "acd")
-    assert memory.size_bytes <= 3 * (ENTRY_BYTES + 4)
+    assert memory.size_bytes == 3 * each
 
 
 def test_what_alone_exceeds_the_memory_is_not_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sglang_ext.errors import InternalError
@@ -23,7 +24,7 @@ def entry(
     id: str, scope: str = "a", *, blocks: int = LEAST_BLOCKS, instances: int = 1, expires: float = 100.0
 ) -> DocumentEntry:
     hint = Hint(scope, ("tokens", None, None, None), id.encode().ljust(4) * blocks * BLOCK)
-    document = Document(scope, id, "input_ids", [], expires, instances=instances)
+    document = Document(scope, id, "input_ids", msgspec.Raw(b"[]"), expires, instances=instances)
     return DocumentEntry(document, f"pin {scope} {id}", hint)
 
 
@@ -82,7 +83,7 @@ def test_what_was_deleted_is_remembered_until_it_would_have_expired() -> None:
     book = DocumentBook()
     known = entry("d", expires=20.0)
     book.put(known)
-    deleted = known.document.deleted(5.0)
+    deleted = known.document.deleted(5.0, 5.0)
     assert (deleted.is_deleted, deleted.stamp, deleted.expires) == (True, 5000, 20.0)
     assert book.bury(deleted) is known
     assert (book.find("a", "d"), book.newest(("a", "d")), book.documents()) == (None, deleted, [deleted])
