@@ -26,7 +26,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -150,22 +150,30 @@ class ClusterKey:
             f"{SCHEME} {moment}.{nonce}.{self._current()[0].signature(method, target, body, moment, nonce)}"
         )
 
-    def problem(self, header: str, method: str, target: str, body: bytes, wall: float) -> str | None:
+    def problem(
+        self, header: str, method: str, target: str, body: bytes, wall: float, since: float = 0.0
+    ) -> str | None:
         """Why a request with this ``authorization`` header is not a member's; ``None`` when it is one's. The
-        same header is good for as long as its time: ``Replays`` tells whether it was used before."""
+        same header is good for as long as its time: ``Replays`` tells whether it was used before. The body is
+        hashed only where the rest is in order.
+
+        wall: seconds since the epoch, now. since: from when on signatures are accepted.
+        """
         scheme, _, value = header.partition(" ")
         moment, _, rest = value.strip().partition(".")
         nonce, _, signature = rest.partition(".")
         good = moment.isascii() and moment.isdigit() and len(nonce) == 2 * NONCE_BYTES
         if scheme.lower() != SCHEME.lower() or not good:
             return "it is not signed with the cluster key (--cluster-key-file, --kv-cluster-key-file)"
+        skew = int(moment[:18]) / 1000 - wall
+        if abs(skew) > MAX_SKEW_S:
+            return f"it was signed {abs(skew):.0f} s {'ahead' if skew > 0 else 'ago'}; set the clocks right"
+        if int(moment[:18]) < int(since * 1000):
+            return "it was signed before this router began; sign it again"
         given = signature.encode("utf-8", "surrogateescape")
         expected = [each.signature(method, target, body, moment, nonce) for each in self._current()]
         if not any(hmac.compare_digest(given, each.encode()) for each in expected):
             return "it is signed with another cluster key"
-        skew = int(moment[:18]) / 1000 - wall
-        if abs(skew) > MAX_SKEW_S:
-            return f"it was signed {abs(skew):.0f} s {'ahead' if skew > 0 else 'ago'}; set the clocks right"
         return None
 
     def clock(self, header: str, wall: float) -> str:
@@ -210,6 +218,12 @@ def _nonce(header: str) -> str:
     return nonce if len(nonce) == 2 * NONCE_BYTES and nonce.isalnum() else ""
 
 
+def signed_part(header: str) -> str:
+    """What tells a signed request's ``authorization`` header from others. Its first word and blanks can be
+    written in several ways."""
+    return header.partition(" ")[2].strip()
+
+
 class Replays:
     """Which signatures were used: each is good once.
 
@@ -220,16 +234,28 @@ class Replays:
         self._until: dict[str, float] = {}
         self._tidy_at = 0.0
 
+    def knows(self, header: str) -> bool:
+        """Whether a header was seen before."""
+        return signed_part(header) in self._until
+
     def is_again(self, header: str, wall: float) -> bool:
         """Whether a header that ``ClusterKey.problem`` found good was seen before. wall: seconds, now."""
+        signed = signed_part(header)
+        again = signed in self._until
+        self.learn(signed, wall)
+        return again
+
+    def learn(self, signed: str, wall: float) -> None:
+        """A signature was used at ``wall``, seconds."""
         if wall >= self._tidy_at:
             self._until = {each: until for each, until in self._until.items() if until > wall}
             self._tidy_at = wall + MAX_SKEW_S
-        # Not the whole header: its first word and blanks can be written in several ways.
-        signed = header.partition(" ")[2].strip()
-        again = signed in self._until
         self._until[signed] = wall + 2 * MAX_SKEW_S
-        return again
+
+    def used(self) -> Iterator[tuple[str, float]]:
+        """(signature, when it was used) of all that are remembered."""
+        for signed, until in self._until.items():
+            yield signed, until - 2 * MAX_SKEW_S
 
     def __repr__(self) -> str:
         return f"Replays({len(self._until)})"

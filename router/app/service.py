@@ -11,9 +11,11 @@ from typing import Any
 import orjson
 
 from sglang_ext.clock import Clock
+from sglang_ext.protocol.cluster import MAX_BODY_BYTES
 from sglang_ext.router.api.dialect import error_body
 from sglang_ext.router.endpoints.generation import new_request_id
 from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable, found
+from sglang_ext.router.http.body import packing
 from sglang_ext.router.http.state import RETRY_AFTER_S
 from sglang_ext.router.http.types import (
     JSON_TYPE,
@@ -150,13 +152,14 @@ class Service:
             record.status = CLIENT_GONE
 
     def turn_away(self, request: Request) -> RequestRefused | None:
-        """Why the body of a request need not be read: without a key, nobody fills the router's memory."""
+        """Why the body of a request need not be read or unpacked: without a key, no client fills the router's
+        memory. Endpoints that ask for no key here take small plain bodies only."""
         record = Record("", request.method, request.path, self._clock.monotonic())
         try:
-            self._find(request, record)
+            route = self._find(request, record)
         except RequestRefused as refused:
             return refused
-        return None
+        return _too_much(request) if route.access in (Access.OPEN, Access.OWN) else None
 
     def _dispatch(self, request: Request, responder: Responder, record: Record) -> Awaitable[None]:
         return self._find(request, record).handler(request, responder, record)
@@ -187,6 +190,21 @@ class Service:
                 kind="permission_error",
                 code="not_an_admin",
             )
+
+
+def _too_much(request: Request) -> RequestRefused | None:
+    """The refusal of a body that is not small, plain and of known length."""
+    if packing(request.headers) is not None:
+        why, status = "takes no compressed body", 415
+    elif "transfer-encoding" in request.headers:
+        why, status = "takes a body with a Content-Length only", 411
+    elif int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        why, status = f"takes at most {MAX_BODY_BYTES} bytes", 413
+    else:
+        return None
+    return RequestRefused(
+        f"{request.path[:200]} {why}", status=status, code="body_refused", headers={"connection": "close"}
+    )
 
 
 def no_files(why: str) -> RequestRefused:

@@ -18,6 +18,7 @@ from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.setup import open_membership
 from sglang_ext.router.cluster.shared_limits import SharedLimits
+from sglang_ext.router.cluster.shared_replays import SharedReplays
 from sglang_ext.router.cluster.stock_links import StockLinks
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.aborting import Aborting
@@ -237,6 +238,7 @@ class Parts:
         self.stories = Stories(config.explain_max_bytes)
         self.flights = Flights()
         suspects = Suspects(name, clock)
+        self.replays = replays = SharedReplays(name, clock)
         self.homes = Homes(self.fleet.rows.keys)
         aborting = Aborting(self.flights, self.api)
         shared = SharedRequests(
@@ -294,6 +296,7 @@ class Parts:
                 self.queries,
                 SharedLimits(self.keys, name, clock, self.cluster_key),
                 suspects,
+                replays,
             ),
             on_drain=self.mover.empty,
         )
@@ -383,6 +386,7 @@ class Parts:
             self.keys,
             clock,
             sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=False),
+            self.replays,
             local=is_loopback(config.host),
         )
         documents = DocumentsApi(self.documents, self.fleet, clock, config.document_ttl_secs, self.queries)

@@ -37,12 +37,15 @@ from sglang_ext.router.cluster.membership import (
 )
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member, encode_member
 from sglang_ext.router.cluster.words import Word, decode_word, encode_word
+from sglang_ext.router.http.spare_files import SpareFiles
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.membership")
 
 SUFFIX = ".sock"
+AGAIN_S = 0.5
+"""Pause before a router is accepted again, where that failed."""
 HEARING_S = 2.0
 """How long the start waits for what a router has: one that is stopped says nothing."""
 MAX_FRAME = 4 * MAX_DOCUMENT_BYTES
@@ -93,6 +96,7 @@ class LocalMembership:
         self._listener: Listener | None = None
         self._directory = -1
         self._door: socket.socket | None = None
+        self._spare = SpareFiles()
         self._hearers: set[asyncio.StreamWriter] = set()
         """Routers that hear this one."""
         self._heard: dict[str, _Hearing] = {}
@@ -123,6 +127,7 @@ class LocalMembership:
             ConfigError: the folder is not there, or others than its user can enter it.
         """
         self._directory = _open_private(self._folder)
+        self._spare.fill()
         self._listener = listener
         # By the folder's descriptor: the path of a socket has at most 107 characters. It gets its name when
         # it listens: whoever meets one that does not takes its router for dead.
@@ -152,6 +157,7 @@ class LocalMembership:
             self._door.close()
             self._door = None
             os.close(self._directory)
+            self._spare.close()
             await asyncio.sleep(0)  # in which the loop closes what was aborted
         self.others = {}
 
@@ -173,6 +179,7 @@ class LocalMembership:
         if silent:
             self._see_others()
         self._look()
+        self._spare.fill()
 
     def remember(self, session: str, instance: str) -> None:
         """Tell the others."""
@@ -208,7 +215,15 @@ class LocalMembership:
                 knocked.clear()
                 with suppress(BlockingIOError):
                     # Not `sock_accept`: cancelled in the moment of an accept, it would lose the connection.
-                    connection, _ = door.accept()
+                    try:
+                        connection, _ = self._spare.run(door.accept)
+                    except BlockingIOError:
+                        raise
+                    except OSError as error:
+                        logger.warning("a router cannot be accepted, which is tried again: %s", error)
+                        await self._clock.sleep(AGAIN_S)
+                        knocked.set()
+                        continue
                     reader, writer = await asyncio.open_unix_connection(sock=connection)
                     self._hearers.add(writer)
                     writer.writelines(self._everything_small(listener))
@@ -273,7 +288,12 @@ class LocalMembership:
 
     def _look(self) -> None:
         """Hear every router of the folder."""
-        for entry in os.listdir(self._directory):
+        try:
+            entries = self._spare.run(lambda: os.listdir(self._directory))
+        except OSError as error:
+            logger.warning("other routers cannot be looked for, which is tried again: %s", error)
+            return
+        for entry in entries:
             name, suffix = os.path.splitext(entry)
             if suffix == SUFFIX and name != self._router and name not in self._heard:
                 hearing = self._heard[name] = _Hearing()
@@ -283,7 +303,7 @@ class LocalMembership:
         writer = None
         try:
             path = f"/proc/self/fd/{self._directory}/{name}{SUFFIX}"
-            reader, writer = await asyncio.open_unix_connection(path)
+            reader, writer = await self._connect(path)
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "big")
                 if not 0 < size <= MAX_FRAME:
@@ -308,6 +328,16 @@ class LocalMembership:
                 writer.transport.abort()
             if self._statuses.pop(name, None) is not None:
                 self._see_others()
+
+    async def _connect(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+        sock = self._spare.run(lambda: socket.socket(socket.AF_UNIX, kind))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, path)
+            return await asyncio.open_unix_connection(sock=sock)
+        except BaseException:
+            sock.close()
+            raise
 
     def _refuse(self, name: str, why: str) -> None:
         self.refused += 1

@@ -179,6 +179,14 @@ class RequestLost(_Word, frozen=True, tag="request-lost"):
     age_s: Seconds
 
 
+class SignatureUsed(_Word, frozen=True, tag="signature-used"):
+    """A request that a member signed was taken: its signature is good for no second one, at no router."""
+
+    signed: Annotated[str, msgspec.Meta(max_length=256)]
+    """Moment, nonce and signature."""
+    age_s: Seconds
+
+
 class Begun(_Word, frozen=True, tag="begun"):
     """This router begins, or was cut off for a while, and wants to be told everything."""
 
@@ -199,6 +207,7 @@ Word: TypeAlias = (
     | Synced
     | LimitUsed
     | RequestLost
+    | SignatureUsed
     | Begun
 )
 

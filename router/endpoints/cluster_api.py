@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.addresses import is_loopback
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey, Replays
+from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey
 from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Registration, decode, encode
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown
@@ -21,6 +21,7 @@ from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.roster import Taken
+from sglang_ext.router.cluster.shared_replays import SharedReplays
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.http.web_sites import WebSites
@@ -44,6 +45,7 @@ class ClusterApi:
         local: whether the router listens on loopback only.
         clock: for signatures.
         sites: which web pages may do what needs no key.
+        replays: knows which signatures were used.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ClusterApi:
         keys: KeyRing,
         clock: Clock,
         sites: WebSites,
+        replays: SharedReplays,
         *,
         local: bool,
     ) -> None:
@@ -65,7 +68,7 @@ class ClusterApi:
         self._queries = queries
         self._key = key
         self._keys = keys
-        self._replays = Replays()
+        self._replays = replays
         self._local = local
         self._clock = clock
         self._sites = sites
@@ -198,11 +201,7 @@ class ClusterApi:
 
     def _not_signed(self, request: Request, key: ClusterKey) -> str | None:
         """Why a request is not a member's."""
-        given, now = request.headers.get("authorization", ""), self._clock.wall()
-        why = key.problem(given, request.method, request.target, request.body, now)
-        if why is None and self._replays.is_again(given, now):
-            return "its signature was used before"
-        return why
+        return self._replays.problem(request, key)
 
     def _is_admin(self, request: Request) -> bool:
         if not self._keys.asks:

@@ -2,7 +2,8 @@
 
 What the connection waits for has its time:
 
-    nothing of a request has come     idle_timeout_s, then it is closed
+    nothing has come at all           head_timeout_s, then it is closed
+    nothing of a further request has  idle_timeout_s, then it is closed
     part of a request's head has      head_timeout_s, then 408
     part of its body has              body_grace_s and a least rate, then 408
     the client to read an answer      stall_timeout_s, then it is cut
@@ -48,8 +49,8 @@ class ClientConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_drain", "_held", "_paused", "_reader", "_responder", "_since", "_state", "_stopped_since", "_task",
-        "_waiting", "_waiting_bytes", "gone", "transport",
+        "_drain", "_fresh", "_held", "_paused", "_reader", "_responder", "_since", "_state", "_stopped_since",
+        "_task", "_waiting", "_waiting_bytes", "gone", "transport",
     )  # fmt: skip
 
     def __init__(self, state: ServerState) -> None:
@@ -59,6 +60,8 @@ class ClientConnection(asyncio.Protocol):
         )
         self._since = state.now
         """When the reader's phase began."""
+        self._fresh = True
+        """Nothing has come."""
         self._waiting: deque[Parsed] = deque()
         self._waiting_bytes = 0
         self._paused = False
@@ -86,6 +89,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         before = reader.phase
+        self._fresh = False
         found = reader.feed(data)
         for parsed in found:
             self._arrived(parsed)
@@ -159,6 +163,8 @@ class ClientConnection(asyncio.Protocol):
         )
         refused = parsed.refused or state.admit(request)
         coding = packing(request.headers)
+        if refused is None and coding is not None:
+            refused = state.handler.turn_away(request)  # nothing is unpacked for a client without a key
         if refused is not None:
             coroutine = state.handler.refuse(request, responder, refused)
         elif coding is not None:
@@ -242,7 +248,8 @@ class ClientConnection(asyncio.Protocol):
             if self._task is None and waited > (limits.stall_timeout_s if unsent else LINGER_S):
                 self.transport.abort()
         elif phase is Phase.IDLE:
-            if self._task is None and waited > limits.idle_timeout_s:
+            allowed = limits.head_timeout_s if self._fresh else limits.idle_timeout_s
+            if self._task is None and waited > allowed:
                 self.transport.close()
         elif not self._paused and waited > self._allowed():
             late = refusal(408, "the request did not come in time", "request_timeout")

@@ -25,6 +25,9 @@ SHUTDOWN_GRACE_S = 1.0
 SWEEP_INTERVAL_S = 0.5
 """Between two looks at every connection's clocks."""
 BACKLOG = 2048
+LEAST_BACKLOG = 16
+BACKLOG_SHARE = 16
+"""Where few files may be open, one of so many may wait to be accepted: these are accepted at once."""
 HANDSHAKE_TIMEOUT_S = 10.0
 OTHER_FILES = 256
 """Open files of a router that are no connections of clients, and none for their requests."""
@@ -90,12 +93,12 @@ class HttpServer:
             self._state = ServerState(self._handler, self._limits, self._clock, loop)
             self._sweeping = asyncio.create_task(self._sweep(), name="look at the clocks of connections")
             self._sweeping.add_done_callback(self._swept)
-        state = self._state
+        state, files = self._state, self._limits.open_files
         places: list[dict[str, Any]] = [{"sock": each} for each in sockets]
         for place in places or [{"host": host, "port": port, "reuse_address": True}]:
             server = await loop.create_server(
                 lambda: ClientConnection(state),
-                backlog=BACKLOG,
+                backlog=BACKLOG if files is None else max(LEAST_BACKLOG, files // BACKLOG_SHARE),
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
                 **place,

@@ -77,8 +77,8 @@ class Handler(Protocol):
         """Answer a request."""
 
     def turn_away(self, request: Request) -> RequestRefused | None:
-        """Why the body of a request need not be read. Asked about large ones, before they have come: the
-        body of ``request`` is empty."""
+        """Why the body of a request need not be read or unpacked. Asked about large ones before they have
+        come, when the body of ``request`` is empty, and about compressed ones."""
 
     async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
         """Answer a request that could not be read or is one too many. Of one whose head could not be
