@@ -65,6 +65,11 @@ class ChatCompletions(OpenAiDialect):
         adapter = self.checked(payload, limits)
         for index, message in enumerate(take_objects(payload, "messages", "an array of messages")):
             _check_message(message, f"messages[{index}]")
+        choice = payload.get("tool_choice")
+        if isinstance(choice, dict) and not isinstance(choice.get("function"), dict):
+            raise wrong(
+                "tool_choice.function", "an object with the name of a function", choice.get("function")
+            )
         # SGLang takes 0 as absent.
         max_new = payload.get("max_completion_tokens") or payload.get("max_tokens") or None
         (space,) = namespaces(payload, 1, adapter)

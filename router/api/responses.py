@@ -263,7 +263,8 @@ def _tool(tool: Json) -> Json:
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice if isinstance(choice, str) else "auto"
-    name = choice.get("name") or (choice.get("function") or {}).get("name")
+    function = choice.get("function")
+    name = choice.get("name") or (function.get("name") if isinstance(function, dict) else None)
     if choice.get("type") == "function" and name:
         return {"type": "function", "function": {"name": name}}
     return "auto"

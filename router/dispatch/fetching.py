@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from sglang_ext.keys import TOKEN_BYTES
@@ -72,6 +72,7 @@ class Fetching:
         metrics: counts what was asked for, and what became of that.
         split: when two instances compute one prompt; None for never.
         block_size: tokens of a block.
+        new_id: draws the name of a fetch. That of its request is its client's choice, and may come twice.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Fetching:
         *,
         split: SplitTerms | None = None,
         block_size: int = 16,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self._channels = channels
         self._costs = costs
         self._terms = split
         self._block_size = block_size
+        self._new_id = new_id
         self._fetches = metrics.counter(
             "fetches",
             "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
@@ -208,7 +211,7 @@ class Fetching:
             wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + min(MOST_BUSY_S, busy_s))
             if split_s is not None:
                 wait_s = split_s
-            id = flight.record.request_id
+            id = self._new_id()
             key = prompt.key[: max(span.tokens for span in spans) * TOKEN_BYTES]
             message = agent_messages.Fetch(id, key, spans, extra_key, salt, wait_s)
             if self._channels.send(note.target, message):
@@ -337,6 +340,8 @@ class Fetching:
         return len(self._notes)
 
     def _keep(self, *, ahead: bool, id: str, note: FetchNote) -> None:
+        if (former := self._notes.pop((ahead, id), None)) is not None:
+            self._helped(former)
         self._notes[ahead, id] = note
         while len(self._notes) > MOST_NOTES:
             self._helped(self._notes.popitem(last=False)[1])

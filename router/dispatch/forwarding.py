@@ -7,14 +7,11 @@ from typing import Any
 
 from sglang_ext.keys import SALT_HEADER
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.http.types import HOP_BY_HOP, JSON_TYPE, Upstream, UpstreamResponse
+from sglang_ext.router.http.types import JSON_TYPE, Upstream, UpstreamResponse
 from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
-from sglang_ext.router.tenancy.request_fields import STEERING_HEADERS, TENANT_HEADERS
+from sglang_ext.router.tenancy.request_fields import OPERATOR_HEADERS, PASSED_HEADERS
 
-_NOT_FORWARDED = HOP_BY_HOP | STEERING_HEADERS | {
-    "host", "content-length", "content-encoding", "accept-encoding", "expect",
-    "origin",  # SGLang lets pages of any origin read its answers; who may is decided here (``web_sites``)
-}  # fmt: skip
+_PASSED_FOR_OPERATORS = PASSED_HEADERS | OPERATOR_HEADERS
 
 
 class Forwarding:
@@ -58,20 +55,16 @@ class Forwarding:
         )
 
     def _headers(self, flight: Flight) -> dict[str, str]:
-        headers = {
-            name: value for name, value in flight.request.headers.items() if name not in _NOT_FORWARDED
-        }
+        passed = _PASSED_FOR_OPERATORS if flight.record.caller.tenant is None else PASSED_HEADERS
+        headers = {name: value for name, value in flight.request.headers.items() if name in passed}
         if self._worker_api_key:
             headers["authorization"] = f"Bearer {self._worker_api_key}"
         elif self._asks_for_key:
             headers.pop("authorization", None)  # it is our key, not theirs
         if self._asks_for_key:
             headers.pop("x-api-key", None)
-        if flight.record.caller.tenant is not None:
-            for name in TENANT_HEADERS:
-                headers.pop(name, None)
-            if flight.salt_by_header is not None:
-                headers[SALT_HEADER] = flight.salt_by_header
+        if flight.salt_by_header is not None:
+            headers[SALT_HEADER] = flight.salt_by_header
         if continued := self._tracing.headers():
             for name in TRACE_HEADERS[:2]:
                 headers.pop(name, None)

@@ -25,6 +25,10 @@ RECHECK_S = 0.25
 """How often those who wait look whether the fleet has grown; a request that ends is noticed at once."""
 
 
+MOST_GONE = 64
+"""Tickets of requests that have left that a line keeps beside those of twice as many that wait."""
+
+
 class QueueFull(UserError):
     """As many requests wait as may, and this one is not more important than any of them."""
 
@@ -123,9 +127,13 @@ class Line:
 
     def leave(self, ticket: Ticket) -> None:
         """Give the place up; a second time changes nothing."""
-        if not ticket.gone:
-            ticket.gone = True
-            self._waiting -= 1
+        if ticket.gone:
+            return
+        ticket.gone = True
+        self._waiting -= 1
+        if len(self._heap) > 2 * self._waiting + MOST_GONE:
+            self._heap = [each for each in self._heap if not each.gone]
+            heapq.heapify(self._heap)
 
     def next(self) -> Ticket | None:
         """Take out who is to go first; ``None`` when nobody waits."""

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -37,6 +38,10 @@ _SECRET = re.compile(r"api_key|password|secret|token$", re.IGNORECASE)
 _SECRET_FLAG = re.compile(r"(--[\w-]*(?:key|password|secret|token)(?:=|\s+))('[^']*'|\S+)", re.IGNORECASE)
 _GET = frozenset({"GET"})
 _PROBE = frozenset({"GET", "HEAD"})
+
+
+MOST_ENCODED = 4
+"""Times that the name of a model may be percent-encoded."""
 
 
 class Information:
@@ -97,7 +102,8 @@ class Information:
         who = Access.OPEN if self._metrics_open else Access.ADMIN
         yield Route("/metrics", _GET, self._show_metrics, who, logged=False)
         yield Route("/health_generate", _PROBE, self._health_generate)
-        for path in ("/v1/models", "/v1/models/", "/model_info", "/get_model_info"):
+        yield Route("/v1/models/", _GET, self._model)
+        for path in ("/v1/models", "/model_info", "/get_model_info"):
             yield Route(path, _GET, self._from_a_worker)
         for path in ("/server_info", "/get_server_info"):
             yield Route(path, _GET, self._server_info)
@@ -166,6 +172,13 @@ class Information:
         body = generate_latest(self._metrics.registry)
         await responder.send(200, {"content-type": CONTENT_TYPE_LATEST}, body)
 
+    async def _model(self, request: Request, responder: Responder, record: Record) -> None:
+        """What a worker says of one model, whose name may have slashes and no other parts of a path."""
+        name = fully_unquoted(request.path.removeprefix("/v1/models/"))
+        if any(part in ("", ".", "..") for part in re.split(r"[/\\]", name)):
+            raise RequestRefused(f"there is no model {name[:80]!r} here", status=404, code="model_not_found")
+        await self._from_a_worker(request, responder, record)
+
     async def _from_a_worker(self, request: Request, responder: Responder, record: Record) -> None:
         name, answer = await ask_any(self._fleet, self._api, "GET", request.target)
         record.status, record.instance = answer.status, name
@@ -212,6 +225,16 @@ class Information:
     async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:
         record.status = 200
         await send_json(responder, 200, description(asks_for_key=self._asks_for_key))
+
+
+def fully_unquoted(path: str) -> str:
+    """What proxies may make of a path, each of which may decode it once more; of one that is encoded more
+    often than ``MOST_ENCODED`` times, ``..``."""
+    for _ in range(MOST_ENCODED):
+        if (plain := unquote(path)) == path:
+            return path
+        path = plain
+    return ".."
 
 
 async def ask_any(

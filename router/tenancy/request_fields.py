@@ -142,10 +142,17 @@ STEERING_HEADERS = frozenset({
     "x-override-priority", "x-data-parallel-rank", "x-body-compressed", SALT_HEADER,
 })  # fmt: skip
 """Headers that SGLang lets go before the fields of the same names, or that change how it reads the body: what
-the router has checked and put in would not be what counts. So would a salt that the client chooses. Nobody's
-are passed on."""
-TENANT_HEADERS = frozenset({"x-smg-routing-key"})
-"""Names that SGLang schedules by, shared by all who use a server: not passed on for tenants."""
+the router has checked and put in would not be what counts. So would a salt that the client chooses."""
+PASSED_HEADERS = frozenset({
+    "accept", "accept-language", "anthropic-beta", "anthropic-version", "authorization", "baggage",
+    "content-type", "openai-beta", "traceparent", "tracestate", "user-agent", "x-api-key",
+    "x-sglext-ids-framed", "x-sglext-return-input-ids", "x-sglext-return-output-ids",
+})  # fmt: skip
+"""Headers of clients that are passed on to servers. All others are left out: cookies are the router's, and
+what a server makes of a header that it comes to read is to be judged first."""
+OPERATOR_HEADERS = frozenset({"x-custom-labels", "x-smg-routing-key"})
+"""Names that SGLang schedules and counts by, shared by all who use a server: passed on for clients without a
+tenant only."""
 
 
 def forbidden(

@@ -276,7 +276,8 @@ def _tools(payload: Json, as_given: bool) -> list[Json] | None:
         raise CannotRender("tools is not an array")
     dumped = [_dump_tool(tool, as_given) for tool in tools]
     if isinstance(choice, dict):
-        wanted = (choice.get("function") or {}).get("name")
+        function = choice.get("function")
+        wanted = function.get("name") if isinstance(function, dict) else None
         return [tool for tool in dumped if tool["function"]["name"] == wanted] or None
     return dumped
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -89,7 +90,8 @@ def fetching(
 ) -> Fetching:
     made = channels or Channels()
     costs = RouterCosts(CostModel(), now, can_fetch=made.can_fetch)
-    return Fetching(made, costs, metrics or RouterMetrics(), split=split)
+    ids = (f"r{number}" for number in count(1))
+    return Fetching(made, costs, metrics or RouterMetrics(), split=split, new_id=lambda: next(ids))
 
 
 def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1) -> Any:
@@ -174,6 +176,19 @@ def test_another_instance_is_told_to_compute_the_beginning() -> None:
     channels.messages("a", Fetched(b"e" * 16, "r1", False, "done", (FetchedSpan("done", 512, 1.0),)))
     assert found._costs.queue_s(FLEET[1]) == 0
     assert not found._costs._transfers.factor("b", 0.0) > 1.0, "computing is no transfer"
+
+
+def test_requests_of_one_id_free_their_helper_each() -> None:
+    """Ids of requests are their clients' choice: several may be alike."""
+    found, channels = splitting()
+    for _ in range(5):
+        assert found.consider(flight(), Decision("a", Reason.NO_PREFIX), FLEET, {}) is not None
+    ids = [message.id for _, message in channels.told if isinstance(message, agent_messages.Fetch)]
+    assert (len(set(ids)), found.under_way) == (5, 5)
+    for id in ids:
+        channels.messages("a", Fetched(b"e" * 16, id, False, "done", (FetchedSpan("done", 512, 1.0),)))
+    assert found.under_way == 0
+    assert found._costs.queue_s(FLEET[1]) == 0, "nothing is computed for them any more"
 
 
 def test_a_death_ends_what_is_computed_for_it() -> None:

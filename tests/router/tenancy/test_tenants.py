@@ -15,16 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.keys import SALT_HEADER
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.tenancy.admit import put_in_front, splice
 from sglang_ext.router.tenancy.key_file import read_key_file
-from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, STEERING_HEADERS, TENANT_HEADERS, Who
+from sglang_ext.router.tenancy.request_fields import (
+    FIELDS,
+    HINTS,
+    OPERATOR_HEADERS,
+    PASSED_HEADERS,
+    STEERING_HEADERS,
+    Who,
+)
 from sglang_ext.router.tenancy.tenants import KeyRing, parse_keys
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.slow
 
-STEERING = dict.fromkeys(sorted(STEERING_HEADERS | TENANT_HEADERS), "1")
+STEERING = dict.fromkeys(sorted(STEERING_HEADERS | OPERATOR_HEADERS), "1")
 """Headers that say what the router decides."""
 A, B, OPS = "sk-tenant-a-1", "sk-tenant-b-1", "sk-operator-1"
 
@@ -325,11 +333,13 @@ async def test_a_salt_cannot_be_smuggled_in(start_worker, start_router, client, 
 async def test_headers_that_steer_a_worker_are_nobodys(start_worker, start_router, client) -> None:
     worker = await start_worker()
     router = await start_router(worker)
-    headers = {**STEERING, "x-else": "passes"}
+    headers = {**STEERING, "x-else": "stays", "cookie": "stays=1", "x-sglext-return-input-ids": "1"}
     async with client.post(router.url + "/generate", json=BODIES["/generate"], headers=headers) as answer:
         assert answer.status == 200
     received = worker.requests[-1][2]
-    assert (set(STEERING) & set(received), received["x-else"]) == ({"x-smg-routing-key"}, "passes")
+    assert set(STEERING) & set(received) == OPERATOR_HEADERS
+    assert not {"x-else", "cookie"} & set(received)
+    assert received["x-sglext-return-input-ids"] == "1", "the twin"
 
 
 def test_every_header_that_sglang_reads_has_been_judged() -> None:
@@ -345,11 +355,11 @@ def test_every_header_that_sglang_reads_has_been_judged() -> None:
     }
     sent_by_sglang = {"x-sglang-startup-warmup", "x-exa-integration"}
     of_the_answer_only = {"x-sglext-return-input-ids", "x-sglext-return-output-ids", "x-sglext-ids-framed"}
-    labels_the_operator_wants = {"x-custom-labels"}
     key = {"x-api-key"}
-    judged = STEERING_HEADERS | TENANT_HEADERS | sent_by_sglang | of_the_answer_only | key
+    assert of_the_answer_only | key <= PASSED_HEADERS
+    judged = STEERING_HEADERS - {SALT_HEADER} | OPERATOR_HEADERS | sent_by_sglang | of_the_answer_only | key
     gone_from_0_5_23 = {"x-sglang-startup-warmup"}
-    assert read | gone_from_0_5_23 == judged | labels_the_operator_wants
+    assert read | gone_from_0_5_23 == judged
 
 
 async def test_metrics_are_for_administrators(start_worker, start_router, client, tmp_path, caplog) -> None:
