@@ -30,7 +30,7 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.engine.tiers.retention import path_of
+from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
 from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
 from sglang_ext.radix_global import Holder, Node
@@ -219,8 +219,9 @@ class Prefetcher:
             self._end(known, PrefetchEnd.CANCELLED)
             break
         if len(self._waiting) >= MOST_WAITING:
-            least = self._waiting[-1].priority
-            weakest = [each for each in self._waiting if each.priority == least]
+            most = most_of(each.namespace for each in self._waiting)
+            theirs = [each for each in self._waiting if owner_of(each.namespace) == most]
+            weakest = [each for each in theirs if each.priority == theirs[-1].priority]
             self._end(weakest[0] if weakest[-1].due else weakest[-1], PrefetchEnd.DROPPED)
         wanted.earliest = earliest
         self._waiting.append(wanted)

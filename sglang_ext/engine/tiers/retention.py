@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sglang_ext.keys import TOKEN_BYTES
@@ -24,7 +24,8 @@ from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.radix_global.edges import walk
 
 MOST_HINTS = 1024
-"""Held back at a time; beyond that the weakest hold nothing back."""
+"""Held back at a time; beyond that, the weakest of the tenant with the most holds nothing back. So a tenant
+alone may have all places, and hints that live long take no other tenant's share."""
 
 MayGo = Callable[[Node], bool]
 
@@ -50,6 +51,16 @@ def _upwards(node: Node | None) -> list[Node]:
             found.append(node)
         node = node.parent
     return found[::-1]
+
+
+def owner_of(namespace: Hashable) -> Hashable:
+    """The tenant of a namespace: its ``cache_salt``. The ``extra_key`` is the tenant's own choice."""
+    return namespace[-1] if isinstance(namespace, tuple) and namespace else namespace
+
+
+def most_of(namespaces: Iterable[Hashable]) -> Hashable:
+    """The tenant to which most of the namespaces belong; of several, the one that comes first."""
+    return Counter(map(owner_of, namespaces)).most_common(1)[0][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,9 @@ class Retention:
             self._numbers += 1
             self._hints[id] = _Hint(id, namespace, key, priority, until, self._numbers, self._tree.now())
             if len(self._hints) > MOST_HINTS:
-                self.forget(min(self._hints, key=lambda each: self._hints[each].strength))
+                most = most_of(each.namespace for each in self._hints.values())
+                theirs = (each for each in self._hints.values() if owner_of(each.namespace) == most)
+                self.forget(min(theirs, key=lambda each: each.strength).id)
         self.look(id)
 
     def look(self, id: str) -> None:

@@ -610,6 +610,17 @@ def test_only_so_many_may_wait(make_rank: MakeRank) -> None:
     assert not prefetcher.busy
 
 
+def test_prompts_of_one_tenant_push_out_no_others(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    prefetcher = prefetcher_of(rank)
+    prefetcher.prefetch("b", prompt(0, 1), cache_salt="b")
+    for number in range(MOST_WAITING + 3):
+        prefetcher.prefetch(str(number), prompt(number, 1), cache_salt="a", extra_key=str(number), priority=9)
+    ended = [each.id for each in prefetcher.take_ended()]
+    assert ended == [str(number) for number in range(4)], "a has all other places"
+    prefetcher.clear()
+
+
 def test_a_flush_in_the_middle_leaves_nothing(make_rank: MakeRank) -> None:
     rank = in_dram(make_rank(), prompt(1, 20))
     prefetcher_of(rank).prefetch("s", prompt(1, 20))
