@@ -1,0 +1,1 @@
+"""What one tenant notices of another that stays within its limits."""
