@@ -114,7 +114,9 @@ class Service:
             return
         except RequestRefused as refused:
             record.error = refused.message
-            answer = refused
+            # Its traceback has this frame, which has it: a circle would keep the request until garbage is
+            # collected, which is rare.
+            answer = refused.with_traceback(None)
         except NoFilesLeft as lacking:
             record.error = str(lacking)
             answer = no_files(record.error)

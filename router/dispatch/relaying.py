@@ -281,7 +281,7 @@ class Relay:
             if goes_on:
                 await self._go_on(flight, leg, reader)
         except (ConnectionLost, RequestTimeout, NoContinuation) as error:
-            broken = error
+            broken = error.with_traceback(None)  # which has this frame, and so the request
         if broken is not None:
             self._lost(flight, record.instance or decision.instance, broken)
             record.error = str(broken)

@@ -260,7 +260,7 @@ class Generation:
             except (ConnectFailed, ConnectionLost) as error:
                 if flight.responder.started:
                     raise
-                failure = error
+                failure = error.with_traceback(None)  # which has this frame, and so the request
                 where, flight.failed = flight.failed or decision.instance, None
                 excluded |= {where}
                 if isinstance(error, ConnectFailed):

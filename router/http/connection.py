@@ -286,7 +286,7 @@ async def _unpacked(
     try:
         body = await unpack(request.body, coding, state.limits.max_body_bytes, state.bodies)
     except RequestRefused as refused:
-        refusal = refused
+        refusal = refused.with_traceback(None)  # which has this frame, and so the body
     if refusal is not None:
         await handler.refuse(request, responder, refusal)
         return

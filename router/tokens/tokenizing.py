@@ -223,10 +223,10 @@ class TokenizerService:
                         param="chat_template_kwargs",
                         code="invalid_value",
                     ) from failed
-                logger.debug("matched by text: %s", failed)
+                logger.debug("matched by text: %.200s", failed)
                 fallback = Fallback.REQUEST
             except CannotRender as error:
-                logger.debug("matched by text: %s", error)
+                logger.debug("matched by text: %.200s", error)
                 fallback = Fallback.REQUEST
         self.fell_back(fallback or Fallback.NO_TOKENIZER)
         if prompt.chat is not None:
