@@ -16,6 +16,7 @@ from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.worker import LEARN_TIMEOUT_S, WorkerApi
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.tasks import Rounds
 
 logger = logging.getLogger("router.adoption")
 
@@ -30,7 +31,7 @@ class Adoption:
         clock: seconds.
         cost_profile: see ``--cost-profile``.
         on_loaded: called when a tokenizer has been loaded.
-        on_crash: called when loading ends by an error of ours.
+        rounds: run the loading.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Adoption:
         *,
         cost_profile: str,
         on_loaded: Callable[[], None],
-        on_crash: Callable[[BaseException], None],
+        rounds: Rounds,
     ) -> None:
         self._fleet = fleet
         self._trees = trees
@@ -54,7 +55,7 @@ class Adoption:
         self._clock = clock
         self._cost_profile = cost_profile
         self._on_loaded = on_loaded
-        self._on_crash = on_crash
+        self._rounds = rounds
         self._loading: asyncio.Task[None] | None = None
         fleet.adopted.subscribe(self._adopt)
 
@@ -62,8 +63,7 @@ class Adoption:
         self._trees.clear()
         if self._loading is not None:
             self._loading.cancel()
-        self._loading = asyncio.create_task(self._load(facts), name="load the tokenizer")
-        self._loading.add_done_callback(self._ended)
+        self._loading = self._rounds.start("tokenizer", functools.partial(self._load, facts))
 
     async def _load(self, facts: InstanceFacts) -> None:
         if self._cost_profile == AUTO:
@@ -82,10 +82,6 @@ class Adoption:
                 else:
                     return
             await self._clock.sleep(1.0)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_crash(error)
 
     async def loaded(self, timeout_s: float) -> None:
         """Wait for the tokenizer of the model that was taken on, if one was, but no longer than so."""

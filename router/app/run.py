@@ -92,18 +92,16 @@ class Router(Parts):
             await self.stop()
             raise
         self.watch.start()
-        for name, work in (
-            ("tidy the prompt tree", self._tidy()),
-            ("manage the cluster", self.members.run()),
-            ("watch the hints", self.advisor.run()),
-            ("hold documents back", self.documents.run()),
-            ("spill what is about to go", self.spilling.run()),
-            ("watch the cluster's key", self._watch_cluster_key()),
-            *((("change roles", self.roles.run()),) if self.roles.is_on else ()),
+        for name, each in (
+            ("prompt_tree", self._tidy),
+            ("members", self.members.round),
+            ("hints", self.advisor.round),
+            ("documents", self.documents.round),
+            ("spilling", self.spilling.next_round),
+            ("cluster_key", self._watch_cluster_key),
+            *((("roles", self.roles.round),) if self.roles.is_on else ()),
         ):
-            task = asyncio.create_task(work, name=name)
-            task.add_done_callback(self._task_ended)
-            self._tasks.append(task)
+            self._tasks.append(self.rounds.start(name, each))
         usable = sum(row.state in USABLE for row in self.fleet.rows.values())
         logger.info(
             "%s %s: policy %s, %d of %d workers usable, %s",
@@ -201,21 +199,17 @@ class Router(Parts):
             failure.__cause__ = error
             self._ended.set_exception(failure)
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._crash(error)
-
-    async def _watch_cluster_key(self) -> None:
+    async def _watch_cluster_key(self) -> float | None:
         """Have the key of the cluster read again when its file has changed. In a thread: no disk holds up the
         requests that it is used for."""
-        while (key := self.cluster_key) is not None:
-            await self.clock.sleep(LOOK_S)
-            await asyncio.to_thread(key.look)
+        if (key := self.cluster_key) is None:
+            return None
+        await asyncio.to_thread(key.look)
+        return LOOK_S
 
-    async def _tidy(self) -> None:
-        while True:
-            self.information.look_ready()
-            await self.clock.sleep(0 if self.trees.tidy() else TIDY_INTERVAL_S)
+    async def _tidy(self) -> float:
+        self.information.look_ready()
+        return 0.0 if self.trees.tidy() else TIDY_INTERVAL_S
 
 
 def settle_garbage() -> None:

@@ -68,6 +68,7 @@ from sglang_ext.router.telemetry.tracing import open_tracing
 from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.router.tenancy.tenants import KeyRing
 from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.tasks import Rounds
 
 
 class Parts:
@@ -77,7 +78,7 @@ class Parts:
         config: everything that can be told; each part gets what concerns it.
         clock: seconds.
         on_loaded: called when a tokenizer has been loaded.
-        on_crash: called when a task of a part has died: without it the router must not go on.
+        on_crash: called when background work has failed for good: without it the router must not go on.
 
     Raises:
         ConfigError: a file that a flag names cannot be used.
@@ -98,6 +99,8 @@ class Parts:
 
         # What is seen, and who may ask.
         self.metrics = RouterMetrics()
+        failures = self.metrics.counter("task_failures", "Rounds of background work that failed", "task")
+        self.rounds = Rounds(clock, on_crash, failures.labels)
         self.tracing = open_tracing(config.otel_endpoint)
         self.keys = KeyRing(clock, api_key=config.api_key, trusted=config.trusted())
 
@@ -128,7 +131,7 @@ class Parts:
             clock,
             interval_s=config.health_check_interval_secs,
             timeout_s=config.health_check_timeout_secs,
-            on_crash=on_crash,
+            rounds=self.rounds,
         )
         self.agents = Agents(
             self.trees,
@@ -137,6 +140,7 @@ class Parts:
             key=self.cluster_key,
             listener=self.watch,
             far_verdict_s=config.silence_secs,
+            rounds=self.rounds,
         )
         self.stock = StockLinks(self.trees, self.fleet)
 
@@ -165,7 +169,7 @@ class Parts:
             clock,
             cost_profile=config.cost_profile,
             on_loaded=on_loaded,
-            on_crash=on_crash,
+            rounds=self.rounds,
         )
 
         # From a request to an instance.
@@ -255,7 +259,7 @@ class Parts:
             worker_api_key=config.worker_api_key,
             tracing=self.tracing,
         )
-        self.mover = Mover(self.fleet, self.agents, forwarding, clock, self.metrics)
+        self.mover = Mover(self.fleet, self.agents, forwarding, clock, self.metrics, self.rounds)
         self.relay = Relay(
             forwarding,
             self.fleet,
@@ -280,7 +284,7 @@ class Parts:
             name,
             clock,
             self.cluster_key,
-            on_crash,
+            self.rounds,
         )
         self.members = Members(
             self.fleet,
@@ -415,7 +419,7 @@ class Parts:
             limits_within(limits, raise_file_limit(limits)),
             tls=server_context(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None,
             clock=clock,
-            on_crash=on_crash,
+            rounds=self.rounds,
             grace_s=config.shutdown_grace_period_secs,
         )
 

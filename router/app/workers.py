@@ -2,8 +2,9 @@
 
 The first process binds the port and forks the workers. Each is a whole router; they share members, sessions,
 hints, documents and what of limits is used through sockets in a folder of their own (``membership_local``),
-and the kernel gives a connection to one that is free. A worker that dies is forked again; connections that it
-had not accepted go to another one. Each has its own ``/metrics``, at its own port on loopback, which the log
+and the kernel gives a connection to one that is free. A worker that dies, or ends by an error, is forked
+again; connections that it had not accepted go to another one. What the first start of a worker refuses ends
+all. Each has its own ``/metrics``, at its own port on loopback, which the log
 names.
 
 The first process does nothing else, has no threads and no event loop, so that it can fork at any time.
@@ -47,7 +48,7 @@ def run_workers(config: RouterConfig) -> None:
 
     Raises:
         ConfigError: the port cannot be had.
-        InternalError: workers died again and again, or one could not start.
+        InternalError: workers died again and again.
     """
     configure_logging(config.log_level, config.log_format)
     with Ports() as ports, tempfile.TemporaryDirectory(prefix="sglang-ext-router-") as folder:
@@ -84,6 +85,8 @@ class _Workers:
         self._running: dict[int, int] = {}
         """By process id: which worker it is."""
         self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._restarted: set[int] = set()
+        """Workers that were started again."""
         self._ending = False
         self._failure: SglangExtError | None = None
 
@@ -125,14 +128,14 @@ class _Workers:
             if number is None or self._ending:
                 continue
             now = time.monotonic()
-            if code in (FAILED, WRONG_FLAG):  # it has said why
-                kind = ConfigError if code == WRONG_FLAG else InternalError
-                self._fail(kind(f"worker {number} could not go on, as it has said"))
+            if code == WRONG_FLAG and number not in self._restarted:
+                self._fail(ConfigError(f"worker {number} could not start, as it has said"))
             elif len(self._deaths) == DEATHS and now - self._deaths[0] < WITHIN_S:
                 died = f"{DEATHS + 1} workers died within {WITHIN_S:g} s"
                 self._fail(InternalError(f"{died}, the last with status {code}"))
             else:
                 self._deaths.append(now)
+                self._restarted.add(number)
                 logger.error("worker %d (process %d) died with status %d; it starts again", number, pid, code)
                 self._fork(number, mask)
 

@@ -44,6 +44,7 @@ from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration, other_release
 from sglang_ext.radix_global.sync.replica import Outcome
 from sglang_ext.router.index.index import Index
 from sglang_ext.signals import Signal
+from sglang_ext.tasks import Rounds
 from sglang_ext.wire import WireError
 
 logger = logging.getLogger("router.agents")
@@ -83,6 +84,7 @@ class LinkOwner(Protocol):
 
     index: Index
     clock: Clock
+    rounds: Rounds
     router: str
     listener: AgentListener | None
     verdict_s: float
@@ -123,7 +125,7 @@ class Link:
         self._spoken = AGENT_PROTOCOL
         """What the agent speaks, as far as it has said."""
         self._socket: Any = None
-        self.task = asyncio.create_task(self._run(), name=f"agent of {name}")
+        self.task = agents.rounds.start("agents", self._channel, of_one_peer=True)
 
     def goes_to(self, registration: Registration) -> bool:
         """Whether the channel is the one that a registration asks for."""
@@ -153,33 +155,35 @@ class Link:
             return False
         return self.heard
 
-    async def _run(self) -> None:
-        while True:
-            self._socket = self._agents.socket(self.registration)
-            self._ask_due, self._asked_at, self._waiting, self._is_new = True, -math.inf, False, True
-            receiving = asyncio.create_task(self._receive(), name=f"receive from {self.name}")
+    async def _channel(self) -> float:
+        """One channel, from its making until the agent has been silent on it for too long."""
+        self._socket = self._agents.socket(self.registration)
+        self._ask_due, self._asked_at, self._waiting, self._is_new = True, -math.inf, False, True
+        receiving = asyncio.create_task(self._receive(), name=f"receive from {self.name}")
+        try:
+            verdict = await self._beats(receiving)
+        except Exception:
+            # A fault of ours: nothing of what was told is believed, and all of it is asked for again.
+            self._lost_touch()
+            self._is_silent()
+            raise
+        finally:
+            receiving.cancel()
             try:
-                verdict = await self._beats(receiving)
-            except Exception:
-                # A fault of ours: nothing of what was told is believed, and all of it is asked for again.
-                logger.exception("what %s tells cannot be taken in", self.name)
-                self._lost_touch()
-                await self._clock.sleep(HEARTBEAT_S)
-                verdict = True
-            finally:
-                receiving.cancel()
-                try:
-                    await asyncio.gather(receiving, return_exceptions=True)
-                finally:  # also when the channel is ended while this waits
-                    self._socket.close(linger=0)
-                    self._socket = None
-            if not verdict:
-                continue
-            self._index.heard(self.name, alive=False)
-            if self.heard and self._agents.listener is not None:
-                self._agents.listener.on_silent(self.name)
-            self.heard = False
-            self._silent_from = self._clock.monotonic()
+                await asyncio.gather(receiving, return_exceptions=True)
+            finally:  # also when the channel is ended while this waits
+                self._socket.close(linger=0)
+                self._socket = None
+        if verdict:
+            self._is_silent()
+        return 0.0
+
+    def _is_silent(self) -> None:
+        self._index.heard(self.name, alive=False)
+        if self.heard and self._agents.listener is not None:
+            self._agents.listener.on_silent(self.name)
+        self.heard = False
+        self._silent_from = self._clock.monotonic()
 
     async def _beats(self, receiving: asyncio.Task[None]) -> bool:
         """Ask, ping, and watch the time, until the agent has been silent for too long on this channel.

@@ -28,7 +28,7 @@ from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.signals import Signal
-from sglang_ext.tasks import Tasks
+from sglang_ext.tasks import Rounds, Tasks
 
 logger = logging.getLogger("router.agents")
 
@@ -78,6 +78,7 @@ class Agents(AgentChannels):
         key: of the cluster.
         listener: told of heartbeats and silence.
         far_verdict_s: how long an agent on another machine may be silent.
+        rounds: run the channels.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class Agents(AgentChannels):
         key: ClusterKey | None = None,
         listener: AgentListener | None = None,
         far_verdict_s: float = VERDICT_S,
+        rounds: Rounds | None = None,
     ) -> None:
         self.index = index
+        self.rounds = rounds or Rounds(clock)
         self.listener = listener
         self.router = router
         self.clock = clock

@@ -203,11 +203,10 @@ class Members:
         """Tell the other routers that this one goes."""
         await self.store.stop()
 
-    async def run(self) -> None:
-        """Look at times, for ever."""
-        while True:
-            self.tick()
-            await self.clock.sleep(TICK_S)
+    async def round(self) -> float:
+        """Look at times; returns the pause until the next look."""
+        self.tick()
+        return TICK_S
 
     # -- what instances say -------------------------------------------------------------------------------
 

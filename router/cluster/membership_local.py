@@ -12,11 +12,12 @@ when it connects again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ from sglang_ext.router.cluster.roster import Intent, Member, decode_member, enco
 from sglang_ext.router.cluster.words import Word, decode_word, encode_word
 from sglang_ext.router.http.spare_files import SpareFiles
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
-from sglang_ext.tasks import Tasks
+from sglang_ext.tasks import Rounds, Tasks
 
 logger = logging.getLogger("router.membership")
 
@@ -70,10 +71,6 @@ class _Hearing:
     """Its sessions of before were told: what comes now is newer than what is known here."""
 
 
-def _say(error: BaseException) -> None:
-    logger.critical("sharing the membership has ended", exc_info=error)
-
-
 class LocalMembership:
     """Membership of the routers that name one folder.
 
@@ -81,18 +78,18 @@ class LocalMembership:
         folder: of this user, mode 0700.
         router: which router this is.
         clock: seconds.
-        on_crash: called when sharing ends by an error of ours.
+        rounds: run what listens for other routers.
     """
 
     shares = True
 
-    def __init__(
-        self, folder: Path, router: str, clock: Clock, *, on_crash: Callable[[BaseException], None] = _say
-    ) -> None:
+    def __init__(self, folder: Path, router: str, clock: Clock, *, rounds: Rounds | None = None) -> None:
         self._folder = folder
         self._router = router
         self._clock = clock
-        self._tasks = Tasks(on_crash)
+        self._rounds = rounds or Rounds(clock)
+        self._tasks = Tasks(functools.partial(self._rounds.failed, "hear_routers"))
+        self._knocked = asyncio.Event()
         self._listener: Listener | None = None
         self._directory = -1
         self._door: socket.socket | None = None
@@ -137,7 +134,9 @@ class LocalMembership:
         os.chmod(f"{here}.{self._router}", 0o600)
         door.listen(64)
         os.rename(f"{here}.{self._router}", f"{here}{self._router}{SUFFIX}")
-        self._tasks.start(self._accept(door, listener), name="accept routers")
+        self._tasks.keep(
+            self._rounds.start("accept_routers", functools.partial(self._accept, door, listener))
+        )
         self._look()
         with suppress(TimeoutError):
             async with asyncio.timeout(HEARING_S):
@@ -148,6 +147,7 @@ class LocalMembership:
         """End every connection, by which the others know."""
         self._listener = None
         if self._door is not None:
+            asyncio.get_running_loop().remove_reader(self._door)
             with suppress(FileNotFoundError):
                 os.unlink(self._router + SUFFIX, dir_fd=self._directory)
             while self._tasks:
@@ -205,33 +205,32 @@ class LocalMembership:
 
     # -- telling --------------------------------------------------------------------------------------------
 
-    async def _accept(self, door: socket.socket, listener: Listener) -> None:
-        knocked = asyncio.Event()
+    async def _accept(self, door: socket.socket, listener: Listener) -> float:
+        """Wait for one router, and tell it everything; returns the pause until the next."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(door, knocked.set)
+
+        def knock() -> None:
+            loop.remove_reader(door)  # until the next round: this one may fail, and the router waits there
+            self._knocked.set()
+
+        loop.add_reader(door, knock)
+        await self._knocked.wait()
+        self._knocked.clear()
         try:
-            while True:
-                await knocked.wait()
-                knocked.clear()
-                with suppress(BlockingIOError):
-                    # Not `sock_accept`: cancelled in the moment of an accept, it would lose the connection.
-                    try:
-                        connection, _ = self._spare.run(door.accept)
-                    except BlockingIOError:
-                        raise
-                    except OSError as error:
-                        logger.warning("a router cannot be accepted, which is tried again: %s", error)
-                        await self._clock.sleep(AGAIN_S)
-                        knocked.set()
-                        continue
-                    reader, writer = await asyncio.open_unix_connection(sock=connection)
-                    self._hearers.add(writer)
-                    writer.writelines(self._everything_small(listener))
-                    self._tasks.start(self._tell_documents(writer, listener), name="tell a router documents")
-                    self._tasks.start(self._until_gone(reader, writer), name="a router hears this one")
-                    self._look()
-        finally:
-            loop.remove_reader(door)
+            # Not `sock_accept`: cancelled in the moment of an accept, it would lose the connection.
+            connection, _ = self._spare.run(door.accept)
+        except BlockingIOError:
+            return 0.0
+        except OSError as error:
+            logger.warning("a router cannot be accepted, which is tried again: %s", error)
+            return AGAIN_S
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        self._hearers.add(writer)
+        writer.writelines(self._everything_small(listener))
+        self._tasks.start(self._tell_documents(writer, listener), name="tell a router documents")
+        self._tasks.start(self._until_gone(reader, writer), name="a router hears this one")
+        self._look()
+        return 0.0
 
     async def _until_gone(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):

@@ -16,6 +16,7 @@ down what it has.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections import deque
@@ -36,6 +37,7 @@ from sglang_ext.router.cluster.redis_records import MAX_RECORD_BYTES, Fields, Pl
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
 from sglang_ext.router.cluster.words import Begun, Word, decode_word, encode_word
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
+from sglang_ext.tasks import Rounds
 
 logger = logging.getLogger("router.membership")
 T = TypeVar("T")
@@ -59,10 +61,6 @@ MAX_PENDING_BYTES = 16 << 20
 MAX_LEFT_OUT_BYTES = 4 << 20
 
 
-def _say(error: BaseException) -> None:
-    logger.critical("sharing the membership has ended", exc_info=error)
-
-
 class RedisMembership:
     """Membership in one Redis.
 
@@ -73,7 +71,7 @@ class RedisMembership:
         password: of that Redis, where it is not in the URL.
         key: of the cluster; seals what is written, and without its seal nothing is believed.
         clock: seconds.
-        on_crash: called when sharing ends by an error of ours.
+        rounds: run the sharing.
 
     Raises:
         ConfigError: redis-py is missing.
@@ -90,7 +88,7 @@ class RedisMembership:
         name: str = "default",
         password: str | None = None,
         key: ClusterKey | None = None,
-        on_crash: Callable[[BaseException], None] = _say,
+        rounds: Rounds | None = None,
     ) -> None:
         self._library = _library()
         self._url = url
@@ -99,7 +97,9 @@ class RedisMembership:
         self._router = router
         self._name = name
         self._clock = clock
-        self._on_crash = on_crash
+        self._rounds = rounds or Rounds(clock)
+        self._attempt = 0
+        """To reach Redis, since it was lost."""
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending = False
@@ -141,7 +141,10 @@ class RedisMembership:
         """
         self._listener, self._ending = listener, False
         self._settled.clear()
-        self._task = asyncio.create_task(self._run(listener), name="share the membership")
+        self._attempt = 0
+        self._task = self._rounds.start(
+            "membership", functools.partial(self._round, listener), on_end=lambda task: None
+        )
         settled = asyncio.create_task(self._settled.wait())
         try:
             await asyncio.wait({self._task, settled}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +156,7 @@ class RedisMembership:
 
     def _died(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self._ending:
-            self._on_crash(task.exception() or InternalError("sharing the membership ended by itself"))
+            self._rounds.on_end(task.exception() or InternalError("sharing the membership ended by itself"))
 
     async def stop(self) -> None:
         """End, and take this router's word out of Redis if it is there."""
@@ -222,17 +225,21 @@ class RedisMembership:
 
     # -- connecting -----------------------------------------------------------------------------------------
 
-    async def _run(self, listener: Listener) -> None:
-        attempt = 0
-        while not self._ending:
-            try:
-                await self._share(listener)
-            except (self._library.RedisError, OSError, TimeoutError) as error:
-                if not self._settled.is_set() and self._is_refusal(error):
-                    raise ConfigError(f"Redis refuses us: {error}", field="--cluster") from None
-                attempt = 1 if self._connected else attempt + 1
-                self._is_lost(error)
-            await self._clock.sleep(RETRY_S[min(attempt, len(RETRY_S)) - 1])
+    async def _round(self, listener: Listener) -> float | None:
+        """Share until Redis is lost; returns the pause until it is tried again."""
+        if self._ending:
+            return None
+        try:
+            await self._share(listener)
+        except (self._library.RedisError, OSError, TimeoutError) as error:
+            if not self._settled.is_set() and self._is_refusal(error):
+                raise ConfigError(f"Redis refuses us: {error}", field="--cluster") from None
+            self._attempt = 1 if self._connected else self._attempt + 1
+            self._is_lost(error)
+        except Exception as error:
+            self._is_lost(error)  # all is read again
+            raise
+        return RETRY_S[min(self._attempt, len(RETRY_S)) - 1]
 
     async def _share(self, listener: Listener) -> None:
         """Share until Redis is lost, and raise how it was lost."""

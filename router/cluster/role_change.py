@@ -21,7 +21,7 @@ from prometheus_client import Counter
 from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.protocol.cluster import RoleChangeView, RoleName
 from sglang_ext.router.cluster.members import CannotChangeRole, Members
-from sglang_ext.router.cluster.roster import Member
+from sglang_ext.router.cluster.roster import Changing, Intent, Member
 from sglang_ext.router.fleet.instance_record import InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.fleet.worker import WorkerApi
@@ -151,17 +151,23 @@ class RoleChanges:
                 self._members.resume(member.instance)
 
     async def _change(self, member: Member, there: str, role: RoleName) -> None:
-        row = self._members.fleet.rows[member.url]
+        row = self._members.fleet.rows.get(member.url)
+        if row is None:
+            raise _departed(member)
         self._members.drain(member.instance, DRAIN_S, role)
+
+        def drains() -> bool:
+            return self._drains(row) and self._is_ours(member, role)
+
         try:
             is_over = await self._until(
-                lambda: _is_empty(row) or not self._drains(row) or self._is_last(member, there), DRAIN_S
+                lambda: _is_empty(row) or not drains() or self._is_last(member, there), DRAIN_S
             )
             if self._is_last(member, there):
                 raise _last(member, there)
-            if not self._drains(row):
+            if not drains():
                 raise CannotChangeRole(
-                    f"{member.instance} was started anew, or its drain was taken back", field="role"
+                    f"{member.instance} was started anew, has left, or its drain was taken back", field="role"
                 )
             if not is_over:
                 raise CannotChangeRole(
@@ -169,15 +175,22 @@ class RoleChanges:
                     field="role",
                 )
             await self._switch(member, role)
-            if not await self._until(lambda: self._registered_as(member) == role, JOIN_S):
+            if not await self._until(
+                lambda: self._registered_as(member) == role or not self._is_ours(member, role), JOIN_S
+            ):
                 raise CannotChangeRole(
                     f"{member.instance} has changed to {role}, and has not registered so", field="role"
                 )
         finally:
-            # In whichever role it is now.
-            self._members.resume(member.instance)
-        if not await self._until(lambda: self._serves_as(member, role), JOIN_S):
-            row = self._members.fleet.rows[member.url]
+            # In whichever role it is now; unless it has said goodbye, or another drain came meanwhile.
+            if self._is_ours(member, role):
+                self._members.resume(member.instance)
+        serves = await self._until(
+            lambda: self._serves_as(member, role) or member.url not in self._members.fleet.rows, JOIN_S
+        )
+        if (row := self._members.fleet.rows.get(member.url)) is None:
+            raise _departed(member)
+        if not serves:
             raise CannotChangeRole(
                 f"{member.instance} has changed to {role}, and is {row.state}: {row.why}", field="role"
             )
@@ -209,6 +222,11 @@ class RoleChanges:
     def _drains(self, row: InstanceRecord) -> bool:
         return self._members.fleet.rows.get(row.name) is row and row.state in (State.DRAINING, State.LEFT)
 
+    def _is_ours(self, member: Member, role: RoleName) -> bool:
+        """Whether the instance drains for our change."""
+        now, ours = self._members.roster.get(member.instance), Changing(role, self._members.router)
+        return now is not None and now.intent is Intent.GO and now.changing == ours
+
     def _registered_as(self, member: Member) -> str:
         now = self._members.roster.get(member.instance)
         return now.registration.role if now is not None and now.registration is not None else ""
@@ -232,6 +250,10 @@ def _last(member: Member, role: str) -> CannotChangeRole:
         field="role",
         hint=f"Nothing could be served while it changes; start another {role} instance first",
     )
+
+
+def _departed(member: Member) -> CannotChangeRole:
+    return CannotChangeRole(f"{member.instance} has left", field="role")
 
 
 def _is_empty(row: InstanceRecord) -> bool:

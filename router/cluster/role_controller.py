@@ -112,12 +112,11 @@ class RoleController:
         new = (record.prompt_tokens or 0) - (record.cached_tokens or 0)
         self._traffic.ended(now, Ended(prefill, decode, new, record.completion_tokens or 0, stages))
 
-    async def run(self) -> None:
-        """Look, and act, for ever."""
-        while True:
-            await self._clock.sleep(LOOK_S)
-            self.look()
-            await self._act()
+    async def round(self) -> float:
+        """Look, and act; returns the pause until the next look."""
+        self.look()
+        await self._act()
+        return LOOK_S
 
     def look(self) -> None:
         """Take note of how things are, and of what would be better."""

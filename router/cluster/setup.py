@@ -12,6 +12,7 @@ from sglang_ext.cluster_key import ClusterKey, read_secret
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.cluster.membership import EmbeddedMembership, Membership
 from sglang_ext.router.cluster.membership_local import LocalMembership
+from sglang_ext.tasks import Rounds
 
 EMBEDDED = "embedded"
 LOCAL = "local"
@@ -60,7 +61,7 @@ def open_membership(
     router: str,
     clock: Clock,
     key: ClusterKey | None,
-    on_crash: Callable[[BaseException], None],
+    rounds: Rounds,
 ) -> Membership:
     """What ``--cluster`` stands for.
 
@@ -70,10 +71,10 @@ def open_membership(
     if url == EMBEDDED:
         return EmbeddedMembership()
     if (parts := urlsplit(url)).scheme == LOCAL:
-        return LocalMembership(Path(parts.path), router, clock, on_crash=on_crash)
+        return LocalMembership(Path(parts.path), router, clock, rounds=rounds)
     from sglang_ext.router.cluster.membership_redis import RedisMembership
 
     password = None
     if password_file is not None:
         password = read_secret(password_file, field="--cluster-password-file").decode("utf-8", "replace")
-    return RedisMembership(url, router, clock, name=name, password=password, key=key, on_crash=on_crash)
+    return RedisMembership(url, router, clock, name=name, password=password, key=key, rounds=rounds)

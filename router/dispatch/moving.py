@@ -9,6 +9,7 @@ lost: the first instance goes on with it when the other one does not. What canno
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import uuid
@@ -31,7 +32,7 @@ from sglang_ext.router.http.types import ConnectionLost, UpstreamResponse
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.admit import RESUME
-from sglang_ext.tasks import Tasks
+from sglang_ext.tasks import Rounds, Tasks
 
 logger = logging.getLogger("router.moving")
 
@@ -133,8 +134,10 @@ class Mover:
         forwarding: Forwarding,
         clock: Clock,
         metrics: RouterMetrics,
+        rounds: Rounds,
     ) -> None:
         self._fleet = fleet
+        self._rounds = rounds
         self.calls = MoveCalls(channels)
         """To the agents."""
         self._clock = clock
@@ -186,8 +189,8 @@ class Mover:
     def empty(self, instance: str) -> None:
         """An instance shall go: move what runs there, until it is not to go any more or has nothing left."""
         if instance not in self._tasks:
-            task = self._tasks[instance] = asyncio.create_task(
-                self._emptying(instance), name=f"empty {instance}"
+            task = self._tasks[instance] = self._rounds.start(
+                "drains", functools.partial(self._emptying, instance), of_one_peer=True
             )
             task.add_done_callback(lambda _: self._tasks.pop(instance, None))
 

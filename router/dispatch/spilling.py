@@ -330,11 +330,10 @@ class Spilling:
             if spill.at <= before and spill.namespace == namespace and key.startswith(spill.key)
         ]
 
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            self.round()
-            await self._clock.sleep(TICK_S)
+    async def next_round(self) -> float:
+        """Look; returns the pause until the next look."""
+        self.round()
+        return TICK_S
 
     def __repr__(self) -> str:
         return f"Spilling(on={self._is_on}, kept={len(self._kept)}, {self.conversations!r})"

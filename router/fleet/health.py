@@ -10,8 +10,8 @@ A worker that has left is probed while requests still run there, so that they do
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, DeadlineError, PeerError
@@ -20,6 +20,7 @@ from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
 from sglang_ext.router.http.types import ConnectFailed
+from sglang_ext.tasks import Rounds
 
 logger = logging.getLogger("router.health")
 
@@ -38,8 +39,8 @@ class HealthWatch:
         clock: for pauses.
         interval_s: between two probes that are answered.
         timeout_s: for each probe.
-        on_crash: called when watching a worker ends by an error of ours. The router must not go on then:
-            it would send requests to workers that nobody watches.
+        rounds: run the watching. A worker that cannot be judged, by a fault of ours, counts as one that does
+            not answer.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class HealthWatch:
         *,
         interval_s: float,
         timeout_s: float,
-        on_crash: Callable[[BaseException], None],
+        rounds: Rounds,
     ) -> None:
         self._fleet = fleet
         self._api = api
         self._clock = clock
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._on_crash = on_crash
+        self._rounds = rounds
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._started = False
 
@@ -89,15 +90,14 @@ class HealthWatch:
             return
         if (running := self._tasks.pop(name, None)) is not None:
             running.cancel()
-        task = asyncio.create_task(self._watch(name), name=f"watch {name}")
-        task.add_done_callback(self._ended)
-        self._tasks[name] = task
+        task = self._tasks[name] = self._rounds.start(
+            "health", functools.partial(self._look, name), of_one_peer=True
+        )
+        task.add_done_callback(functools.partial(self._ended, name))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        for name in [name for name, ours in self._tasks.items() if ours is task]:
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
             del self._tasks[name]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_crash(error)
 
     async def stop(self) -> None:
         """Stop watching."""
@@ -119,13 +119,20 @@ class HealthWatch:
         self._fleet.lost(name, "its agent is silent")
         self.watch(name)
 
-    async def _watch(self, name: str) -> None:
-        while (row := self._fleet.rows.get(name)) is not None and not _is_over(row):
+    async def _look(self, name: str) -> float | None:
+        """Ask one worker; returns the pause until it is asked again, None when it never is."""
+        row = self._fleet.rows.get(name)
+        if row is None or _is_over(row):
+            return None
+        try:
             answered = await self.check_once(name)
-            probed = row.state in _PROBED and row.facts is not None
-            if probed and not answered:
-                continue
-            await self._clock.sleep(self._interval_s if probed else RETRY_S)
+        except Exception as error:
+            if name in self._fleet.rows:
+                self._fleet.missed(name, f"cannot be judged: {error!r}")
+            raise
+        if row.state not in _PROBED or row.facts is None:
+            return RETRY_S
+        return self._interval_s if answered else 0.0
 
     async def check_once(self, name: str) -> bool:
         """Ask one worker what its state calls for, and tell the fleet. Returns whether it answered."""

@@ -570,11 +570,10 @@ class Advisor:
             self._hints_used.labels("never").inc()
             self._ended(entry)
 
-    async def run(self) -> None:
-        """Tick until cancelled."""
-        while True:
-            await self._clock.sleep(TICK_S)
-            self.tick()
+    async def round(self) -> float:
+        """Tick; returns the pause until the next."""
+        self.tick()
+        return TICK_S
 
     def check(self) -> None:
         """Verify every invariant.

@@ -384,11 +384,10 @@ class Documents:
             if self.book.find(*entry.ids) is entry:  # it was not deleted meanwhile
                 self._hold(entry)
 
-    async def run(self) -> None:
-        """Tick until cancelled."""
-        while True:
-            await self._clock.sleep(TICK_S)
-            await self.tick()
+    async def round(self) -> float:
+        """Tick; returns the pause until the next."""
+        await self.tick()
+        return TICK_S
 
 
 def _new_pin() -> str:

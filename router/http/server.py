@@ -9,7 +9,7 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_ext.clock import Clock, SystemClock
@@ -17,6 +17,7 @@ from sglang_ext.errors import InternalError
 from sglang_ext.router.http.connection import ClientConnection
 from sglang_ext.router.http.state import HttpLimits, ServerState
 from sglang_ext.router.http.types import Handler
+from sglang_ext.tasks import Rounds
 
 logger = logging.getLogger("router.http")
 
@@ -43,7 +44,7 @@ class HttpServer:
         limits: of what clients may do.
         tls: with it, HTTPS is spoken, and nothing else.
         clock: seconds.
-        on_crash: told when the server's own task died; the router must not go on without it.
+        rounds: run the server's own work.
         grace_s: how long running requests may take to end when the server stops; then they are cut.
     """
 
@@ -54,14 +55,14 @@ class HttpServer:
         *,
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
-        on_crash: Callable[[BaseException], None] = lambda error: None,
+        rounds: Rounds | None = None,
         grace_s: float = SHUTDOWN_GRACE_S,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._tls = tls
         self._clock = clock or SystemClock()
-        self._on_crash = on_crash
+        self._rounds = rounds or Rounds(self._clock)
         self._grace_s = grace_s
         self._hurried = False
         self._servers: list[asyncio.Server] = []
@@ -91,8 +92,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         if self._state is None:
             self._state = ServerState(self._handler, self._limits, self._clock, loop)
-            self._sweeping = asyncio.create_task(self._sweep(), name="look at the clocks of connections")
-            self._sweeping.add_done_callback(self._swept)
+            self._sweeping = self._rounds.start("connections", self._sweep)
         state, files = self._state, self._limits.open_files
         places: list[dict[str, Any]] = [{"sock": each} for each in sockets]
         for place in places or [{"host": host, "port": port, "reuse_address": True}]:
@@ -135,14 +135,9 @@ class HttpServer:
         """Have ``stop`` wait for nothing any more."""
         self._hurried = True
 
-    async def _sweep(self) -> None:
-        while True:
-            await self._clock.sleep(SWEEP_INTERVAL_S)
-            self.sweep()
-
-    def _swept(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_crash(error)
+    async def _sweep(self) -> float:
+        self.sweep()
+        return SWEEP_INTERVAL_S
 
     def sweep(self) -> None:
         """Look at the clocks of all connections."""

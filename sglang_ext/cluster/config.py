@@ -83,10 +83,11 @@ class ClusterConfig(Flagged):
     log_dir: Path | None = flag(
         None, "The folder for the logs; by default a temporary one that a clean end removes."
     )
-    restart: int = flag(
-        0,
+    restart: int | None = flag(
+        None,
         "Times that a part which died is started again before the cluster gives up; a second router stands "
-        "by to take over at once.",
+        "by to take over at once. By default a router that has served is started again, 5 times, and none "
+        "stands by.",
     )
     start_timeout_secs: float = flag(
         600.0, "The time that a part may take to become ready.", SECONDS.positive()

@@ -11,6 +11,8 @@ from sglang_ext.cluster.config import ClusterConfig, flag_value
 from sglang_ext.errors import ConfigError, InternalError
 
 LOOPBACK = "127.0.0.1"
+ROUTER_RESTARTS = 5
+"""Of a router that was ready, unless ``--restart`` says otherwise."""
 DISK_FLAG = "--kv-disk-path"
 ROUTER_TLS_FLAG = "--tls-cert-file"
 """With it, the servers do not register: they would have to trust a certificate that they do not know."""
@@ -102,6 +104,8 @@ class Part:
     slots: tuple[tuple[str, ...], ...] = ()
     """What sets its two processes apart, as further flags: one serves, and one stands by to take over at once
     when that dies. Empty for a part of one process."""
+    restarts: int = 0
+    """Times that it is started again after it was ready, where the user has not said how often."""
 
     @property
     def shown_command(self) -> str:
@@ -223,6 +227,7 @@ def make_plan(
         environment=ENVIRONMENT,
         url=router_url,
         ready_path="/ready",
+        restarts=ROUTER_RESTARTS,
         needs=tuple(server.name for server in servers),
         sockets=() if door is None else door.sockets,
         secrets=hidden,

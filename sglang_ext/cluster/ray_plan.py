@@ -194,7 +194,7 @@ def server_parts(
         cores = int(max(node.cpus for node in nodes))
         facts = HostFacts(max(1, cores), int(max(node.gpus for node in nodes)) if on_gpus else 0)
         part = make_plan(
-            replace(config, routers=1, restart=0),
+            replace(config, routers=1, restart=None),
             facts,
             config.port,
             ports,
@@ -219,7 +219,7 @@ def router_part(config: ClusterConfig, number: int, place: Place) -> Part:
     """A router, where it was placed."""
     host = place.address if config.host == LOOPBACK else config.host
     *_, router = make_plan(
-        replace(config, host=host, routers=1, restart=0),
+        replace(config, host=host, routers=1, restart=None),
         HostFacts(1, 0),
         config.port,
         range(1, 1 + config.ports),

@@ -98,7 +98,7 @@ class Cluster:
     Args:
         parts: from ``make_plan``.
         log_dir: existing folder for one log per part.
-        restarts: times that each part that died is started again.
+        restarts: times that each part that died is started again; None: as its own ``restarts`` say.
         start_timeout_s: seconds from the start of a part to its first answer.
         stop_timeout_s: seconds between asking a part to end and killing it.
         observer: is told of every change.
@@ -111,7 +111,7 @@ class Cluster:
         parts: Sequence[Part],
         log_dir: Path,
         *,
-        restarts: int = 0,
+        restarts: int | None = None,
         start_timeout_s: float = 600.0,
         stop_timeout_s: float = 15.0,
         observer: Observer | None = None,
@@ -313,7 +313,7 @@ class Cluster:
     def _have_one_stand_by(self, status: PartStatus) -> None:
         """Start the process that takes over when this one dies, where there is to be one."""
         deaths = max(status.restarts, status.standby_deaths)
-        if not status.part.slots or status.standby is not None or deaths >= self._restarts:
+        if not status.part.slots or status.standby is not None or deaths >= (self._restarts or 0):
             return
         slot = 1 - status.slot
         process = self._process(status, slot, stands_by=True)
@@ -361,7 +361,7 @@ class Cluster:
     async def _live(self, status: PartStatus, ending: asyncio.Task[int]) -> None:
         """A process until its end."""
         code = await ending
-        event = lifecycle.death(self._restarts - status.restarts)
+        event = lifecycle.death(self._restarts_left(status))
         expected = status.state is State.STOPPING
         if not expected and event is Event.DIED:
             self._record(self._death(status, how_it_ended(code)))
@@ -371,6 +371,11 @@ class Cluster:
             task.cancel()
         self._feed(status.part.name, event)
         self._advance()
+
+    def _restarts_left(self, status: PartStatus) -> int:
+        if self._restarts is not None:
+            return self._restarts - status.restarts
+        return status.part.restarts - status.restarts if status.ready_after_s is not None else 0
 
     async def _until_healthy(self, status: PartStatus) -> None:
         """The probes that wait for the first answer."""

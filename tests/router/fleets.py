@@ -46,6 +46,10 @@ def start_worker(stack: AsyncExitStack, tokenizer: Any, tokenizer_dir: Path) -> 
     return start
 
 
+def no_failures(router: Router) -> None:
+    assert not router.rounds.failures
+
+
 @pytest.fixture
 def start_router(stack: AsyncExitStack) -> StartRouter:
     """Start a router in front of workers (stand-ins or URLs); options are ``RouterConfig``'s."""
@@ -57,6 +61,7 @@ def start_router(stack: AsyncExitStack) -> StartRouter:
         router = Router(RouterConfig(worker_urls=urls, **options))
         await stack.enter_async_context(router)
         stack.callback(router.check)
+        stack.callback(no_failures, router)
         return router
 
     return start

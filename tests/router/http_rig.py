@@ -11,6 +11,7 @@ from typing import Any
 from sglang_ext.router.http.server import HttpServer
 from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
+from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.workers import Gate
 from sglang_ext.testing.waiting import until
@@ -197,8 +198,8 @@ class Rig:
 async def running(limits: HttpLimits | None = None, **options: Any) -> AsyncIterator[Rig]:
     """A server while the block runs; afterwards nothing of it may be left."""
     echo, clock = Echo(), FakeClock()
-    crashes: list[BaseException] = []
-    server = HttpServer(echo, limits or HttpLimits(), clock=clock, on_crash=crashes.append, **options)
+    rounds = Rounds(clock)
+    server = HttpServer(echo, limits or HttpLimits(), clock=clock, rounds=rounds, **options)
     await server.start("127.0.0.1", 0)
     rig = Rig(server, echo, clock)
     try:
@@ -209,7 +210,7 @@ async def running(limits: HttpLimits | None = None, **options: Any) -> AsyncIter
         for wire in rig.wires:
             await wire.close()
         await server.stop()
-    assert crashes == []
+    assert not rounds.failures
     assert not server.state.connections
     assert server.state.active == 0
     server.check()

@@ -45,6 +45,7 @@ from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import TRANSITIONS, USABLE, Event, State
+from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.slow
@@ -89,7 +90,7 @@ class Watch(HealthWatch):
 
     def __init__(self, fleet: Fleet, clock: FakeClock) -> None:
         nobody: Any = None
-        super().__init__(fleet, nobody, clock, interval_s=1.0, timeout_s=1.0, on_crash=lambda error: None)
+        super().__init__(fleet, nobody, clock, interval_s=1.0, timeout_s=1.0, rounds=Rounds())
         self.watched: list[str] = []
 
     def watch(self, name: str) -> None:

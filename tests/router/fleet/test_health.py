@@ -15,6 +15,7 @@ from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
 from sglang_ext.router.http.types import ConnectFailed
 from sglang_ext.router.http.upstream import HttpUpstream
+from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
 from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 
@@ -65,12 +66,9 @@ async def test_a_server_that_is_none_of_ours(api, start_worker, unused_tcp_port)
 
 
 def watch(fleet: Fleet, api: WorkerApi, clock: FakeClock | SystemClock, **options: float) -> HealthWatch:
-    def crash(error: BaseException) -> None:
-        raise error
-
     options.setdefault("interval_s", 0.5)
     options.setdefault("timeout_s", 0.3)
-    return HealthWatch(fleet, api, clock, on_crash=crash, **options)
+    return HealthWatch(fleet, api, clock, rounds=Rounds(clock), **options)
 
 
 async def test_a_hanging_worker_is_down_after_the_threshold(api, start_worker) -> None:
@@ -202,16 +200,24 @@ async def test_mixed_models_stop_the_start(start_worker) -> None:
     assert caught.value.field == "--worker-urls"
 
 
-async def test_a_watch_that_dies_takes_the_router_down(start_worker, start_router, monkeypatch) -> None:
-    worker = await start_worker()
-    router = await start_router(worker)
+async def test_a_watch_that_fails_takes_its_worker_down_and_no_other(
+    start_worker, start_router, eventually, monkeypatch
+) -> None:
+    worker, other = await start_worker(), await start_worker()
+    router = await start_router(worker, other)
+    whole = router.watch._api.probe
 
-    async def broken(name: str, timeout_s: float) -> None:
-        raise ZeroDivisionError("a bug")
+    async def broken(name: str, timeout_s: float) -> object:
+        if name == worker.url:
+            raise ZeroDivisionError("a bug")
+        return await whole(name, timeout_s)
 
     monkeypatch.setattr(router.watch._api, "probe", broken)
-    with pytest.raises(Exception, match="a task of the router died"):
-        await asyncio.wait_for(router.ended(), 5)
+    await eventually(lambda: [each.name for each in router.fleet.usable()] == [other.url])
+    assert "cannot be judged" in router.fleet.rows[worker.url].why
+    monkeypatch.undo()
+    await eventually(lambda: len(router.fleet.usable()) == 2)
+    assert router.rounds.failures.pop("health") >= 3
 
 
 async def test_the_key_for_the_workers_is_sent(start_router, client, start_worker) -> None:
