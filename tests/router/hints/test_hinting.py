@@ -506,7 +506,7 @@ async def test_an_envelope_of_thousands_costs_as_much_as_one_of_a_few(
     ("body", "code"),
     [
         ({"input_ids": [5] * (MAX_PROMPT_BYTES // 4 + 1)}, "hint_too_long"),
-        ({"input_ids": [5] * 100, "extra_key": "x" * 5000}, "hint_too_long"),
+        ({"input_ids": [5] * 100, "extra_key": "x" * 5000}, "out_of_range"),
         ({"input_ids": [5] * 250_000}, "context_length_exceeded"),
     ],
 )
