@@ -149,9 +149,10 @@ def attach_agent(
         for_others=cache.dram.spilled.limit if cache.dram is not None and endpoints else 0,
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
+    agent.rekeyed.subscribe(registrar.rekey)
     agent.start()
     registrar.start()
-    cache.listeners.add(_Registered(cache, agent, registrar, registration, feed, tuple(named.values())))
+    cache.listeners.add(_Registered(cache, agent, registrar, feed, tuple(named.values())))
     logger.info(
         "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
     )
@@ -166,19 +167,17 @@ class _Registered(Listener):
         cache: GlobalRadixCache,
         agent: Agent,
         registrar: Registrar,
-        registration: Registration,
         feed: PlacementFeed,
         named: Iterable[ListsNames],
     ) -> None:
         self._cache = cache
         self._agent = agent
         self._registrar = registrar
-        self._registration = registration
         self._feed = feed
         self._named = named
 
     def role_changed(self, role: str) -> None:
-        before = self._registration
+        before = self._registrar.registration
         splits = before.splits and ROLES[role] == before.role
         self._registrar.update(msgspec.structs.replace(before, role=ROLES[role], splits=splits))
 

@@ -34,6 +34,7 @@ from sglang_ext.protocol.agent import (
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
 from sglang_ext.radix_global.sync.runs import with_weights
 from sglang_ext.radix_global.sync.stream import EventStream, Reader, Sends
+from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ SNAPSHOT_NAMES: Final = 400_000
 NAMES_CHUNK: Final = 1000
 """Names read from a tier's index at once: about a millisecond."""
 RESTART_S: Final = 1.0
+FORGET_S: Final = 600.0
+"""A router that was not heard for so long is not remembered: each has a new name after a restart."""
 FORMER_CHANNELS: Final = 64
 """Of routers that have another one now; what still arrives on them is not listened to."""
 
@@ -128,7 +131,9 @@ class Agent:
         self._names: dict[Reader, str] = {}
         self._former: deque[Reader] = deque(maxlen=FORMER_CHANNELS)
         self._heard: dict[str, float] = {}
-        """Router -> when it said something last. Read by other threads."""
+        """Router -> when it said something last. Read by other threads. Kept for ``FORGET_S``."""
+        self.rekeyed: Signal[[str]] = Signal()
+        """It listens by another public key now; in the agent's thread."""
         self._listings: list[_Listing] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kv-agent", daemon=True)
@@ -171,6 +176,8 @@ class Agent:
             now = self._now()
             if now >= beat:
                 beat = now + HEARTBEAT_S
+                self._follow_key()
+                self._forget(now)
                 self._beat(now)
             ready = self.socket.wait(min(beat, self._next_work(now)) - now, self._feed.wakeup)
             for reader, message in self.socket.receive():
@@ -192,6 +199,16 @@ class Agent:
                 self._tell(self._feed.take(), told)
             self._list_names()
             self._flush()
+
+    def _follow_key(self) -> None:
+        if self.socket.follow_key():
+            for reader in list(self._names):
+                self._drop(reader)
+            self.rekeyed(self.socket.public_key)
+
+    def _forget(self, now: float) -> None:
+        for router in [name for name, at in self._heard.items() if now - at > FORGET_S]:
+            del self._heard[router]
 
     def _next_work(self, now: float) -> float:
         """When there is something to do of which nothing tells."""

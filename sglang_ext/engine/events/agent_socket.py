@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ QUEUED_MESSAGES: Final = 64
 """Messages that ZeroMQ keeps per router, beside the outbox."""
 LINGER_MS: Final = 200
 ZAP_DOMAIN: Final = "kv"
+REBIND_S: Final = 2.0
+REBIND_PAUSE_S: Final = 0.01
+"""Between two tries to have the port again."""
 
 
 @dataclass(slots=True)
@@ -69,6 +73,8 @@ class AgentSocket:
         self.refused = 0
         """Messages that were none, since the start."""
         self._outboxes: dict[Reader, _Outbox] = {}
+        self._key = key
+        self._pairs: tuple[tuple[bytes, bytes], ...] = ()
         self._context = Context()
         self._authenticator: Any = None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -88,15 +94,54 @@ class AgentSocket:
                 f"the agent cannot listen on {bind}, port {ports[-1]}: {error.strerror}",
                 field="--kv-agent-port",
             ) from None
-        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2])
+        self._endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        self.port = int(self._endpoint.rpartition(":")[2])
+
+    def follow_key(self) -> bool:
+        """Listen anew where the cluster's first key is another, or one was removed: all connections end, and
+        those that have a key connect again. May block for `REBIND_S`. Returns whether that was so.
+
+        Raises:
+            ZMQError: the port cannot be had any more.
+        """
+        if self._key is None:
+            return False
+        known, self._pairs = self._pairs, self._key.curve_pairs()
+        if self._pairs[0] == known[0] and set(known) <= set(self._pairs):
+            return False
+        self._use(self._pairs[0])
+        self._outboxes.clear()
+        try:
+            self._socket.unbind(self._endpoint)
+            self._listen_again()
+        except ZMQError:
+            self._pairs = known  # it is tried again
+            raise
+        logger.info("the cluster's key has changed: every router connects to %s anew", self._endpoint)
+        return True
+
+    def _listen_again(self) -> None:
+        end = time.monotonic() + REBIND_S
+        while True:
+            try:
+                self._socket.bind(self._endpoint)
+                return
+            except ZMQError as error:
+                # libzmq gives the port back in a thread of its own.
+                if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                    raise
+                time.sleep(REBIND_PAUSE_S)
+
+    def _use(self, pair: tuple[bytes, bytes]) -> None:
+        self.public_key = pair[0].decode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = pair
 
     def _secure(self, key: ClusterKey) -> None:
-        public, secret = key.curve_pair()
-        self.public_key = public.decode()
+        self._pairs = key.curve_pairs()
         self._authenticator = Authenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=OnlyMembers(key))
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._use(self._pairs[0])
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
 

@@ -109,6 +109,15 @@ class Registrar:
         for router in self._routers:
             router.stale = True
 
+    def rekey(self, public_key: str) -> None:
+        """The agent listens by another public key from now on; from any thread."""
+        self.update(msgspec.structs.replace(self._registration, agent_key=public_key))
+
+    @property
+    def registration(self) -> Registration:
+        """What is said of the instance."""
+        return self._registration
+
     def close(self) -> None:
         """Leave every router that knows the instance, and end. At most `CALL_S` or `LOOK_UP_S` per name, and
         `LEAVE_S` per router."""

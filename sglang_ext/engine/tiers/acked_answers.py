@@ -128,7 +128,8 @@ class AckedAnswers:
         self._clock = clock or SystemClock()
         self._pending: dict[Acked, None] = {}
         """In the order in which they ended."""
-        self._held: set[Acked] = set()
+        self._held: dict[Acked, int] = {}
+        """Answers whose end is held back -> how many pending ones they follow, as those come and go."""
         self._passes = 0
         self._looked_at = (-1, -1)
         self._look = False
@@ -160,8 +161,13 @@ class AckedAnswers:
             answer.outcome = AckEnd.DURABLE
             return answer
         if len(self._pending) >= _MOST_PENDING:
-            self._resolve(next(iter(self._pending)), AckEnd.LOST)
+            oldest = next(iter(self._pending))
+            self._resolve(oldest, AckEnd.LOST)
+            self._count_without([oldest])
         self._pending[answer] = None
+        if self._behind:
+            for other in self._held:
+                self._held[other] += other.follows(answer)
         self._look = True
         return answer
 
@@ -181,16 +187,18 @@ class AckedAnswers:
         elif now - answer.since >= self._timeout:
             end = AckEnd.LATE
         else:
-            self._held.add(answer)
+            self._held.setdefault(answer, 0)
             return False
-        self._held.discard(answer)
+        self._held.pop(answer, None)
         answer.told, answer.waited = end, now - answer.since
         self.counters[end] += 1
         self.waits.append(answer.waited)
         return True
 
     def _turns_behind(self, answer: Acked) -> int:
-        return 1 + sum(answer.follows(other) for other in self._pending)
+        if answer not in self._held:
+            self._held[answer] = sum(answer.follows(other) for other in self._pending)
+        return 1 + self._held[answer]
 
     # -- in every pass --------------------------------------------------------------------------
 
@@ -223,16 +231,30 @@ class AckedAnswers:
 
     def act(self, agreed: Sequence[int]) -> None:
         """Take note of what is durable on every rank, and push on what has not begun."""
+        resolved: list[Acked] = []
         for answer, state in zip(list(self._pending), agreed, strict=False):
             if state == _DURABLE:
                 self._resolve(answer, AckEnd.DURABLE)
+                resolved.append(answer)
             elif state == _NEVER:
                 self._resolve(answer, AckEnd.REFUSED if answer.refused else AckEnd.LOST)
+                resolved.append(answer)
             elif self._look:
                 self._dram_tier.push_on(
                     [node for _, node in path_of(self._tree, answer.namespace, answer.key)]
                 )
         self._look = False
+        self._count_without(resolved)
+
+    def _count_without(self, resolved: Sequence[Acked]) -> None:
+        """Have held answers follow none of these, which are not pending any more."""
+        if not self._behind or not resolved:
+            return
+        for answer in self._held:
+            if len(resolved) < len(self._pending):
+                self._held[answer] -= sum(answer.follows(other) for other in resolved)
+            else:
+                self._held[answer] = sum(answer.follows(other) for other in self._pending)
 
     def _resolve(self, answer: Acked, outcome: AckEnd) -> None:
         del self._pending[answer]

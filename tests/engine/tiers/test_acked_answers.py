@@ -250,3 +250,45 @@ def test_what_is_not_on_every_ranks_disk_is_not_durable(make: Callable[..., Acki
         assert each.answers.may_tell(answer)
         assert (answer.told is AckEnd.DURABLE) is not fails
     assert answers[1].told is (AckEnd.REFUSED if fails else AckEnd.DURABLE)
+
+
+class CountedAcked(Acked):
+    """Counts how often two answers are compared."""
+
+    compared = 0
+
+    def follows(self, other: Acked) -> bool:
+        type(self).compared += 1
+        return super().follows(other)
+
+
+def test_held_ends_cost_a_pass_over_a_hanging_disk_nothing_each(
+    make: Callable[..., Acking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each scheduler pass asks for every held end again, for as long as the disk hangs."""
+    monkeypatch.setattr("sglang_ext.engine.tiers.acked_answers.Acked", CountedAcked)
+    setup = make(behind=2, disk_blocks=400, backlog=400)
+    turns = [list(range(BLOCK * (1 + n))) for n in range(30)]
+    answers = [setup.answer(tokens) for tokens in turns]
+
+    def told() -> list[bool]:
+        setup.passes(1)
+        return [setup.answers.may_tell(answer) for answer in answers]
+
+    first = told()
+    assert first == [n < 2 for n in range(30)]
+    CountedAcked.compared = 0
+    for _ in range(5):
+        assert told() == first
+    assert CountedAcked.compared == 0
+    # Counts are kept up: what is durable is followed by none, and what comes counts for later turns.
+    expected = [1 + sum(Acked.follows(each, other) for other in setup.answers._pending) for each in answers]
+    assert [setup.answers._turns_behind(each) for each in answers[2:]] == expected[2:]
+    for step in (setup.passes, setup.to_dram, setup.passes, setup.to_disk, setup.passes):
+        step()
+    left = [each for each in answers[2:] if each.outcome is None]
+    assert len(left) < 28
+    for each in left:
+        assert setup.answers._turns_behind(each) == 1 + sum(
+            each.follows(other) for other in setup.answers._pending
+        )
