@@ -45,6 +45,7 @@ from sglang_ext.patches.adapter.build_disk import (
 from sglang_ext.patches.adapter.build_transfers import (
     accelerator_place,
     endpoint_config,
+    handover_settings,
     hands_over,
     kv_namespace,
     make_peers,
@@ -56,6 +57,7 @@ from sglang_ext.patches.adapter.build_transfers import (
 from sglang_ext.patches.adapter.compute_ahead import compute_ahead
 from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.own_requests import SglangHost
+from sglang_ext.patches.adapter.pd_setup import settings_of
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import (
     require_computing,
@@ -217,6 +219,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             namespace=dataclasses.replace(identity, shard="")
             if identity is not None
             else identity_of(ctx, geometry, "", weights=False),
+            settings=settings_of(ctx.model_config, kvcache),
+            handover=handover_settings(config, ctx.server_args, params.page_size),
             endpoints=endpoints,
             splits=splits,
         )

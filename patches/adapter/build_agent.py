@@ -24,6 +24,7 @@ from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.migration import MoveDesk
 from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
 from sglang_ext.protocol.cluster import Registration, RoleName
+from sglang_ext.protocol.compatibility import bounded
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
@@ -108,13 +109,16 @@ def attach_agent(
     desks: Desks,
     named: Mapping[Tier, ListsNames],
     namespace: Namespace,
+    settings: Mapping[str, str],
+    handover: Mapping[str, str],
     endpoints: tuple[str, ...] = (),
     splits: bool = False,
 ) -> Agent:
     """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
 
-    Called in rank 0, while the cache, which has a feed, is empty. endpoints: where peers read ranks' DRAM.
-    splits: whether it computes spans of prompts with others.
+    Called in rank 0, while the cache, which has a feed, is empty. settings: of the model. handover: of
+    hand-overs, where it takes part in them. endpoints: where peers read ranks' DRAM. splits: whether it
+    computes spans of prompts with others.
 
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
@@ -146,6 +150,9 @@ def attach_agent(
         endpoints=endpoints,
         computes=config.advisory_compute,
         splits=splits,
+        settings=bounded(settings),
+        handover=dict(handover),
+        weights=namespace.weights_version,
         for_others=cache.dram.spilled.limit if cache.dram is not None and endpoints else 0,
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)

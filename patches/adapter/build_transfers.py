@@ -55,6 +55,17 @@ def hands_over(server_args: Any) -> bool:
     return ours and bool(server_args.disaggregation_transfer_backend == BACKEND)
 
 
+def handover_settings(config: KvConfig, server_args: Any, page_tokens: int) -> dict[str, str]:
+    """What both halves of a pair need alike beside the model; empty for a server that hands nothing over."""
+    if not hands_over(server_args):
+        return {}
+    return {
+        "--page-size": str(page_tokens),
+        "--kv-transfer-mode": config.transfer_mode,
+        "--kv-transfer-layout": config.transfer_layout,
+    }
+
+
 def endpoint_config(
     config: KvConfig, server_args: Any, namespace: str, *, epoch: bytes, rank: int
 ) -> EndpointConfig:

@@ -199,7 +199,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     self.buffers.row_bytes,
                     config.transfer_mode,
                     config.transfer_layout,
-                    settings_of(scheduler),
+                    settings_of(scheduler.model_config, scheduler.token_to_kv_pool_allocator.get_kvcache()),
                 ),
                 "" if isinstance(cache, GlobalRadixCache) and cache.weights.moving else weights_of(scheduler),
                 bootstrap=f"{host}:{port}" if prefill else "",

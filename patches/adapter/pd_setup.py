@@ -96,10 +96,8 @@ def around_layers(
         setattr(kvcache, name, told)
 
 
-def settings_of(scheduler: Any) -> dict[str, str]:
+def settings_of(model_config: Any, kvcache: Any) -> dict[str, str]:
     """The settings of the model with which KV is computed, and what it is kept in."""
-    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    model_config = scheduler.model_config
     return model_settings(model_config.hf_config) | {"kv_cache_dtype": kv_dtype(model_config, kvcache.dtype)}
 
 

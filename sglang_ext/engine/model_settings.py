@@ -11,6 +11,8 @@ VOLATILE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_vers
 """Settings that differ between copies of one model."""
 LETTERS: Final = 80
 """As much of a setting is told to others; of a longer one the digest, too."""
+MOST_WITHIN: Final = 32
+"""A setting that has more within it, such as the labels of a classifier, is told as a whole."""
 
 
 def model_settings(hf_config: Any) -> dict[str, str]:
@@ -24,7 +26,7 @@ def model_settings(hf_config: Any) -> dict[str, str]:
         for key, value in values.items():
             if key in VOLATILE:
                 continue
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and len(value) <= MOST_WITHIN:
                 add(f"{prefix}{key}.", value)
                 continue
             text = json.dumps(value, sort_keys=True, default=str)
@@ -35,13 +37,3 @@ def model_settings(hf_config: Any) -> dict[str, str]:
 
     add("", hf_config.to_dict())
     return found
-
-
-def differences(theirs: Mapping[str, str], ours: Mapping[str, str], most: int = 3) -> str:
-    """Which settings of two servers differ, with both values; empty when none does."""
-    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-    shown = [
-        f"{name} ({theirs.get(name, 'none')} there, {ours.get(name, 'none')} here)" for name in names[:most]
-    ]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shown) + more

@@ -42,6 +42,11 @@ AgentAddress = Annotated[str, msgspec.Meta(max_length=300)]
 CurvePublicKey = Annotated[str, msgspec.Meta(pattern=r"^(|[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40})$")]
 """Z85 of 32 bytes, or nothing."""
 Text = Annotated[str, msgspec.Meta(max_length=512)]
+Settings = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=128)], Annotated[str, msgspec.Meta(max_length=128)]],
+    msgspec.Meta(max_length=256),
+]
+"""Settings of a server by name."""
 RoleName = Literal["colocated", "prefill", "decode"]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
@@ -80,6 +85,13 @@ class Registration(Body, frozen=True, kw_only=True):
     computes behind layers that still come."""
     for_others: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
     """Blocks that it keeps for other instances in DRAM that is idle (``--kv-dram-for-others``)."""
+    settings: Settings = {}
+    """Of its model, and of its KV's data type: `compatibility.bounded`; empty from an older instance."""
+    handover: Settings = {}
+    """What both halves of a prefill-decode pair need alike besides; empty for an instance that hands nothing
+    over by our transfer backend."""
+    weights: Text = ""
+    """Digest of rank 0's weights at the start, where they were read."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -242,6 +254,32 @@ class RolesView(msgspec.Struct, frozen=True, kw_only=True):
     """The last ones, the newest first."""
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """A setting in which two servers differ, and its values; empty where one does not have it."""
+
+    setting: str
+    one: str
+    other: str
+
+
+class Incompatible(msgspec.Struct, frozen=True, kw_only=True):
+    """Two groups of instances that cannot work together until one of them is started otherwise."""
+
+    what: str
+    """``hand-over``: ``instances`` prefill, ``others`` decode, and no request is sent to both. ``sharing``:
+    colocated instances of one model, none of which reads the other group's KV."""
+    instances: tuple[str, ...]
+    """The first ones by name, at most `compatibility.MOST_INSTANCES`."""
+    count: int
+    """How many there are."""
+    others: tuple[str, ...]
+    others_count: int
+    differences: tuple[Difference, ...]
+    """``one``: at ``instances``; ``other``: at ``others``. At most `compatibility.MOST_DIFFERENCES`."""
+    why: str
+    """All of it in words."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /cluster``: what this router knows of its cluster."""
 
@@ -254,6 +292,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Why no request can be served, in words; empty when one can."""
     roles: RolesView | None = None
     """With ``--role-controller``."""
+    incompatible: tuple[Incompatible, ...] = ()
+    """Instances that cannot work together although they serve one model; at most
+    `compatibility.MOST_FINDINGS`."""
 
 
 class Instances(msgspec.Struct, frozen=True, kw_only=True):

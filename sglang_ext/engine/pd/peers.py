@@ -23,7 +23,6 @@ from sglang_ext.disagg.handover import CONNECT_SECONDS
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.link import Link
-from sglang_ext.engine.model_settings import differences
 from sglang_ext.engine.pd.messages import (
     PROTOCOL,
     Abort,
@@ -41,6 +40,7 @@ from sglang_ext.engine.pd.messages import (
     Weights,
     other_protocol,
 )
+from sglang_ext.protocol.compatibility import in_words, setting_differences
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import pack_ids
 
@@ -321,10 +321,11 @@ def require_fit(ranks: Sequence[RankInfo], local: Local) -> None:
             "layout",
             f"{first.layout} there, {local.layout} here; set --kv-transfer-layout alike",
         )
-    if differing := differences(first.settings, local.settings):
+    if differing := setting_differences(first.settings, local.settings):
+        values = in_words(differing, "there", "here")
         raise RefusedError(
             "settings",
-            f"the models' settings differ: {differing}; start both with one model, and with one "
+            f"the models' settings differ: {values}; start both with one model, and with one "
             "--json-model-override-args",
         )
     if first.metadata_bytes != local.metadata_bytes:

@@ -46,7 +46,10 @@ def facts(rank: Rank) -> AgentFacts:
 def attach(rank: Rank, config: KvConfig, args: SimpleNamespace) -> Any:
     assert rank.desks is not None
     config = place(config, args, SystemNetwork())
-    return attach_agent(rank.cache, args, config, facts(rank), desks=rank.desks, named={}, namespace=IDENTITY)
+    return attach_agent(
+        rank.cache, args, config, facts(rank), desks=rank.desks, named={}, namespace=IDENTITY,
+        settings={"rope_theta": "10000.0"}, handover={},
+    )  # fmt: skip
 
 
 async def test_a_router_follows_a_simulated_server() -> None:
@@ -67,6 +70,7 @@ async def test_a_router_follows_a_simulated_server() -> None:
             row = router.fleet.rows[name].registration
             assert row is not None
             assert (row.instance, row.model, row.role) == ("simulated", "tiny", "colocated")
+            assert (row.settings, row.weights) == ({"rope_theta": "10000.0"}, "weights")
             traffic = Traffic(rank.scenario, 4)
             for _ in range(60):
                 traffic.act(rank.scheduler)

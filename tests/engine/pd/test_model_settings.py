@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.engine.model_settings import LETTERS, differences, model_settings
+from sglang_ext.engine.model_settings import LETTERS, MOST_WITHIN, model_settings
 from sglang_ext.engine.pd.messages import MESSAGES, RankInfo, Register
 from sglang_ext.engine.pd.peers import Local, require_fit
 from sglang_ext.wire import WireError
@@ -29,13 +29,11 @@ def test_a_long_one_is_told_apart_by_its_end() -> None:
     assert all(len(text) < LETTERS + 30 for text in (*one.values(), *other.values()))
 
 
-def test_differences_have_both_values() -> None:
-    ours = {"a": "1", "b": "2", "c": "3", "d": "4"}
-    assert differences(ours, dict(ours)) == ""
-    assert differences({**ours, "a": "9"}, ours) == "a (9 there, 1 here)"
-    assert differences({}, ours) == (
-        "a (none there, 1 here), b (none there, 2 here), c (none there, 3 here) and 1 more"
-    )
+def test_one_with_much_within_it_is_one_setting() -> None:
+    labels = {str(number): f"label {number}" for number in range(MOST_WITHIN + 1)}
+    found = settings(id2label=labels, layers=2)
+    assert found.keys() == {"id2label", "layers"}
+    assert found != settings(id2label=labels | {"0": "another"}, layers=2)
 
 
 def rank(**values: Any) -> RankInfo:
