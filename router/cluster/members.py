@@ -21,6 +21,7 @@ from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
 from sglang_ext.router.cluster.words import Speaker, Word
+from sglang_ext.router.fleet.compatibility import Compatibility
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import USABLE, Event, State
@@ -148,7 +149,8 @@ class Members:
         on_drain: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.router = router or new_router_name()
-        self.roster = Roster()
+        self.compatibility = Compatibility()
+        self.roster = Roster(self.compatibility.shared)
         self.store = store
         self.fleet = fleet
         self._watch = watch
@@ -338,6 +340,10 @@ class Members:
 
     def _carry_over(self, change: Change) -> None:
         before, after = change.before, change.after
+        if after.registration is not None and after.intent is Intent.STAY:
+            self.compatibility.put(after.registration)
+        else:
+            self.compatibility.drop(after.instance)
         if before is not None and before.url != after.url and not self.serves(before.url):
             self._part(before.url, f"it is at {after.url} now")
         if before is not None and before.epoch and before.epoch != after.epoch:
@@ -422,6 +428,7 @@ class Members:
     def _forget(self, member: Member | None) -> None:
         if member is not None:
             self.roster.forget(member.instance)
+            self.compatibility.drop(member.instance)
             self._dead.pop(member.instance, None)
             self._unreachable.pop(member.instance, None)
             if not self.serves(member.url):

@@ -34,6 +34,7 @@ def cluster(members: Members, roles: RolesView | None = None) -> Cluster:
         instances=instances(members),
         unusable=members.fleet.obstacle(),
         roles=roles,
+        incompatible=members.compatibility.findings,
     )
 
 

@@ -8,7 +8,7 @@ order, however often each came. Pure: the time comes in as an argument.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -105,10 +105,17 @@ class Taken(PeerError):
 
 
 class Roster:
-    """The records of all members, by instance."""
+    """The records of all members, by instance.
 
-    def __init__(self) -> None:
+    Args:
+        shared: the same registration, with less memory.
+    """
+
+    def __init__(
+        self, shared: Callable[[Registration], Registration] = lambda registration: registration
+    ) -> None:
         self._members: dict[str, Member] = {}
+        self._shared = shared
 
     def __repr__(self) -> str:
         counts = {intent: sum(m.intent is intent for m in self) for intent in Intent}
@@ -134,6 +141,8 @@ class Roster:
         before = self._members.get(member.instance)
         if before is not None and _rank(before) >= _rank(member):
             return None
+        if member.registration is not None:
+            member = msgspec.structs.replace(member, registration=self._shared(member.registration))
         self._members[member.instance] = member
         return Change(before, member)
 

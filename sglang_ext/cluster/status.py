@@ -102,6 +102,7 @@ def notes(seen: Cluster) -> list[str]:
         if view.awaited
     ]
     lines += [_drain_note(view) for view in seen.instances if view.draining and view.state == "draining"]
+    lines += [each.why for each in seen.incompatible]
     if seen.roles is not None:
         lines += _role_notes(seen.roles)
     if seen.store.kind != "embedded":

@@ -19,7 +19,15 @@ from sglang_ext.cluster import drain as drain_module
 from sglang_ext.cluster.drain import NOT_FINISHED, is_over
 from sglang_ext.cluster.status import NOBODY_SERVES, SOME_AWAITED, notes, show
 from sglang_ext.cluster_key import read_cluster_key
-from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, StoreView
+from sglang_ext.protocol.cluster import (
+    Cluster,
+    Difference,
+    Draining,
+    Elsewhere,
+    Incompatible,
+    InstanceView,
+    StoreView,
+)
 
 
 def view(name: str = "a", state: str = "ready", **more: Any) -> InstanceView:
@@ -100,6 +108,15 @@ def test_a_cluster_whose_disks_are_not_known_is_not_ready(router: Router) -> Non
         router.answers = [(200, cluster(view("a"), view("b", awaited=awaited)))]
         statuses.append(cli.main(["cluster-status", "--router", router.url]))
     assert statuses == [SOME_AWAITED, 0]
+
+
+def test_instances_that_cannot_work_together_are_named() -> None:
+    why = "b cannot share KV with a: rope_theta (2.0 at b, 1.0 at a)"
+    found = Incompatible(
+        what="sharing", instances=("b",), count=1, others=("a",), others_count=1, why=why,
+        differences=(Difference("rope_theta", "2.0", "1.0"),),
+    )  # fmt: skip
+    assert why in notes(cluster(view(), view("b"), incompatible=(found,)))
 
 
 def test_what_the_table_does_not_say() -> None:

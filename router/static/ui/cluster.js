@@ -127,6 +127,7 @@ async function look() {
     cached(samples);
     hints(samples);
     view.cards(at("instances"), cluster.instances);
+    at("incompatible").replaceChildren(...(cluster.incompatible ?? []).map((each) => view.element("li", "", each.why)));
     transfers(samples, seconds, Object.fromEntries(cluster.instances.map((row) => [row.url, row.instance])));
     Object.assign(past, { at: now, samples });
     at("notice").textContent = cluster.unusable ?? "";
