@@ -17,6 +17,7 @@ from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
 from sglang_ext.errors import InternalError
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.compatibility import differences, in_words
 from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.instance_record import ROLES, InstanceRecord, Load
@@ -25,7 +26,7 @@ from sglang_ext.router.fleet.standing import Standing
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
 from sglang_ext.router.policies.base import Role
-from sglang_ext.router.policies.questions import all_colocated
+from sglang_ext.router.policies.questions import all_colocated, paired
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.signals import Signal
 
@@ -280,7 +281,8 @@ class Fleet:
     def usable(self, excluded: frozenset[str] = frozenset()) -> tuple[Instance, ...]:
         """The instances that can take a request now, ``excluded`` left out.
 
-        Prefill and decode instances only in pairs: if one of the two is missing, so is the other.
+        Prefill and decode instances only in pairs: if one of the two is missing, or those that there are
+        cannot hand requests over, so is the other.
         """
         rows = self._usable
         for name in self._retold():
@@ -308,13 +310,14 @@ class Fleet:
         cached, trusted, awaited = self._told(row.name)
         busy = row.in_flight + row.elsewhere
         return Instance(
-            row.name, busy, row.queued_tokens, cached, row.last_picked, row.role, trusted, awaited
-        )
+            row.name, busy, row.queued_tokens, cached, row.last_picked, row.role, trusted, awaited,
+            row.handover,
+        )  # fmt: skip
 
     def _complete(self, found: tuple[Instance, ...]) -> tuple[Instance, ...]:
         """Without halves of pairs whose other half is missing."""
-        if self._pairs and {Role.PREFILL, Role.DECODE} <= {instance.role for instance in found}:
-            return found
+        if self._pairs:
+            return paired(found)
         return tuple(instance for instance in found if instance.role is Role.COLOCATED)
 
     def obstacle(self) -> str:
@@ -330,8 +333,21 @@ class Fleet:
         for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             if not counts[role]:
                 return f"there is no {role} instance: the {counts[other]} {other} cannot serve alone"
+        if self._pairs:
+            return self._why_no_pair(apart)
         there = " and ".join(f"{count} {role}" for role, count in counts.items())
         return f"there are {there} instances: this router does not send requests to pairs"
+
+    def _why_no_pair(self, apart: list[InstanceRecord]) -> str:
+        """What keeps every prefill instance from handing requests over to any decode instance."""
+        prefills, decodes = (
+            [row.registration for row in apart if row.role is role and row.registration is not None]
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        if not (prefills and decodes and (found := differences(prefills[0], decodes[0]))):
+            return "no prefill and decode instance fit together"
+        values = in_words(found, f"at {prefills[0].instance}", f"at {decodes[0].instance}")
+        return f"no prefill and decode instance fit together: {values}"
 
     def state_of(self, name: str) -> str:
         """What an instance's state is, for people."""

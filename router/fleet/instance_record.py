@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.compatibility import hand_over_identity
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.http.types import ConnectionLost
@@ -51,6 +52,8 @@ class InstanceRecord:
 
     role: Role = field(init=False)
     """What it tells, or registered with; COLOCATED while nothing is known."""
+    handover: str = field(init=False)
+    """Of a prefill or decode instance, as it registered: `compatibility.hand_over_identity`."""
 
     def __post_init__(self) -> None:
         self.tell(self.facts, self.registration)
@@ -60,6 +63,7 @@ class InstanceRecord:
         self.facts, self.registration = facts, registration
         told = facts.role if facts else registration.role if registration else ""
         self.role = ROLES.get(told, Role.COLOCATED)
+        self.handover = hand_over_identity(registration)
         self.retell()
 
     def retell(self) -> None:

@@ -43,6 +43,7 @@ from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, be
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.prompt_tree import is_ahead
+from sglang_ext.router.policies.questions import decoders_for, named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.tokenizing import TokenizerService
@@ -518,7 +519,8 @@ class Advisor:
         place = self._claimed(scope, prompt.namespace, prompt.key, flight.admitted.session)
         if place is None or not self._can_take(place.instance, beginners(fleet)):
             return None
-        decoders = tuple(known for known in fleet if known.role is Role.DECODE)
+        prefill = named(fleet, place.instance)
+        decoders = () if prefill is None else tuple(decoders_for(fleet, prefill))
         decode = place.decode if place.decode and self._can_take(place.decode, decoders) else None
         return Place(place.instance, decode)
 

@@ -31,6 +31,7 @@ from sglang_ext.router.policies.questions import (
     all_colocated,
     all_trusted,
     beginners,
+    decoders_for,
     for_want_of,
     load_of,
     matched_tokens,
@@ -68,15 +69,15 @@ def choose_decode(
     """The instance that decodes what ``prefill`` computes, and ``hand_over_s`` to it.
 
     Raises:
-        ValueError: none of the fleet decodes.
+        ValueError: none of the fleet decodes for ``prefill``.
     """
+    decoders = decoders_for(fleet, prefill)
     seconds = {
         instance.name: hand_over_s(prompt, prefill, instance, matches, costs, options)
-        for instance in fleet
-        if instance.role is Role.DECODE
+        for instance in decoders
     }
     chosen = min(
-        (instance for instance in fleet if instance.role is Role.DECODE),
+        decoders,
         key=lambda instance: (seconds[instance.name], load_of(instance)),
     )
     return chosen, seconds[chosen.name]
@@ -149,9 +150,11 @@ def invalid_reason(decision: object, fleet: Fleet) -> str | None:
     first = {instance.name for instance in beginners(fleet)}
     if decision.instance not in first:
         return f"it chose {decision.instance!r}, which is none of {', '.join(sorted(first))}"
-    decoders = {instance.name for instance in fleet if instance.role is Role.DECODE}
-    if decision.decode is not None and decision.decode not in decoders:
-        return f"it chose {decision.decode!r} to decode, which is none of {', '.join(sorted(decoders))}"
+    prefill = named(fleet, decision.instance)
+    if decision.decode is not None and prefill is not None:
+        decoders = {instance.name for instance in decoders_for(fleet, prefill)}
+        if decision.decode not in decoders:
+            return f"it chose {decision.decode!r} to decode, which is none of {', '.join(sorted(decoders))}"
     names = {instance.name for instance in fleet}
     for fetch in decision.fetch:
         if fetch.source not in names:

@@ -55,6 +55,9 @@ class Instance(msgspec.Struct, frozen=True):
     """Whether the index of it is believed. What is not believed does not attract: load decides."""
     awaited: bool = False
     """Its snapshot is not in yet: what it has told so far is believed, and it may hold more."""
+    handover: str = ""
+    """Of a prefill or decode instance: what both halves of a pair have alike; empty when it is not known. Of
+    those that differ no pair is made (``questions.decoders_for``)."""
 
 
 Fleet: TypeAlias = tuple[Instance, ...]

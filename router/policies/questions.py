@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
+from sglang_ext.protocol.compatibility import fits
 from sglang_ext.router.policies.base import Fleet, Instance, Match, Matches, Reason, Role, WholeFleet
 
 _ROLE = attrgetter("role")
@@ -53,15 +54,37 @@ def named(fleet: Fleet, name: str) -> Instance | None:
 
 def beginners(fleet: Fleet) -> Fleet:
     """The instances that a request can be sent to first: those that do everything, and, where some decode,
-    those that prefill. Empty when the fleet cannot answer any request."""
+    those that prefill for one of them. Empty when the fleet cannot answer any request."""
     if all_colocated(fleet):
         return fleet
-    decodes = any(instance.role is Role.DECODE for instance in fleet)
+    return tuple(instance for instance in paired(fleet) if instance.role is not Role.DECODE)
+
+
+def paired(fleet: Fleet) -> Fleet:
+    """The fleet without prefill and decode instances that have no other half."""
+    kinds = {
+        role: {instance.handover for instance in fleet if instance.role is role}
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    prefills, decodes = kinds[Role.PREFILL], kinds[Role.DECODE]
+    if prefills and decodes and len(prefills | decodes) == 1:  # as nearly always
+        return fleet
+    others = {Role.PREFILL: decodes, Role.DECODE: prefills}
     return tuple(
         instance
         for instance in fleet
-        if instance.role is Role.COLOCATED or (decodes and instance.role is Role.PREFILL)
+        if instance.role is Role.COLOCATED
+        or any(fits(instance.handover, other) for other in others[instance.role])
     )
+
+
+def decoders_for(fleet: Fleet, prefill: Instance) -> list[Instance]:
+    """The instances that can decode what one prefills."""
+    return [
+        instance
+        for instance in fleet
+        if instance.role is Role.DECODE and fits(prefill.handover, instance.handover)
+    ]
 
 
 load_of: Callable[[Instance], tuple[int, int, int, int, str]] = attrgetter(

@@ -506,23 +506,6 @@ async def test_a_decode_server_that_starts_with_another_fine_tune_is_refused(
     nothing_is_left(rig.pd.servers)
 
 
-async def test_a_decode_server_with_another_rope_is_refused_by_its_name(
-    rig: Rig, client: aiohttp.ClientSession
-) -> None:
-    """Its weights are equal. A client of a router hears which setting differs, with both values."""
-    first, prompt = rig.pd.decode[0], prompt_of(72, 150)
-    flags = (*first.spec.flags, "--json-model-override-args", '{"rope_theta": 654321.0}')
-    with ServerProcess(replace(first.spec, flags=flags)) as other:
-        urls = (rig.pd.prefill[0].server.url, other.url)
-        async with Router(RouterConfig(worker_urls=urls, port=0)) as router:
-            body = {"input_ids": prompt, "sampling_params": GREEDY}
-            async with client.post(f"{router.url}/generate", json=body) as refused:
-                text = await refused.text()
-    assert refused.status == 500, text
-    assert re.search(r"the models' settings differ: rope\S+ \(\S+ there, 654321\.0 here\)", text), text
-    nothing_is_left(rig.pd.servers)
-
-
 @between_hosts_too
 @pytest.mark.parametrize("room", [400, 40])
 def test_a_prompt_that_all_but_fills_the_pool_is_answered(rig: Rig, room: int) -> None:

@@ -24,7 +24,9 @@ from token_requests import GREEDY, advise, cold, generate, random_prompt, settle
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.versions import installed_sglang_version
+from sglang_ext.protocol.cluster import instance_path
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
@@ -199,6 +201,56 @@ async def test_decode_is_connected_before_the_first_request(
                     pd.prefill[0].server = fresh
                     await asyncio.to_thread(fresh.start)
         router.check()
+
+
+async def test_a_decode_server_with_another_rope_is_refused_by_its_name(
+    cluster: tuple[PdServers, ServerProcess], port: int, rng: random.Random
+) -> None:
+    """Its weights are equal. With both values of the setting: by the servers, and by a router with which they
+    register, which asks the decode server that fits."""
+    pd, alone = cluster
+    prefill, first, prompt = pd.prefill[0].server, pd.decode[0], random_prompt(rng, 10 * BLOCK)
+    flags = (*first.spec.flags, "--json-model-override-args", '{"rope_theta": 654321.0}')
+    body = {"input_ids": prompt, "sampling_params": GREEDY}
+    with ServerProcess(replace(first.spec, flags=flags)) as other:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as client:
+            # One that does not know what they registered with.
+            async with (
+                Router(RouterConfig(worker_urls=(prefill.url, other.url), port=0)) as router,
+                client.post(f"{router.url}/generate", json=body) as refused,
+            ):
+                text = await refused.text()
+                assert refused.status == 500, text
+                assert re.search(r"the models' settings differ: rope\S+ \(\S+ there, 654321\.0 here\)", text)
+            async with Router(RouterConfig(port=port)) as router:
+                rows = router.fleet.rows
+                servers = {prefill.url, first.url, other.url}
+                await until(
+                    lambda: {url for url, row in rows.items() if row.registration and row.facts} == servers,
+                    60,
+                    "three servers",
+                )
+                async with client.get(f"{router.url}/cluster") as answer:
+                    (found,) = (await answer.json())["incompatible"]
+                names = {url: row.registration.instance for url, row in rows.items() if row.registration}
+                halves = ([names[prefill.url]], [names[other.url]])
+                assert (found["instances"], found["others"]) == halves
+                (setting,) = found["differences"]
+                assert "rope" in setting["setting"]
+                assert setting["other"] == "654321.0" != setting["one"]
+                for _ in range(4):
+                    answered, headers = await generate(client, router.url, prompt)
+                    assert headers["x-kv-instance"] == first.url
+                assert_same(await cold(client, alone, prompt), answered)
+                drain = instance_path(names[first.url], "drain")
+                async with client.post(router.url + drain, json={}) as answer:
+                    assert answer.status == 200
+                await until(lambda: rows[first.url].state is State.LEFT, 60, "the drain")
+                async with client.post(f"{router.url}/generate", json=body) as refused:
+                    text = await refused.text()
+                assert refused.status == 503, text
+                assert "no prefill and decode instance fit together: rope" in text
+                assert "654321.0 at" in text
 
 
 @pytest.mark.parametrize("stream", [False, True])

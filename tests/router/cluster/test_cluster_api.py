@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from contextlib import AsyncExitStack
 from typing import Any
@@ -143,6 +144,43 @@ async def test_a_role_is_what_the_server_was_started_as(start, start_worker, eve
     await client.register(other, "b", role="prefill")
     await eventually(lambda: router.fleet.rows[other.url].state is State.UNFIT)
     assert "registered as prefill" in (await client.instances())["b"]["why"]
+
+
+async def test_instances_that_cannot_work_together_are_shown_with_the_setting(
+    start, start_worker, eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two colocated ones of one model, and the halves of a pair, which is given no request."""
+    caplog.set_level(logging.WARNING, "router.members")
+    router, client = await start()
+    one, two = await start_worker(), await start_worker()
+    common = {"model": "stand-in", "endpoints": ["127.0.0.1:1"], "weights": "w"}
+    await client.register(one, "a", settings={"rope_theta": "1.0"}, namespace="n", **common)
+    assert (await client.call("GET", "/cluster"))[1]["incompatible"] == []
+    await client.register(two, "b", settings={"rope_theta": "2.0"}, namespace="m", **common)
+    (found,) = (await client.call("GET", "/cluster"))[1]["incompatible"]
+    assert (found["what"], found["instances"], found["others"]) == ("sharing", ["b"], ["a"])
+    assert found["differences"] == [{"setting": "rope_theta", "one": "2.0", "other": "1.0"}]
+    assert "b cannot share KV with a: rope_theta (2.0 at b, 1.0 at a)" in found["why"]
+    await client.register(two, "b", settings={"rope_theta": "2.0"}, namespace="m", **common)
+    assert [record.message for record in caplog.records].count(found["why"]) == 1
+    await client.call("DELETE", instance_path("b"))
+    await client.call("DELETE", instance_path("a"))
+    assert (await client.call("GET", "/cluster"))[1]["incompatible"] == []
+
+    halves = {"prefill": "1.0", "decode": "2.0"}
+    for role, theta in halves.items():
+        worker = await start_worker()
+        worker.model_info["disaggregation_mode"] = role
+        fields = {"settings": {"rope_theta": theta}, "handover": {"--page-size": "1"}, "model": "stand-in"}
+        await client.register(worker, role, role=role, **fields)
+        await eventually(lambda url=worker.url: router.fleet.rows[url].state is State.READY)
+    seen = (await client.call("GET", "/cluster"))[1]
+    setting = "rope_theta (1.0 at prefill, 2.0 at decode)"
+    assert [(each["what"], setting in each["why"]) for each in seen["incompatible"]] == [("hand-over", True)]
+    assert setting in seen["unusable"]
+    status, answer = await client.call("POST", "/generate", BODY)
+    assert status == 503
+    assert setting in answer["error"]["message"]
 
 
 async def test_a_name_that_lives_elsewhere(start, start_worker, eventually) -> None:

@@ -380,6 +380,35 @@ def test_prefill_and_decode_serve_only_together() -> None:
     assert fleet.obstacle() == ""
 
 
+def half(name: str, role: str, **settings: str) -> Registration:
+    handover = {"--page-size": "16"} if settings else {}
+    fields = {"url": "http://127.0.0.1:1", "epoch": "0" * 32, "instance": name, "role": role}
+    return Registration(**fields, settings=settings, handover=handover)
+
+
+def test_halves_that_cannot_hand_over_are_given_nothing_and_the_reason_is_said() -> None:
+    fleet = Fleet(pairs=True)
+    for name, role, theta in (("p", "prefill", "1"), ("d", "decode", "2")):
+        fleet.join(name, half(name, role, rope_theta=theta))
+        fleet.learnt(name, replace(FACTS, role=role))
+    assert fleet.usable() == ()
+    why = "no prefill and decode instance fit together: rope_theta (1 at p, 2 at d)"
+    assert fleet.obstacle() == why
+    fleet.check()
+
+    fleet.join("e", half("e", "decode", rope_theta="1"))
+    fleet.learnt("e", replace(FACTS, role="decode"))
+    assert {instance.name for instance in fleet.usable()} == {"p", "e"}
+    assert fleet.obstacle() == ""
+    assert fleet.usable(frozenset({"e"})) == ()
+
+    fleet.join("old", half("old", "prefill"))
+    fleet.learnt("old", replace(FACTS, role="prefill"))
+    # What it was started with is not known.
+    assert {instance.name for instance in fleet.usable()} == {"p", "d", "e", "old"}
+    fleet.check()
+
+
 def test_a_router_without_pairs_says_so() -> None:
     fleet = Fleet(("p", "d"))
     fleet.learnt("p", replace(FACTS, role="prefill"))

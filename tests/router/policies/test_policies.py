@@ -15,15 +15,19 @@ from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.fleet.standing import Standing
 from sglang_ext.router.policies import (
     POLICIES,
+    Decision,
     Instance,
     Match,
     PolicyOptions,
     Prompt,
     Reason,
+    Role,
+    beginners,
     least_load,
     prompt_tree,
     round_robin,
 )
+from sglang_ext.router.policies.assembly import guarded
 from sglang_ext.router.policies.questions import load_of
 
 OPTIONS = PolicyOptions(
@@ -293,3 +297,27 @@ def test_prompt_tree_never_chooses_one_that_is_ahead(fleet, matches) -> None:
     assert chosen.in_flight <= max(
         least + OPTIONS.balance_abs_threshold, OPTIONS.balance_rel_threshold * least
     )
+
+
+def test_a_pair_is_made_of_halves_that_fit() -> None:
+    """Whatever the policy prefers: the idle decode instance cannot take requests over from the idle prefill
+    instance."""
+    halves = (
+        Instance("p1", 0, 0, 0, 0, Role.PREFILL, handover="1"),
+        Instance("p2", 9, 0, 0, 0, Role.PREFILL, handover="2"),
+        Instance("d1", 9, 0, 0, 0, Role.DECODE, handover="1"),
+        Instance("d2", 0, 0, 0, 0, Role.DECODE, handover="2"),
+        Instance("p3", 0, 0, 0, 0, Role.PREFILL, handover="3"),
+    )
+    assert [known.name for known in beginners(halves)] == ["p1", "p2"]
+    for name, policy in POLICIES.items():
+        for number in range(20):
+            decision = policy(Prompt(100, request_id=f"{name} {number}"), halves, {}, COSTS, OPTIONS)
+            assert (decision.instance, decision.decode) in {("p1", "d1"), ("p2", "d2")}, name
+    own_choice = guarded(
+        lambda *_: Decision("p1", Reason.LEAST_LOAD, decode="d2"), "own", POLICIES["least-load"]
+    )
+    decision = own_choice(Prompt(100), halves, {}, COSTS, OPTIONS)
+    assert (decision.decode, decision.reason) == ("d1", Reason.POLICY_FAILED)
+    unknown = (halves[0], Instance("d", 0, 0, 0, 0, Role.DECODE))
+    assert [known.name for known in beginners(unknown)] == ["p1"]
