@@ -86,7 +86,7 @@ class Registration(Body, frozen=True, kw_only=True):
     for_others: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
     """Blocks that it keeps for other instances in DRAM that is idle (``--kv-dram-for-others``)."""
     settings: Settings = {}
-    """Of its model, and of its KV's data type: `compatibility.bounded`; empty from an older instance."""
+    """Of its model, and of its KV's data type: `compatibility.bounded`."""
     handover: Settings = {}
     """What both halves of a prefill-decode pair need alike besides; empty for an instance that hands nothing
     over by our transfer backend."""

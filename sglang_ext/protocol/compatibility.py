@@ -2,8 +2,7 @@
 
 A prefill and a decode instance need the same settings of the model and of the hand-over; their weights may
 be updated while they run, so those are compared when KV is handed over. Colocated instances share KV when
-their registrations have one ``namespace``, block size and number of ranks. An instance of an older release
-registers without settings: nothing is said against it.
+their registrations have one ``namespace``, block size and number of ranks.
 """
 
 from __future__ import annotations

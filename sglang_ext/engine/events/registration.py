@@ -2,7 +2,6 @@
 
     known to a router       the router's agent client says something every second
     silent for `VERDICT_S`  register again, which is how a router that was restarted learns of the instance
-    a field is unknown      register without it, if it is only for people and for choosing pairs
     refused, unreachable    try again, less and less often, up to every `LONGEST_PAUSE_S`
     the server ends         `DELETE /cluster/instances/{instance}`
 
@@ -13,12 +12,11 @@ from __future__ import annotations
 
 import http.client
 import logging
-import re
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
@@ -47,9 +45,6 @@ LONGEST_PAUSE_S: Final = 1.0
 """A router that has just started is ready when its instances have told what they hold: it waits for this."""
 CLOCKS_S: Final = 1.0
 """Clocks that are less apart are alike."""
-DISPENSABLE: Final = frozenset({"settings", "handover", "weights"})
-"""Fields without which a router of an older release, which refuses fields that it does not know, can do."""
-_UNKNOWN_FIELD: Final = re.compile(rb"unknown field `(\w+)`")
 LOOK_S: Final = 0.5
 """Pause between looks at whether routers are silent."""
 
@@ -68,8 +63,6 @@ class _Router:
     """Of our clock: we sign by its."""
     stale: bool = False
     """It knows the instance as it was."""
-    unknown: set[str] = field(default_factory=set)
-    """Fields of a registration that it refuses, being older."""
 
 
 class Registrar:
@@ -170,7 +163,7 @@ class Registrar:
     def _register(self, router: _Router) -> None:
         router.stale = False
         try:
-            status, body = self._say(router)
+            status, body = self._call(router, "POST", PATH, encode(self._registration), CALL_S)
             problem = "" if status == 200 else f"it answered {status}: {body[:300].decode(errors='replace')}"
             answer = msgspec.json.decode(body, type=Registered) if not problem else None
             if answer is not None and answer.protocol != PROTOCOL:
@@ -196,21 +189,8 @@ class Registrar:
         if problem != router.problem:
             logger.warning("cannot register with router %s: %s; will try again", router.url, problem)
         router.registered, router.problem = None, problem
-        router.unknown.clear()  # what comes up there next may be newer
         router.due = now + router.pause
         router.pause = min(LONGEST_PAUSE_S, router.pause * 1.6)
-
-    def _say(self, router: _Router) -> tuple[int, bytes]:
-        """Register, without what the router does not know."""
-        while True:
-            fields = msgspec.structs.asdict(self._registration)
-            said = encode({name: value for name, value in fields.items() if name not in router.unknown})
-            status, body = self._call(router, "POST", PATH, said, CALL_S)
-            unknown = _UNKNOWN_FIELD.search(body) if status == HTTPStatus.BAD_REQUEST else None
-            name = unknown[1].decode() if unknown else ""
-            if name not in DISPENSABLE - router.unknown:
-                return status, body
-            router.unknown.add(name)
 
     def _call(
         self, router: _Router, method: str, path: str, body: bytes, seconds: float

@@ -19,13 +19,12 @@ import pytest
 from agent_rig import Instance, until
 
 from sglang_ext.engine.events import registration as registering
-from sglang_ext.engine.events.registration import DISPENSABLE, Registrar
+from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.errors import PeerError
-from sglang_ext.protocol.cluster import PATH, PROTOCOL, Body, Registration
+from sglang_ext.protocol.cluster import PATH, PROTOCOL, Registration
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.cluster import agent_link
 from sglang_ext.router.cluster.roster import Member, decode_member, encode_member
-from sglang_ext.router.endpoints import cluster_api
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
 Upgrade = Callable[[], Awaitable[None]]
@@ -69,36 +68,6 @@ async def test_a_registration_of_another_protocol_is_refused_by_name(rig: Any) -
         text = (await answer.json())["error"]["message"]
     assert f"protocol: {PROTOCOL + 1} is spoken there, {PROTOCOL} here; run one release" in text
     assert not router.fleet.rows, "and nobody has joined"
-
-
-async def test_a_router_of_an_older_release_is_registered_with_without_what_it_does_not_know(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    router, instance, _ = rig
-    fields = [each for each in msgspec.structs.fields(Registration) if each.name not in DISPENSABLE]
-    older = msgspec.defstruct(
-        "Registration",
-        [(each.name, each.type, getattr(instance.registration, each.name)) for each in fields],
-        bases=(Body,),
-        kw_only=True,
-    )
-    decoded = cluster_api._decoded
-
-    def decoded_as_before(request: Any, kind: Any) -> Any:
-        decoded(request, older)
-        return decoded(request, kind)
-
-    monkeypatch.setattr(cluster_api, "_decoded", decoded_as_before)
-    newer = {"settings": {"rope_theta": "1.0"}, "handover": {"--page-size": "1"}, "weights": "w"}
-    registration = msgspec.structs.replace(instance.registration, **newer)
-    registrar = Registrar([router.url], registration, None, instance.agent.silent_s)
-    try:
-        registrar.start()
-        await until(lambda: router.trees.trusted(registration.url), instance)
-        assert registrar._routers[0].unknown == DISPENSABLE
-        assert router.fleet.rows[registration.url].registration == instance.registration
-    finally:
-        await asyncio.to_thread(registrar.close)
 
 
 async def test_a_router_that_answers_in_another_protocol_is_left_alone_by_name(
