@@ -112,7 +112,7 @@ class RunningCluster:
         self.temporary.mkdir(exist_ok=True)
         if machine is not None and machine.user:
             for path in (folder, self.temporary):
-                path.chmod(0o777)
+                path.chmod(0o1777)
         command = [
             *(machine.user if machine is not None else ()),
             *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path("tiny"))),
