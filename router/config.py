@@ -376,6 +376,18 @@ class RouterConfig(Flagged):
         "Memory for the bodies of all requests that are read, wait or are answered. One more gets a 503.",
         SIZE,
     )
+    client_bytes_per_minute: int = flag(
+        4096 * MIB,
+        "The bodies that one tenant, or without tenants one address, may send in a minute, as many at once "
+        "after a pause. More get a 429. 0 for no limit.",
+        SIZE,
+    )
+    client_tokenizing_share: float = flag(
+        0.75,
+        "The share of the tokenizer threads' time that texts of one tenant, or without tenants of one "
+        "address, may take, on average over a minute. More get a 429. 1 for no limit.",
+        NUMBER.where(lambda share: 0.0 < share <= 1.0, "is not a share above 0, up to 1"),
+    )
     max_header_bytes: int = flag(64 << 10, "The largest head of a request.", SIZE.positive())
     max_connections: int = flag(
         16_384,

@@ -355,3 +355,16 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     """(family, address) of each address that a host stands for."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def client_network(host: str) -> str:
+    """What stands for a client's address: itself, or of IPv6 the network of 64 bits, one customer's."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

@@ -153,6 +153,7 @@ class Router(Parts):
         await self.members.stop()
         await self.agents.close()
         await self.stock.close()
+        await self.information.stop()
         await self.advisory.stop()
         await self.queries.stop()
         await self.fleet_api.stop()

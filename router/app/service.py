@@ -13,6 +13,7 @@ import orjson
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.cluster import MAX_BODY_BYTES
 from sglang_ext.router.api.dialect import error_body
+from sglang_ext.router.endpoints.charges import Charge, charge_of
 from sglang_ext.router.endpoints.generation import new_request_id
 from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable, found
 from sglang_ext.router.http.body import packing
@@ -31,7 +32,8 @@ from sglang_ext.router.telemetry.logs import log_access
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.telemetry.tracing import NO_TRACING, Tracing
-from sglang_ext.router.tenancy.tenants import KeyRing
+from sglang_ext.router.tenancy.budgets import Budgets
+from sglang_ext.router.tenancy.tenants import KeyRing, Meter
 from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.service")
@@ -45,6 +47,7 @@ class Service:
     Args:
         routes: who answers what; endpoints may be added while it runs.
         keys: who may ask.
+        budgets: what clients may use.
         metrics: counted here.
         sites: which web pages may.
         clock: seconds.
@@ -55,6 +58,7 @@ class Service:
         self,
         routes: RouteTable,
         keys: KeyRing,
+        budgets: Budgets,
         sites: WebSites,
         metrics: RouterMetrics,
         clock: Clock,
@@ -62,10 +66,14 @@ class Service:
     ) -> None:
         self.routes = routes
         self._keys = keys
+        self._budgets = budgets
         self._sites = sites
         self._metrics = metrics
         self._clock = clock
         self._tracing = tracing
+        self._refused = metrics.counter(
+            "refused", "Requests refused for want of room, or beyond a limit", "why"
+        )
         self.ended: Signal[[Record, float]] = Signal()
         """A request has ended, and when; ``monotonic``."""
 
@@ -117,6 +125,8 @@ class Service:
             # Its traceback has this frame, which has it: a circle would keep the request until garbage is
             # collected, which is rare.
             answer = refused.with_traceback(None)
+            if refused.status in (429, 503):
+                self._refused.labels(refused.code or "other").inc()
         except NoFilesLeft as lacking:
             record.error = str(lacking)
             answer = no_files(record.error)
@@ -154,17 +164,34 @@ class Service:
             record.status = CLIENT_GONE
 
     def turn_away(self, request: Request) -> RequestRefused | None:
-        """Why the body of a request need not be read or unpacked: without a key, no client fills the router's
-        memory. Endpoints that ask for no key here take small plain bodies only."""
+        """Why the body of a request need not be read or unpacked: without a key, or beyond its limits,
+        no client fills the router's memory. Endpoints that ask for no key take small plain bodies only."""
         record = Record("", request.method, request.path, self._clock.monotonic())
         try:
             route = self._find(request, record)
         except RequestRefused as refused:
             return refused
-        return _too_much(request) if route.access in (Access.OPEN, Access.OWN) else None
+        if route.access in (Access.OPEN, Access.OWN):
+            return _too_much(request)
+        meter, charge = record.caller.meter, charge_of(route, request.method)
+        if charge is Charge.NOTHING:
+            return None
+        beyond = None if meter is None else meter.refusal(work=charge is Charge.WORK)
+        return beyond or self._budgets.of(record.caller, request.client).body_refusal()
 
     def _dispatch(self, request: Request, responder: Responder, record: Record) -> Awaitable[None]:
-        return self._find(request, record).handler(request, responder, record)
+        route = self._find(request, record)
+        charge, meter = charge_of(route, request.method), record.caller.meter
+        if charge is Charge.NOTHING:
+            return route.handler(request, responder, record)
+        record.budget = budget = self._budgets.of(record.caller, request.client)
+        if request.body:
+            budget.take_body(len(request.body))
+        if meter is not None:
+            if charge is Charge.WORK:
+                return _working(meter, route, request, responder, record)
+            meter.count()
+        return route.handler(request, responder, record)
 
     def _find(self, request: Request, record: Record) -> Route:
         route = self.routes.get(request.path)
@@ -218,6 +245,13 @@ def no_files(why: str) -> RequestRefused:
         code="too_many_connections",
         headers={"retry-after": str(RETRY_AFTER_S)},
     )
+
+
+async def _working(
+    meter: Meter, route: Route, request: Request, responder: Responder, record: Record
+) -> None:
+    with meter.request():
+        await route.handler(request, responder, record)
 
 
 async def _answer_preflight(request: Request, responder: Responder, record: Record) -> None:

@@ -37,6 +37,7 @@ from sglang_ext.router.dispatch.spilling import Spilling
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.background import Background
+from sglang_ext.router.endpoints.bounds import Bounds
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
 from sglang_ext.router.endpoints.control import Control
 from sglang_ext.router.endpoints.documents_api import DocumentsApi
@@ -66,8 +67,9 @@ from sglang_ext.router.policies import PolicyOptions, policy_named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import open_tracing
 from sglang_ext.router.tenancy.admitted import Rules
+from sglang_ext.router.tenancy.budgets import MINUTE_S, Budgets
 from sglang_ext.router.tenancy.tenants import KeyRing
-from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.router.tokens.tokenizing import TokenizerService, default_threads
 from sglang_ext.tasks import Rounds
 
 
@@ -103,6 +105,13 @@ class Parts:
         self.rounds = Rounds(clock, on_crash, failures.labels)
         self.tracing = open_tracing(config.otel_endpoint)
         self.keys = KeyRing(clock, api_key=config.api_key, trusted=config.trusted())
+        threads = config.tokenizer_threads or default_threads()
+        share = config.client_tokenizing_share
+        self.budgets = Budgets(
+            clock,
+            bytes_per_minute=config.client_bytes_per_minute,
+            tokenizing_s=share * threads * MINUTE_S if share < 1.0 else 0.0,
+        )
 
         # The instances: what they hold, how they are, and their agents.
         self.upstream = HttpUpstream(
@@ -146,7 +155,7 @@ class Parts:
 
         # The model: its tokens, and what computing takes.
         self.tokenizers = TokenizerService(
-            threads=config.tokenizer_threads,
+            threads=threads,
             cache_bytes=config.tokenizer_cache_bytes,
             path=config.tokenizer_path,
             trust_remote_code=config.trust_remote_code,
@@ -379,8 +388,11 @@ class Parts:
             metrics_open=config.metrics_open,
             wait_s=config.index_wait_secs,
         )
-        control = Control(self.fleet, self.api, aborting, shared)
-        self.fleet_api = FleetApi(self.fleet, self.trees, self.api, timeout_s=config.request_timeout_secs)
+        bounds = Bounds(self.fleet, self.tokenizers)
+        control = Control(self.fleet, self.api, aborting, shared, bounds)
+        self.fleet_api = FleetApi(
+            self.fleet, self.trees, self.api, bounds, timeout_s=config.request_timeout_secs
+        )
         cluster = ClusterApi(
             self.members,
             self.role_changes,
@@ -410,7 +422,7 @@ class Parts:
         for route in list(self.fleet_api.routes(frozenset(route.path for route in self.routes))):
             self.routes.add(route)
         sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=asks_for_key)
-        self.service = Service(self.routes, self.keys, sites, self.metrics, clock, self.tracing)
+        self.service = Service(self.routes, self.keys, self.budgets, sites, self.metrics, clock, self.tracing)
         if self.roles.is_on:
             self.service.ended.subscribe(self.roles.ended)
         limits = config.http_limits()

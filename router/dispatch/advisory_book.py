@@ -205,8 +205,14 @@ class HintBook:
     def too_fast(self, tenant: str, now: float) -> Answer | None:
         """Count one more hint of a tenant; the refusal, if it is beyond the rate."""
         wait = self._bucket(tenant, now).take(now)
-        reason = "too many hints per second"
-        return Answer(Verdict.REFUSED, reason, retry_after_s=wait) if wait > 0.0 else None
+        return _too_fast(wait) if wait > 0.0 else None
+
+    def refused(self, tenant: str, now: float) -> Answer | None:
+        """As ``too_fast``, of a hint that is not known yet; one within the rate is not counted."""
+        if (wait := self._bucket(tenant, now).wait(now)) <= 1e-6:
+            return None
+        self.counts[Verdict.REFUSED.value] += 1
+        return _too_fast(wait)
 
     def taken_elsewhere(self, tenant: str, now: float) -> None:
         """Another router has counted one."""
@@ -495,6 +501,10 @@ def _place(hint: Hint) -> tuple[str, Hashable, int, bytes]:
     """By which the hint of a prompt is found."""
     digest = hashlib.blake2b(hint.key, digest_size=DIGEST_BYTES).digest()
     return hint.tenant, hint.namespace, len(hint.key), digest
+
+
+def _too_fast(wait: float) -> Answer:
+    return Answer(Verdict.REFUSED, "too many hints per second", retry_after_s=wait)
 
 
 def _verdict_of(entry: Entry) -> Verdict:

@@ -373,7 +373,7 @@ class Relay:
                         told(flight, prompts[index].namespace, whole)
 
         async def learn_later() -> None:
-            learn(await self._tokenizers.continuations(texts, salts))
+            learn(await self._tokenizers.continuations(texts, salts, flight.record.budget))
 
         try:
             at_once = self._tokenizers.short_continuations(texts, salts, size)

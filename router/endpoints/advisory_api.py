@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -20,7 +21,7 @@ from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, check_length, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
-from sglang_ext.router.dispatch.advisory_book import Verdict
+from sglang_ext.router.dispatch.advisory_book import Answer, Verdict
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.hint import ENDED, Entry, Hint, State
 from sglang_ext.router.endpoints.routes import Route
@@ -97,20 +98,15 @@ class AdvisoryApi:
             RequestRefused: 429 when it was refused, 404 when nothing is known of its session.
         """
         record.priority = admitted.priority
-        hint = await self._advisor.hint(admitted.advisory, record.caller, admitted.priority)
+        if (refused := self._advisor.too_fast(record.caller)) is not None:
+            raise _refused(refused)
+        hint = await self._advisor.hint(admitted.advisory, record.caller, admitted.priority, record.budget)
         if hint is None:
             raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
         check_size(hint, self._limits())
         answer, told = self._advisor.offer(hint)
         if answer.verdict is Verdict.REFUSED:
-            wait = max(1, math.ceil(answer.retry_after_s or 0.0))
-            raise RequestRefused(
-                f"the hint is refused: {answer.reason}; try again in {wait} s",
-                status=429,
-                kind="rate_limit_error",
-                code="hint_refused",
-                headers={"retry-after": str(wait), "x-kv-advisory": Verdict.REFUSED.value},
-            )
+            raise _refused(answer)
         record.instance = told.get("instance")
         return told
 
@@ -128,10 +124,12 @@ class AdvisoryApi:
         if request.method == "DELETE":
             self._advisor.withdraw(entry)
         elif EVENT_STREAM_TYPE in request.headers.get("accept", ""):
-            await self._stream(entry, responder, record)
+            with _counted(record.caller):
+                await self._stream(entry, responder, record)
             return
         elif wait := _wait_of(request):
-            await self._wait(entry, wait)
+            with _counted(record.caller):
+                await self._wait(entry, wait)
         await _send(responder, record, 200, self._advisor.told(entry))
 
     def _find(self, id: str, record: Record) -> Entry | Copy:
@@ -209,13 +207,14 @@ class AdvisoryApi:
             if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
                 logger.info("hints in a request beyond the first %d were not taken", number)
                 return
-            self._noting.start(self._note(body, record.caller), name="take a hint")
+            self._noting.start(self._note(body, record), name="take a hint")
 
-    async def _note(self, body: Json, caller: Caller) -> None:
-        own = Record("", "POST", PATH, self._clock.monotonic(), caller=caller)
+    async def _note(self, body: Json, record: Record) -> None:
+        own = Record("", "POST", PATH, self._clock.monotonic(), caller=record.caller)
+        own.budget = record.budget
         try:
             body = await self._with_documents(body, own)
-            await self._offer(admit_hint(body, caller, self._limits()), own)
+            await self._offer(admit_hint(body, record.caller, self._limits()), own)
         except RequestRefused as refused:
             logger.info("a hint in a request was not taken: %s", refused.message)
         except Exception:
@@ -245,6 +244,22 @@ def check_size(hint: Hint, limits: Limits) -> None:
             param="extra_key",
             code="hint_too_long",
         )
+
+
+def _refused(answer: Answer) -> RequestRefused:
+    wait = max(1, math.ceil(answer.retry_after_s or 0.0))
+    return RequestRefused(
+        f"the hint is refused: {answer.reason}; try again in {wait} s",
+        status=429,
+        kind="rate_limit_error",
+        code="hint_refused",
+        headers={"retry-after": str(wait), "x-kv-advisory": Verdict.REFUSED.value},
+    )
+
+
+def _counted(caller: Caller) -> AbstractContextManager[None]:
+    """While it waits, a request counts as one of those that a key may have at a time."""
+    return nullcontext() if caller.meter is None else caller.meter.waiting()
 
 
 def _settled(entry: Entry | Copy) -> bool:

@@ -21,6 +21,7 @@ from sglang_ext.router.api.validation import (
 )
 from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.choosing import no_worker
+from sglang_ext.router.endpoints.bounds import Bounds
 from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S, ask_any, send_json
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
@@ -41,9 +42,13 @@ class Control:
         api: reaches the instances.
         aborting: aborts requests at instances.
         shared: requests and responses, of all routers.
+        bounds: judges requests by their length.
     """
 
-    def __init__(self, fleet: Fleet, api: WorkerApi, aborting: Aborting, shared: SharedRequests) -> None:
+    def __init__(
+        self, fleet: Fleet, api: WorkerApi, aborting: Aborting, shared: SharedRequests, bounds: Bounds
+    ) -> None:
+        self._bounds = bounds
         self._fleet = fleet
         self._api = api
         self._aborting = aborting
@@ -86,9 +91,13 @@ class Control:
 
     def _asking(self, check: Callable[[Json], None]) -> Handler:
         async def handler(request: Request, responder: Responder, record: Record) -> None:
+            self._bounds.check_body(request)
             payload = parse_json_object(request.body)
             check(payload)
-            name, answer = await ask_any(self._fleet, self._api, "POST", request.target, payload)
+            field = "messages" if payload.get("prompt") is None else "prompt"
+            await self._bounds.check_text(payload, field, record)
+            with self._bounds.charging(request, record):
+                name, answer = await ask_any(self._fleet, self._api, "POST", request.target, payload)
             await _pass_on(name, answer, responder, record)
 
         return handler
@@ -112,6 +121,7 @@ class Control:
         nested = bool(tokens) and type(tokens[0]) is list
         for index, ids in enumerate(tokens if nested else [tokens]):
             check_ids(ids, f"tokens[{index}]" if nested else "tokens", limits.vocab_size)
+        self._bounds.check_ids(sum(map(len, tokens)) if nested else len(tokens), "tokens")
 
     def _keeping(self, prefix: str) -> Handler:
         """``GET PREFIX{id}`` and ``POST …/cancel``, at the instance that keeps the answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 from sglang_ext.clock import Clock
 from sglang_ext.router.api.documents import check_document_size, take_document
@@ -55,9 +54,7 @@ class DocumentsApi:
     async def _one(self, request: Request, responder: Responder, record: Record) -> None:
         id = request.path.removeprefix(PATH + "/")
         if request.method == "PUT":
-            meter = record.caller.meter
-            with nullcontext() if meter is None else meter.request():
-                await self._put(id, request, record)
+            await self._put(id, request, record)
         entry = await self._queries.found(lambda: self._documents.find(id, record.caller))
         told = self._documents.told(entry)
         if request.method == "DELETE":
@@ -81,7 +78,7 @@ class DocumentsApi:
         priority = priority_of(payload, caller)
         now, wall = self._clock.monotonic(), self._clock.wall()
         document = take_document(payload, id, caller.scope, caller.salt, priority, now, wall, self._ttl_s)
-        entry = await self._documents.encoded(document)
+        entry = await self._documents.encoded(document, record.budget)
         if entry.hint is not None:
             check_size(entry.hint, model.limits)
         self._documents.take(entry)

@@ -21,6 +21,7 @@ from sglang_ext.router.api.dialect import worker_lost
 from sglang_ext.router.api.usage import count
 from sglang_ext.router.api.validation import Json, parse_json_object, take_string
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, no_worker
+from sglang_ext.router.endpoints.bounds import Bounds
 from sglang_ext.router.endpoints.information import send_json, without_secrets
 from sglang_ext.router.endpoints.routes import Access, Handler, Route
 from sglang_ext.router.endpoints.server_routes import ROWS, How, ServerRoute, route_of
@@ -72,10 +73,14 @@ class FleetApi:
         fleet: the workers.
         trees: forgets what was flushed, or is of other weights.
         api: reaches the workers.
+        bounds: judges requests by their length.
         timeout_s: for a request to a worker.
     """
 
-    def __init__(self, fleet: Fleet, trees: PromptTrees, api: WorkerApi, *, timeout_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, trees: PromptTrees, api: WorkerApi, bounds: Bounds, *, timeout_s: float
+    ) -> None:
+        self._bounds = bounds
         self._fleet = fleet
         self._trees = trees
         self._api = api
@@ -115,11 +120,15 @@ class FleetApi:
         caller = record.caller
         if row.prompts and caller.salt is not None:
             raise cannot_be_kept_apart(row.path)
-        body = parse_json_object(request.body) if row.method == "POST" else None
-        with nullcontext() if caller.meter is None else caller.meter.request():
+        body = None
+        if row.method == "POST":
+            self._bounds.check_body(request)
+            body = parse_json_object(request.body)
+            await self._bounds.check_text(body, "text", record)
+        with self._bounds.charging(request, record):
             name, answer = await self._least_busy(row, request, body)
-            if caller.meter is not None:
-                caller.meter.charge(_tokens_of(answer.json()))
+        if caller.meter is not None:
+            caller.meter.charge(_tokens_of(answer.json()))
         record.status, record.instance = answer.status, name
         headers = {"content-type": answer.headers.get("content-type", JSON_TYPE), "x-kv-instance": name}
         await responder.send(answer.status, headers, answer.body)
@@ -128,7 +137,7 @@ class FleetApi:
         """A worker that the request reached is the only one: it may have ended by it."""
         for instance in sorted(self._fleet.usable(), key=lambda known: known.in_flight):
             try:
-                with self._fleet.carrying(instance.name, 0):
+                with self._fleet.carrying(instance.name, 0), self._fleet.asking(instance.name):
                     answer = await self._api.call(
                         instance.name, row.method, request.target, body=body, timeout_s=self._timeout_s
                     )

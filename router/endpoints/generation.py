@@ -83,7 +83,7 @@ class Generation:
         stories: recent requests, to be explained.
         hinting: takes the hints in requests.
         documents: puts documents that a request names in front of its prompt.
-        metrics: counts retries and refusals.
+        metrics: counts retries.
         clock: seconds.
         max_retries: other instances tried for one request.
         retry_budget: see ``RetryBudget``.
@@ -127,9 +127,6 @@ class Generation:
         self._retries_denied = metrics.counter(
             "retries_denied", "Attempts on another worker that were not made: the budget was spent"
         )
-        self._refused = metrics.counter(
-            "refused", "Requests refused for want of room, or beyond a limit", "why"
-        )
         self._clock = clock
         self._max_retries = max_retries
         self._budget = RetryBudget(retry_budget)
@@ -145,20 +142,10 @@ class Generation:
         self._budget.begin(start)
         meter = record.caller.meter
         try:
-            if meter is None:
-                await self._serve(dialect, request, responder, record, start)
-                return
-            with meter.request():
-                try:
-                    await self._serve(dialect, request, responder, record, start)
-                finally:
-                    if record.first_byte is not None:
-                        meter.charge((record.prompt_tokens or 0) + (record.completion_tokens or 0))
-        except RequestRefused as refused:
-            if refused.status in (429, 503):
-                self._refused.labels(refused.code or "other").inc()
-            raise
+            await self._serve(dialect, request, responder, record, start)
         finally:
+            if meter is not None and record.first_byte is not None:
+                meter.charge((record.prompt_tokens or 0) + (record.completion_tokens or 0))
             self._budget.end()
             if record.documents is not None:
                 self._documents.ended(record)
@@ -195,7 +182,11 @@ class Generation:
         parsed = self._clock.monotonic()
         record.stages["parse"] = parsed - start
         prompts = await self._tokenizers.encode(
-            admitted.job, completion_template=model.chat.completion_template is not None
+            admitted.job,
+            completion_template=model.chat.completion_template is not None,
+            limits=limits,
+            budget=record.budget,
+            field=lambda index: admitted.dialect.field_of(admitted.job, index),
         )
         _check_lengths(admitted, prompts, limits, record)
         units = sum([encoded.units for encoded in prompts])

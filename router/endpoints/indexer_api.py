@@ -8,7 +8,6 @@ themselves (Dynamo's ``/dump``) is not here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Final
 
 from sglang_ext.keys import encode_tokens
@@ -48,9 +47,7 @@ class IndexerApi:
         yield Route("/query", frozenset({"POST"}), self._query)
 
     async def _query(self, request: Request, responder: Responder, record: Record) -> None:
-        meter = record.caller.meter
-        with nullcontext() if meter is None else meter.request():
-            answer = self._answer(parse_json_object(request.body), record.caller)
+        answer = self._answer(parse_json_object(request.body), record.caller)
         record.status = 200
         await send_json(responder, 200, answer)
 

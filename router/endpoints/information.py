@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.router.api.dialect import worker_lost
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.queueing import Admission
@@ -22,11 +23,12 @@ from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
-from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
+from sglang_ext.router.http.types import JSON_TYPE, ConnectFailed, Request, RequestRefused, Responder
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.information")
 
@@ -88,6 +90,12 @@ class Information:
         self._clock = clock
         self._readiness = Readiness(wait_s)
         self._serves = False
+        self._trying = Tasks()
+        """Whether an instance generates: one look at a time, whoever waits for it."""
+
+    async def stop(self) -> None:
+        """Wait for no answer any more."""
+        await self._trying.cancel()
 
     def serve(self) -> None:
         """Clients can connect from now on; before, instances could (``--member-port``)."""
@@ -137,26 +145,32 @@ class Information:
         await send_json(responder, record.status, body)
 
     async def _health_generate(self, request: Request, responder: Responder, record: Record) -> None:
-        """Whether an instance generates: all are asked, the first that does is the answer."""
+        """Whether an instance generates: all are asked, the first that does is the answer. Whoever asks
+        meanwhile gets the same one."""
         names = [instance.name for instance in self._fleet.usable()]
         if not names:
             raise no_worker(self._fleet)
+        trying = next(iter(self._trying), None) or self._trying.start(self._first_that_generates(names))
+        name: str | None = await asyncio.shield(trying)
+        if name is None:
+            raise RequestRefused(
+                "no instance generates", status=503, kind="server_error", code="no_worker",
+                headers={"retry-after": "1"},
+            )  # fmt: skip
+        record.status, record.instance = 200, name
+        await responder.send(200, {"x-kv-instance": name}, b"")
+
+    async def _first_that_generates(self, names: Sequence[str]) -> str | None:
         asked = [asyncio.ensure_future(self._generates(name)) for name in names]
         try:
             for answer in asyncio.as_completed(asked):
-                name = await answer
-                if name is not None:
-                    record.status, record.instance = 200, name
-                    await responder.send(200, {"x-kv-instance": name}, b"")
-                    return
+                if (name := await answer) is not None:
+                    return name
+            return None
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        raise RequestRefused(
-            "no instance generates", status=503, kind="server_error", code="no_worker",
-            headers={"retry-after": "1"},
-        )  # fmt: skip
 
     async def _generates(self, name: str) -> str | None:
         try:
@@ -240,17 +254,24 @@ def fully_unquoted(path: str) -> str:
 async def ask_any(
     fleet: Fleet, api: WorkerApi, method: str, target: str, body: Any = None
 ) -> tuple[str, Answer]:
-    """The answer of the first instance that gives one, the least busy asked first.
+    """The answer of the least busy instance, or of the next one where nothing can be sent to it.
+
+    An instance that a question reached is the only one that is asked it: what takes too long there, or ends
+    it, would do the same to the next one.
 
     Raises:
-        RequestRefused: 503, when none does.
+        RequestTimeout: it did not answer in time.
+        RequestRefused: 502: it went away; 503: none can be reached.
     """
     for instance in sorted(fleet.usable(), key=lambda known: known.in_flight):
         try:
-            answer = await api.call(instance.name, method, target, body=body, timeout_s=INFO_TIMEOUT_S)
-        except (PeerError, DeadlineError) as error:
-            logger.warning("%s", error)
+            with fleet.asking(instance.name):
+                answer = await api.call(instance.name, method, target, body=body, timeout_s=INFO_TIMEOUT_S)
+        except ConnectFailed as error:
+            fleet.unconnected(instance.name, str(error), refused=error.refused)
             continue
+        except PeerError as error:
+            raise worker_lost(f"the worker went away while it worked on the request: {error}") from error
         return instance.name, answer
     raise no_worker(fleet)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import orjson
 
@@ -68,8 +67,7 @@ class Sessions:
             )
         caller = record.caller
         body = {field: payload[field] for field in _OPENED if field in payload}
-        with nullcontext() if caller.meter is None else caller.meter.request():
-            home, name, answer = await self._opened_at(_name_in(payload), body, caller)
+        home, name, answer = await self._opened_at(_name_in(payload), body, caller)
         record.status, record.instance = answer.status, home
         if answer.status != 200:
             await _pass_on(home, answer, responder)
@@ -102,11 +100,10 @@ class Sessions:
             raise RequestRefused("session_id is missing", param="session_id", code="missing")
         key = session_key(name)
         home = await self._shared.home(caller.scope, key)
-        with nullcontext() if caller.meter is None else caller.meter.request():
-            try:
-                answer = await self._call(home, "/close_session", {"session_id": caller.scope + name})
-            except ConnectFailed as error:
-                raise home_lost(key, home, str(error)) from error
+        try:
+            answer = await self._call(home, "/close_session", {"session_id": caller.scope + name})
+        except ConnectFailed as error:
+            raise home_lost(key, home, str(error)) from error
         if answer.status == 200:
             self._opened[home] -= 1
             self._homes.forget(caller.scope, key)

@@ -34,6 +34,9 @@ __all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", 
 
 logger = logging.getLogger("router.fleet")
 
+QUESTION_S = 30.0
+"""For how long an instance that was asked something may miss probes: SGLang works on texts in the event loop
+that answers probes, and goes on when nobody waits for the answer any more."""
 _USABLE = tuple(USABLE)
 """A set would ask each state for its hash, in Python."""
 
@@ -56,6 +59,29 @@ class Carrying:
     def __exit__(self, *error: object) -> None:
         if self._load is not None:
             self._fleet.end(self._load)
+
+
+class Asking:
+    """See ``Fleet.asking``."""
+
+    __slots__ = ("_now", "_row")
+
+    def __init__(self, row: InstanceRecord, now: Callable[[], float]) -> None:
+        self._row = row
+        self._now = now
+
+    def __enter__(self) -> None:
+        row = self._row
+        row.questions += 1
+        if row.asked is None:
+            row.asked = self._now()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        row = self._row
+        row.questions -= 1
+        # One that was not waited for to its end may still be worked on.
+        if kind is None and not row.questions:
+            row.asked = None
 
 
 class Fleet:
@@ -191,7 +217,7 @@ class Fleet:
         ):
             self.restarted(name)
         row.tell(facts, row.registration)
-        row.misses = 0
+        row.misses, row.asked = 0, None
         return self._apply(row, Event.LEARNT, "answers")
 
     def _model_difference(self, facts: InstanceFacts) -> str | None:
@@ -212,6 +238,7 @@ class Fleet:
             return State.LEFT
         row.misses = 0
         row.heard = self._now()
+        row.asked = row.heard if row.questions else None
         return self._apply(row, Event.ALIVE, "answers")
 
     def heard(self, name: str) -> None:
@@ -224,6 +251,8 @@ class Fleet:
         row = self.rows.get(name)
         if row is None:
             return State.LEFT
+        if row.asked is not None and self._now() - row.asked < QUESTION_S:
+            return self._apply(row, Event.MISSED, f"{why}, while it was asked something")
         row.misses += 1
         if row.misses >= self._failure_threshold and (_is_near(name) or self._is_silent(row)):
             return self._apply(row, Event.LOST, f"{row.misses} probes missed: {why}")
@@ -363,6 +392,10 @@ class Fleet:
         """Requests that it is known to have, of other routers too."""
         row = self.rows.get(name)
         return 0 if row is None else row.in_flight + row.elsewhere
+
+    def asking(self, name: str) -> Asking:
+        """An instance is asked something that is no generation request while the block runs."""
+        return Asking(self.rows[name], self._now)
 
     def carrying(self, name: str, queued_tokens: int) -> Carrying:
         """Count a request as being in flight at an instance while the block runs; gives its ``Load``."""

@@ -43,6 +43,10 @@ class InstanceRecord:
     """How many events of ``lifecycle.FATAL`` have happened to it."""
     heard: float | None = None
     """When it last gave a sign of life."""
+    questions: int = 0
+    """Those that it is being asked (``Fleet.asking``)."""
+    asked: float | None = None
+    """Since when it may be busy with a question: probes that it misses do not count. None when it is not."""
     other_model: bool = False
     """It was found to serve another model than the fleet."""
     waiting: set[Load] = field(default_factory=set)

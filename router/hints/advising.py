@@ -45,6 +45,7 @@ from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.prompt_tree import is_ahead
 from sglang_ext.router.policies.questions import decoders_for, named
 from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 from sglang_ext.signals import Signal
@@ -159,15 +160,28 @@ class Advisor:
 
     # -- hints ------------------------------------------------------------------------------------
 
-    async def hint(self, advisory: Advisory, caller: Caller, priority: int) -> Hint | None:
-        """What an advisory request stands for; None when it names a session only, which is not known."""
+    async def hint(
+        self, advisory: Advisory, caller: Caller, priority: int, budget: Budget | None = None
+    ) -> Hint | None:
+        """What an advisory request stands for; None when it names a session only, which is not known.
+
+        Args:
+            budget: pays for tokenizing it.
+
+        Raises:
+            RequestRefused: 400: it is far too long; 429: the budget is used up.
+        """
         session = None if advisory.session is None else caller.scope + advisory.session
         known = None
         if advisory.job is not None:
             model = self._fleet.model
             template = model is not None and model.chat.completion_template is not None
             (encoded,) = await self._tokenizers.encode(
-                advisory.job, completion_template=template, answer_follows=False
+                advisory.job,
+                completion_template=template,
+                answer_follows=False,
+                limits=None if model is None else model.limits,
+                budget=budget,
             )
             key = encoded.key
             if advisory.job.prompts[0].text is not None:
@@ -182,6 +196,13 @@ class Advisor:
             return None
         namespace, key = known
         return Hint(caller.scope, namespace, key, session, priority, advisory.earliest_s, advisory.ttl_s)
+
+    def too_fast(self, caller: Caller) -> Answer | None:
+        """The refusal of one more hint of the caller's that is beyond its rate, before it is encoded."""
+        answer = self.book.refused(caller.scope, self._clock.monotonic())
+        if answer is not None:
+            self._hints.labels(answer.verdict.value).inc()
+        return answer
 
     def offer(self, hint: Hint) -> tuple[Answer, dict[str, Any]]:
         """Take a hint; the book's answer, and what the client is told."""

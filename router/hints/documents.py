@@ -49,6 +49,7 @@ from sglang_ext.router.policies import beginners
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import DocumentNote, Record
 from sglang_ext.router.tenancy.admit import with_salt
+from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.tokenizing import TokenizerService
@@ -119,14 +120,17 @@ class Documents:
 
     # -- documents --------------------------------------------------------------------------------
 
-    async def encoded(self, document: Document) -> DocumentEntry:
+    async def encoded(self, document: Document, budget: Budget | None = None) -> DocumentEntry:
         """What can be taken of a document.
 
+        Args:
+            budget: pays for tokenizing it.
+
         Raises:
-            RequestRefused: 400: its content is no prompt of the model.
+            RequestRefused: 400: its content is no prompt of the model; 429: the budget is used up.
         """
         entry = DocumentEntry(document, _new_pin())
-        await self._encode(entry)
+        await self._encode(entry, budget)
         return entry
 
     def take(self, entry: DocumentEntry) -> None:
@@ -302,11 +306,11 @@ class Documents:
         """An instance was started anew, or is reached again."""
         self.book.again(instance)
 
-    async def _encode(self, entry: DocumentEntry) -> None:
+    async def _encode(self, entry: DocumentEntry, budget: Budget | None = None) -> None:
         """Find out its tokens, if the model is known.
 
         Raises:
-            RequestRefused: 400: its content is no prompt of the model.
+            RequestRefused: as ``encoded``.
         """
         model = self._fleet.model
         if model is None:
@@ -317,7 +321,7 @@ class Documents:
         assert advisory.job is not None
         owner = Caller(salt=document.salt)
         advisory = dataclasses.replace(advisory, job=with_salt(advisory.job, owner))
-        entry.hint = await self._advisor.hint(advisory, owner, document.priority)
+        entry.hint = await self._advisor.hint(advisory, owner, document.priority, budget)
 
     @property
     def _encoder(self) -> object:

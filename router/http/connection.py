@@ -24,6 +24,7 @@ import logging
 from collections import deque
 from typing import cast
 
+from sglang_ext.addresses import client_network
 from sglang_ext.router.http.body import packing, unpack
 from sglang_ext.router.http.messages import CONTINUE, HTTP2_REFUSAL, refusal
 from sglang_ext.router.http.reader import Parsed, Phase, RequestReader
@@ -81,6 +82,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self._reader.client = client_network(str(peer[0])) if isinstance(peer, tuple) else ""
         one_too_many = self._state.enter(self, self.transport)
         if one_too_many is not None:
             self.transport.write(one_too_many)
@@ -290,7 +293,7 @@ async def _unpacked(
     if refusal is not None:
         await handler.refuse(request, responder, refusal)
         return
-    plain = Request(request.method, request.path, request.target, request.headers, body)
+    plain = Request(request.method, request.path, request.target, request.headers, body, request.client)
     try:
         await handler.handle(plain, responder)
     finally:

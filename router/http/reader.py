@@ -75,8 +75,8 @@ class RequestReader:
 
     __slots__ = (
         "_body", "_budget", "_found", "_headers", "_keep", "_max_body_bytes", "_max_head_bytes", "_method",
-        "_parser", "_raw", "_replaying", "_target", "_turn_away", "_upgrading", "_version", "expects",
-        "phase", "speaks_http2",
+        "_parser", "_raw", "_replaying", "_target", "_turn_away", "_upgrading", "_version", "client",
+        "expects", "phase", "speaks_http2",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +102,8 @@ class RequestReader:
         self._keep = True
         self._upgrading = False
         self._replaying = False
+        self.client = ""
+        """The address that requests come from."""
         self.phase = Phase.IDLE
         self.expects = False
         """The client waits for a word before it sends the body."""
@@ -259,7 +261,7 @@ class RequestReader:
         target, path = target_and_path(self._target)
         # HEAD is GET whose body stays here, which who answers need not know.
         method = "GET" if self._method == "HEAD" else self._method
-        return Request(method, path, target, self._headers, body)
+        return Request(method, path, target, self._headers, body, self.client)
 
     def _after_upgrade(self, rest: memoryview) -> None:
         """Go on after a head that offers another protocol, which the parser took for an accepted offer,

@@ -34,6 +34,8 @@ class Request(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = {}
     """Names in lower case."""
     body: bytes = b""
+    client: str = ""
+    """The address that it came from; empty of a Unix socket."""
 
     @property
     def query(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
+from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.stages import StageTimes
 
@@ -46,6 +47,8 @@ class Record:
     estimate: Estimate | None = None
     """What it was expected to take where it was sent last."""
     documents: DocumentNote | None = None
+    budget: Budget | None = None
+    """What pays for its bytes and for tokenizing it."""
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
     completion_tokens: int | None = None

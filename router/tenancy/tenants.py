@@ -108,24 +108,74 @@ class Meter:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count one generation request while the block runs.
+        """Count one request that is work while the block runs.
 
         Raises:
             RequestRefused: 429, with the seconds after which it may be tried again.
         """
-        now = self._clock.monotonic()
-        entry = self._entry
-        running = self.running + self.elsewhere
-        if entry.concurrent is not None and running >= entry.concurrent:
-            raise too_many(f"{running} requests of this key are running, its limit", 1.0, "concurrency")
-        if self._tokens is not None and (wait := self._tokens.wait(now)):
-            raise too_many(f"this key may use {entry.tokens_per_minute} tokens a minute", wait, "tokens")
-        if self._requests is not None and (wait := self._requests.take(now)):
-            limit = f"this key may send {entry.requests_per_second:g} requests a second"
-            raise too_many(limit, wait, "requests")
-        self._taken += 1
+        if (refused := self._too_much()) is not None:
+            raise refused
+        self._take()
         with self.carrying():
             yield
+
+    def count(self) -> None:
+        """Count one request by its rate alone.
+
+        Raises:
+            RequestRefused: as ``request``.
+        """
+        self._take()
+        self._tell()
+
+    def _take(self) -> None:
+        if self._requests is not None and (wait := self._requests.take(self._clock.monotonic())):
+            raise self._too_fast(wait)
+        self._taken += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a request that was counted by its rate as running while the block runs.
+
+        Raises:
+            RequestRefused: as many run as the key may have.
+        """
+        if (refused := self._too_many()) is not None:
+            raise refused
+        with self.carrying():
+            yield
+
+    def refusal(self, *, work: bool) -> RequestRefused | None:
+        """Why one more request would be refused now; it is not counted.
+
+        Args:
+            work: it would be counted by ``request``, not by ``count``.
+        """
+        if work and (refused := self._too_much()) is not None:
+            return refused
+        wait = 0.0 if self._requests is None else self._requests.wait(self._clock.monotonic())
+        return self._too_fast(wait) if wait > 1e-6 else None
+
+    def _too_much(self) -> RequestRefused | None:
+        refused = self._too_many()
+        if (
+            refused is None
+            and self._tokens is not None
+            and (wait := self._tokens.wait(self._clock.monotonic()))
+        ):
+            limit = f"this key may use {self._entry.tokens_per_minute} tokens a minute"
+            return too_many(limit, wait, "tokens")
+        return refused
+
+    def _too_many(self) -> RequestRefused | None:
+        most, running = self._entry.concurrent, self.running + self.elsewhere
+        if most is None or running < most:
+            return None
+        return too_many(f"{running} requests of this key are running, its limit", 1.0, "concurrency")
+
+    def _too_fast(self, wait: float) -> RequestRefused:
+        limit = f"this key may send {self._entry.requests_per_second:g} requests a second"
+        return too_many(limit, wait, "requests")
 
     @contextmanager
     def carrying(self) -> Iterator[None]:

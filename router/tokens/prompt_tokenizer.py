@@ -59,31 +59,35 @@ class PromptTokenizer:
         self._around_pair = _around_pair(tokenizer, encode)
         self._reranks = None if template is None else reranking(template)
 
-    def encode_text(self, text: str, most_new: int | None = None, salt: str | None = None) -> bytes:
+    def encode_text(
+        self, text: str, most_new: int | None = None, salt: str | None = None, most: int | None = None
+    ) -> bytes:
         """The tokens of a prompt as ``/generate`` and ``/v1/completions`` take it, special tokens added.
 
         Args:
-            most_new, salt: see ``Segmenter.encode``.
+            most_new, salt, most: see ``Segmenter.encode``, also for what is raised.
         """
-        return self._before + self.segmenter.encode(text, most_new, salt) + self._after
+        return self._before + self.segmenter.encode(text, most_new, salt, most) + self._after
 
-    def encode_pair(self, pair: Pair, most_new: int | None = None, salt: str | None = None) -> bytes:
+    def encode_pair(
+        self, pair: Pair, most_new: int | None = None, salt: str | None = None, most: int | None = None
+    ) -> bytes:
         """The tokens of a query and a document, as ``/v1/rerank`` puts them together.
 
         Args:
-            most_new, salt: see ``Segmenter.encode``.
+            most_new, salt, most: see ``Segmenter.encode``, for each.
 
         Raises:
             TemplateFailed: the template cannot be rendered with them.
             CannotRender: the server shows them to the model in a way that is not known here.
         """
         if pair.by_template and self._reranks is not None:
-            return self.encode_text(self._reranks(pair), most_new, salt)
+            return self.encode_text(self._reranks(pair), most_new, salt, most)
         if self._around_pair is None:
             raise CannotRender("the tokenizer puts two texts together in a way of its own")
         before, between, after = self._around_pair
-        query = self.segmenter.encode(pair.query, most_new, salt)
-        return before + query + between + self.segmenter.encode(pair.document, most_new, salt) + after
+        query = self.segmenter.encode(pair.query, most_new, salt, most)
+        return before + query + between + self.segmenter.encode(pair.document, most_new, salt, most) + after
 
     def encode_chat(
         self,
@@ -92,13 +96,14 @@ class PromptTokenizer:
         answer_follows: bool = True,
         most_new: int | None = None,
         salt: str | None = None,
+        most: int | None = None,
     ) -> bytes:
         """The tokens of a conversation.
 
         Args:
             answer_follows: they end with what makes the model answer. Without it they are how a longer
                 conversation begins.
-            most_new, salt: see ``Segmenter.encode``.
+            most_new, salt, most: see ``Segmenter.encode``.
 
         Raises:
             TemplateFailed: the template cannot be rendered with this conversation and these arguments.
@@ -119,9 +124,9 @@ class PromptTokenizer:
             except Exception as second:  # noqa: BLE001
                 why = f"the chat template failed: {type(second).__name__}: {second}"
                 raise TemplateFailed(why) from first
-        key = self.segmenter.encode(text, most_new, salt)
+        key = self.segmenter.encode(text, most_new, salt, most)
         if rendering.assistant_prefix is not None:
-            prefix = self.encode_text(rendering.assistant_prefix, salt=salt)
+            prefix = self.encode_text(rendering.assistant_prefix, salt=salt, most=most)
             bos = self._tokenizer.bos_token_id
             if bos is not None and prefix.startswith(encode_tokens([bos])):
                 prefix = prefix[TOKEN_BYTES:]

@@ -23,6 +23,8 @@ from itertools import pairwise, product
 import numpy as np
 import xxhash
 
+from sglang_ext.keys import TOKEN_BYTES
+
 ENTRY_BYTES = 200
 """Memory of an entry of the cache besides its tokens."""
 MAX_OWNER = 64
@@ -82,8 +84,27 @@ _AWKWARD = (
 """Texts that a tokenizer might treat otherwise at the start, or beside a special token."""
 
 
+SLICE = 1 << 17
+"""Characters that a tokenizer is given at a time: its own threads do one call after the other, and texts of
+others come in between."""
+LONGEST = 256
+"""Characters of the longest token, where the vocabulary is not known."""
+
+
 class TooMuchNew(Exception):
     """Tokenizing would take longer than the caller has time for."""
+
+
+class TextTooLong(Exception):
+    """A text has more characters than the longest prompt can have.
+
+    Attributes:
+        characters, most: that it has, and that it may have.
+    """
+
+    def __init__(self, characters: int, most: int) -> None:
+        super().__init__(f"{characters} characters, and may have {most}")
+        self.characters, self.most = characters, most
 
 
 class TokenCache:
@@ -179,6 +200,8 @@ class Segmenter:
         piece: int = PIECE,
     ) -> None:
         self._encode = encode
+        self.longest = max(map(len, vocabulary), default=LONGEST)
+        """Characters of the longest token."""
         self._piece = piece
         self._cache = cache
         self._borders: re.Pattern[str] | None = None
@@ -209,16 +232,23 @@ class Segmenter:
         units = ["message"] * self.by_segment + ["piece"] * self.by_piece
         return " and ".join(units) or "whole prompt"
 
-    def encode(self, text: str, most_new: int | None = None, salt: str | None = None) -> bytes:
+    def encode(
+        self, text: str, most_new: int | None = None, salt: str | None = None, most: int | None = None
+    ) -> bytes:
         """The tokens of ``text`` as ``keys.encode_tokens`` writes them.
 
         Args:
             most_new: characters that may have to be tokenized; by default any number.
             salt: see ``owner_of``.
+            most: tokens that a prompt may have. Of a text with more than twice as many, no more than a part
+                is tokenized, and returned.
 
         Raises:
             TooMuchNew: there are more.
+            TextTooLong: no text of so many characters has so few tokens.
         """
+        if most is not None and len(text) > most * self.longest:
+            raise TextTooLong(len(text), most * self.longest)
         segments = self._cut(text)
         texts = [segment.encode("utf-8", "surrogatepass") for segment in segments]
         owner = owner_of(salt)
@@ -230,10 +260,37 @@ class Segmenter:
         if missing:
             if most_new is not None and sum(len(segments[index]) for index in missing) > most_new:
                 raise TooMuchNew
-            for index, ids in zip(missing, self._encode([segments[i] for i in missing]), strict=True):
+            return self._encode_missing(segments, texts, keys, known, missing, most)
+        return b"".join(tokens or b"" for tokens in known)
+
+    def _encode_missing(
+        self,
+        segments: list[str],
+        texts: list[bytes],
+        keys: list[bytes],
+        known: list[bytes | None],
+        missing: list[int],
+        most: int | None,
+    ) -> bytes:
+        found: list[bytes] = []
+        size = at = 0
+        while at < len(missing):
+            end, characters = at, 0
+            while end < len(missing) and (end == at or characters + len(segments[missing[end]]) <= SLICE):
+                characters += len(segments[missing[end]])
+                end += 1
+            part = missing[at:end]
+            for index, ids in zip(part, self._encode([segments[i] for i in part]), strict=True):
                 known[index] = np.asarray(ids, dtype="<i4").tobytes()
                 self._cache.put(keys[index], texts[index], known[index] or b"")
-        return b"".join(tokens or b"" for tokens in known)
+            at = end
+            upto = missing[at] if at < len(missing) else len(segments)
+            further = [tokens or b"" for tokens in known[len(found) : upto]]
+            found += further
+            size += sum(map(len, further))
+            if most is not None and size > 2 * most * TOKEN_BYTES:
+                break
+        return b"".join(found)
 
     def _cut(self, text: str) -> list[str]:
         """``text`` in pieces. All but the first start with a special token, or where a long one is cut."""

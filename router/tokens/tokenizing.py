@@ -11,32 +11,37 @@ instance which saw the same beginning, and cannot tell lengths.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.router.api.job import Chat, Job, PromptInput
+from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, text_of
 from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.router.tokens.fair_pool import FairPool
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
-from sglang_ext.router.tokens.segments import Segmenter, TokenCache, TooMuchNew
+from sglang_ext.router.tokens.segments import LONGEST, Segmenter, TextTooLong, TokenCache, TooMuchNew
 from sglang_ext.router.tokens.tokenizer_check import ServerTokenizer, Trust, compare
 from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.tokenizing")
 
+T = TypeVar("T")
 
+_OWN = "the router itself"
+"""Whose turn it is where nobody else pays."""
 INLINE_BYTES = 1 << 16
 """Prompts up to this length are rendered and looked up on the event loop, if no more than ``INLINE_NEW``
 characters of them have to be tokenized: a thread and back takes longer than that."""
@@ -46,6 +51,10 @@ LARGE_ANSWER = 16_384
 """Bytes of an answer from which it is not parsed on the event loop."""
 LARGE = 8192
 """What is taken for the length of what is not plain text."""
+CUT_CHARACTERS = 1 << 20
+"""Of a text that a server cuts, so many may come whatever the model's context is."""
+BATCH = 1 << 16
+"""Characters of a request's prompts that are tokenized together, before another client has its turn."""
 
 
 class Fallback(enum.StrEnum):
@@ -77,8 +86,7 @@ class TokenizerService:
         path: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        threads = threads or min(max(2, len(os.sched_getaffinity(0))), MOST_THREADS)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
+        self.pool = FairPool(threads or default_threads(), "router-tokenizer")
         self._path = path
         self._trust_remote_code = trust_remote_code
         self.fell_back: Signal[[Fallback]] = Signal()
@@ -117,9 +125,8 @@ class TokenizerService:
         self.trust = Trust()
         self.cache = TokenCache(self._cache_bytes)
         path = self._path or facts.tokenizer_path
-        loop = asyncio.get_running_loop()
         try:
-            self.tokenizer = await loop.run_in_executor(self._pool, self._load, path, facts)
+            self.tokenizer = await self.pool.run(_OWN, 0, functools.partial(self._load, path, facts))
         except UserError as error:
             self.status = f"prompts are matched by text, not by tokens: {error}"
             logger.warning("%s", self.status)
@@ -135,25 +142,89 @@ class TokenizerService:
         tokenizer = load_tokenizer(path, trust_remote_code=self._trust_remote_code)
         return PromptTokenizer(tokenizer, facts, self.cache)
 
+    @property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return LONGEST if self.tokenizer is None else self.tokenizer.segmenter.longest
+
+    def most_characters(self, limits: Limits) -> int:
+        """How many characters a text may have; one with more cannot have so few tokens as a prompt may."""
+        return _most(limits, self.longest) * self.longest
+
     async def encode(
-        self, job: Job, *, completion_template: bool = False, answer_follows: bool = True
+        self,
+        job: Job,
+        *,
+        completion_template: bool = False,
+        answer_follows: bool = True,
+        limits: Limits | None = None,
+        budget: Budget | None = None,
+        field: Callable[[int], str | None] = lambda index: None,
     ) -> list[Encoded]:
         """The keys of all prompts of a job.
 
         Args:
             completion_template: the server rewrites the prompts of ``/v1/completions``.
             answer_follows: see ``PromptTokenizer.encode_chat``.
+            limits: of the model. A prompt that is far too long is refused before it is tokenized to its end;
+                others that are too long are for the caller to refuse.
+            budget: pays for the time that it takes.
+            field: the name of the field that has a prompt, for people.
+
+        Raises:
+            RequestRefused: 400: a prompt is far too long; 429: the budget is used up.
         """
         prompts = job.prompts
-        if sum(map(_size, prompts)) <= INLINE_BYTES:
-            try:
-                return self.encode_all(prompts, completion_template, answer_follows, INLINE_NEW)
-            except TooMuchNew:
-                pass  # then in a thread
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, self.encode_all, prompts, completion_template, answer_follows
+        encode = functools.partial(
+            self.encode_all,
+            completion_template=completion_template,
+            answer_follows=answer_follows,
+            limits=limits,
         )
+        try:
+            sizes = list(map(_size, prompts))
+            if sum(sizes) <= INLINE_BYTES:
+                try:
+                    return encode(prompts, most_new=INLINE_NEW)
+                except TooMuchNew:
+                    pass  # then in a thread
+            found: list[Encoded] = []
+            while len(found) < len(prompts):
+                end, size = len(found), 0
+                while end < len(prompts) and (end == len(found) or size + sizes[end] <= BATCH):
+                    size += sizes[end]
+                    end += 1
+                found += await self._run(budget, size, functools.partial(encode, prompts[len(found) : end]))
+            return found
+        except PromptTooLong as long:
+            index = next(index for index, prompt in enumerate(prompts) if prompt is long.prompt)
+            raise _too_long(str(long), 0 if limits is None else limits.context_length, field(index)) from None
+
+    async def check_text(
+        self, text: str, salt: str | None, limits: Limits, budget: Budget | None, field: str
+    ) -> None:
+        """Refuse a text that is no prompt because of its length, before a server is given it.
+
+        Args:
+            salt: of the client's tenant.
+            limits, budget: see ``encode``.
+            field: that has it.
+
+        Raises:
+            RequestRefused: as ``encode``.
+        """
+        job = Job(False, (PromptInput(text=text, namespace=(None, None, salt)),))
+        encoded = await self.encode(job, limits=limits, budget=budget, field=lambda index: field)
+        tokens = encoded[0].tokens
+        if tokens is not None and tokens > limits.context_length and not limits.truncates:
+            raise _too_long(f"{tokens} tokens", limits.context_length, field)
+
+    async def _run(self, budget: Budget | None, size: int, call: Callable[[], T]) -> T:
+        """Call something in a thread, at the cost of a budget."""
+        if budget is None:
+            return await self.pool.run(_OWN, size, call)
+        budget.check_tokenizing()
+        return await self.pool.run(budget.owner, size, call, budget.tokenized)
 
     async def verify(self, theirs: ServerTokenizer) -> None:
         """Compare with a worker's own tokens, and trust what agrees.
@@ -172,7 +243,7 @@ class TokenizerService:
         else:
             encode = functools.partial(tokenizer.encode_chat, Chat(body))
         try:
-            key = await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+            key = await self.pool.run(_OWN, 0, encode)
         except CannotRender as error:
             logger.warning("the router cannot tokenize all that the worker can: %s", error)
             return None
@@ -184,6 +255,7 @@ class TokenizerService:
         completion_template: bool = False,
         answer_follows: bool = True,
         most_new: int | None = None,
+        limits: Limits | None = None,
     ) -> list[Encoded]:
         """``encode`` in the calling thread.
 
@@ -192,11 +264,27 @@ class TokenizerService:
 
         Raises:
             TooMuchNew: one of them has more.
+            PromptTooLong: one of them is far too long.
         """
-        return [self._encode_one(prompt, completion_template, answer_follows, most_new) for prompt in prompts]
+        most = None if limits is None else _most(limits, self.longest)
+        found = []
+        for prompt in prompts:
+            try:
+                encoded = self._encode_one(prompt, completion_template, answer_follows, most_new, most)
+            except TextTooLong as long:
+                raise PromptTooLong(prompt, f"{long.characters} characters") from long
+            if most is not None and limits is not None and not limits.truncates:
+                _check_units(prompt, encoded, most, self.longest)
+            found.append(encoded)
+        return found
 
     def _encode_one(
-        self, prompt: PromptInput, completion_template: bool, answer_follows: bool, most_new: int | None
+        self,
+        prompt: PromptInput,
+        completion_template: bool,
+        answer_follows: bool,
+        most_new: int | None,
+        most: int | None,
     ) -> Encoded:
         if prompt.ids is not None and not prompt.media:
             return _from_ids(prompt)
@@ -210,11 +298,12 @@ class TokenizerService:
                         answer_follows=answer_follows,
                         most_new=most_new,
                         salt=prompt.salt,
+                        most=most,
                     )
                 elif prompt.pair is not None:
-                    key = tokenizer.encode_pair(prompt.pair, most_new, prompt.salt)
+                    key = tokenizer.encode_pair(prompt.pair, most_new, prompt.salt, most)
                 else:
-                    key = tokenizer.encode_text(prompt.text or "", most_new, prompt.salt)
+                    key = tokenizer.encode_text(prompt.text or "", most_new, prompt.salt, most)
                 return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
             except TemplateFailed as failed:
                 if prompt.chat is not None and prompt.chat.payload.get("chat_template_kwargs"):
@@ -268,7 +357,10 @@ class TokenizerService:
         return None
 
     async def continuations(
-        self, texts: Callable[[], Mapping[int, str]], salts: Sequence[str | None]
+        self,
+        texts: Callable[[], Mapping[int, str]],
+        salts: Sequence[str | None],
+        budget: Budget | None = None,
     ) -> dict[int, bytes]:
         """The tokens of generated texts, to be put behind the tokens of their prompts.
 
@@ -278,18 +370,57 @@ class TokenizerService:
         Args:
             texts: gives the texts by prompt; called in a thread, as it may have to parse.
             salts: of the prompts; see ``segments.owner_of``. Texts of further prompts are left out.
+            budget: pays for the time that it takes.
         """
         if self.tokenizer is None:
             return {}
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _encoded, self.tokenizer.segmenter, texts, salts)
+        encode = functools.partial(_encoded, self.tokenizer.segmenter, texts, salts)
+        if budget is None:
+            return await self.pool.run(_OWN, LARGE_ANSWER, encode)
+        return await self.pool.run(budget.owner, LARGE_ANSWER, encode, budget.tokenized)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.close()
 
     def __repr__(self) -> str:
         return f"TokenizerService({self.status}, {self.trust}, {self.cache})"
+
+
+class PromptTooLong(Exception):
+    """A prompt of which far more tokens would be made than the model takes."""
+
+    def __init__(self, prompt: PromptInput, size: str) -> None:
+        super().__init__(size)
+        self.prompt = prompt
+
+
+def _too_long(size: str, context: int, field: str | None) -> RequestRefused:
+    return RequestRefused(
+        f"The input ({size}) is longer than the model's context length ({context} tokens).",
+        param=field,
+        code="context_length_exceeded",
+    )
+
+
+def default_threads() -> int:
+    """Of the pool: one for each core, within bounds."""
+    return min(max(2, len(os.sched_getaffinity(0))), MOST_THREADS)
+
+
+def _most(limits: Limits, longest: int) -> int:
+    """Tokens up to which a text is tokenized, at least."""
+    most = max(1, limits.context_length)
+    return max(most, -(-CUT_CHARACTERS // longest)) if limits.truncates else most
+
+
+def _check_units(prompt: PromptInput, encoded: Encoded, most: int, longest: int) -> None:
+    """Refuse a prompt that was not tokenized to its end, or is matched by a text that is far too long."""
+    if encoded.tokens is None:
+        if prompt.ids is None and len(encoded.key) > 4 * most * longest:
+            raise PromptTooLong(prompt, f"{len(encoded.key)} bytes of text")
+    elif prompt.ids is None and encoded.tokens > 2 * most:
+        raise PromptTooLong(prompt, f"more than {2 * most} tokens")
 
 
 def _encoded(

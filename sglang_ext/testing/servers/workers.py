@@ -126,6 +126,8 @@ class StandInWorker:
         self.dies = False
         """They are answered by closing the connection."""
         self.has_tokenize = True
+        self.before_tokens: Gate | None = None
+        """``/tokenize`` waits here, and so does ``/model_info``: SGLang tokenizes in its event loop."""
         self.refuses_tools = False
         self.skew_tokens = False
         """``/v1/tokenize`` answers something else than what is served."""
@@ -142,6 +144,8 @@ class StandInWorker:
         """(path, body, headers) of every generation request."""
         self.cached: list[int] = []
         """Cached tokens of every prompt that was embedded, classified, scored or ranked."""
+        self.tokenizing = 0
+        """Requests to ``/tokenize`` that have come."""
         self.rids_aborted: list[Json] = []
         """Bodies of ``/abort_request``."""
         self.kept: dict[str, Json] = {}
@@ -270,6 +274,8 @@ class StandInWorker:
     async def _model_info(self, request: web.BaseRequest) -> web.Response:
         if self.hang_probes is not None:
             await self.hang_probes.wait()
+        if self.before_tokens is not None and self.tokenizing:
+            await self.before_tokens.wait()
         return web.json_response(self.model_info)
 
     async def _server_info(self, request: web.BaseRequest) -> web.Response:
@@ -285,6 +291,9 @@ class StandInWorker:
 
     async def _tokenize(self, request: web.BaseRequest) -> web.Response:
         body = json.loads(await request.content.read())
+        self.tokenizing += 1
+        if self.before_tokens is not None:
+            await self.before_tokens.wait()
         if "messages" in body:
             if body.get("tools") and self.refuses_tools:
                 return error("tools are not supported")

@@ -4,6 +4,7 @@ server gives when it is asked directly."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,6 +16,7 @@ from router_rig import SPECS, running, until
 
 from sglang_ext.patches.versions import installed_sglang_version
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.fleet import USABLE, Event
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
@@ -221,3 +223,37 @@ async def test_a_session_that_its_server_has_lost_is_refused(
             errors.append(await answer.json())
     assert errors[0] == errors[1]
     assert session in errors[1]["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+async def test_a_question_of_megabytes_reaches_no_server_and_holds_up_no_other_client(
+    path: str, router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
+) -> None:
+    """8 MB took a server 10 s in the event loop in which it answers everything: it was taken for dead, and
+    the next one was asked."""
+    events: list[Event] = []
+    router.fleet.happened.subscribe(lambda row, event, before: events.append(event))
+
+    def body(text: str) -> Json:
+        if path == "/tokenize":
+            return {"model": "any", "prompt": text}
+        return {"model": "any", "messages": [{"role": "user", "content": text}]}
+
+    async def generate(number: int) -> int:
+        sent = {"text": f"{number} {TEXT}", "sampling_params": SAMPLED}
+        async with client.post(router.url + "/generate", json=sent) as answer:
+            return answer.status
+
+    huge = json.dumps(body("a small town " * 640_000)).encode()
+    questions = [client.post(router.url + path, data=io.BytesIO(huge)) for _ in range(4)]
+    statuses = asyncio.gather(*map(generate, range(6)))
+    for question in questions:
+        async with question as answer:
+            assert answer.status == 400, await answer.text()
+            assert "context length" in await answer.text()
+    assert await statuses == [200] * 6
+    assert Event.LOST not in events
+    assert all(row.state in USABLE for row in router.fleet.rows.values())
+    # The twin: what may be asked is answered, as by a server.
+    theirs, _ = await ask(client, servers[0].url + path, body(TEXT))
+    assert (await ask(client, router.url + path, body(TEXT)))[0] == theirs

@@ -24,7 +24,7 @@ KEYS = """
 key = "tenant-one-key"
 tenant = "one"
 requests_per_second = 0.001
-burst = 1
+burst = 2
 
 [[keys]]
 key = "operators-key"

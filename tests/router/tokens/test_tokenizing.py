@@ -392,7 +392,7 @@ def test_there_are_as_many_threads_as_cores_but_not_too_many(monkeypatch) -> Non
     for cores, threads in ((1, 2), (4, 4), (64, 8)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         service = TokenizerService(threads=0, cache_bytes=1)
-        assert service._pool._max_workers == threads  # type: ignore[attr-defined]
+        assert service.pool.threads == threads
         service.close()
 
 
@@ -438,9 +438,9 @@ async def test_tokenizing_does_not_hold_up_the_event_loop(start_worker, start_ro
     encoding = asyncio.Event()
     encode = router.tokenizers.encode_all
 
-    def announced(*args: Any) -> Any:
+    def announced(*args: Any, **more: Any) -> Any:
         loop.call_soon_threadsafe(encoding.set)
-        return encode(*args)
+        return encode(*args, **more)
 
     router.tokenizers.encode_all = announced  # type: ignore[method-assign]
     data = io.BytesIO(json.dumps(body).encode())
@@ -459,7 +459,7 @@ async def test_what_is_known_or_short_is_not_handed_to_a_thread(service, tokeniz
     long = job(PromptInput(text="word " * 500))
     first = await service.encode(long)
     with monkeypatch.context() as no_threads:
-        no_threads.setattr(service, "_pool", object())
+        no_threads.setattr(service, "pool", object())
         assert await service.encode(long) == first
         assert (await service.encode(job(PromptInput(text="and one more"))))[0].tokens
         with pytest.raises(AttributeError):
