@@ -188,11 +188,12 @@ class RoleChanges:
         serves = await self._until(
             lambda: self._serves_as(member, role) or member.url not in self._members.fleet.rows, JOIN_S
         )
-        if (row := self._members.fleet.rows.get(member.url)) is None:
+        after = self._members.fleet.rows.get(member.url)
+        if after is None:
             raise _departed(member)
         if not serves:
             raise CannotChangeRole(
-                f"{member.instance} has changed to {role}, and is {row.state}: {row.why}", field="role"
+                f"{member.instance} has changed to {role}, and is {after.state}: {after.why}", field="role"
             )
         logger.info("instance %s is %s now", member.instance, role)
 
