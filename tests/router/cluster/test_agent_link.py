@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.clock import SystemClock
+from sglang_ext.protocol.agent import Running
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.agent_link import Link
 from sglang_ext.router.cluster.agents import Agents
@@ -80,6 +81,38 @@ async def test_another_verdict_counts_for_a_channel_that_stands(sockets: list[An
         for channels, seconds in ((1, 19), (2, 2)):
             await pass_by(clock, seconds)
             assert len(sockets) == channels
+    finally:
+        agents.disconnect(SILENT.url)
+        await agents.close()
+
+
+class Listener:
+    """Remembers which instances were reported as silent."""
+
+    def __init__(self) -> None:
+        self.silent: list[str] = []
+
+    def on_heartbeat(self, name: str, epoch: str) -> None:
+        pass
+
+    def on_silent(self, name: str) -> None:
+        self.silent.append(name)
+
+
+async def test_an_agent_that_falls_silent_is_reported_once(sockets: list[Any]) -> None:
+    """Its index is not trusted from then on (`health.py`). One that was never heard is not reported."""
+    clock, listener = FakeClock(), Listener()
+    agents = Agents(Index(clock, block_size=16, max_bytes=1 << 20), clock, router="r", listener=listener)
+    agents.verdict_s = 5.0
+    agents.connect(SILENT.url, SILENT)
+    try:
+        await pass_by(clock, 7)
+        assert not listener.silent
+        agents._links[SILENT.url]._take(Running(bytes(16), "a message"))
+        await pass_by(clock, 4)
+        assert not listener.silent
+        await pass_by(clock, 20)
+        assert listener.silent == [SILENT.url]
     finally:
         agents.disconnect(SILENT.url)
         await agents.close()
