@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 
+from sglang_ext.patches import rendezvous
 from sglang_ext.patches.base import (
     Patch,
     PatchMismatchError,
@@ -107,6 +108,7 @@ PATCHES: tuple[Patch, ...] = (
     template_errors.PATCH,
     pooling.PATCH,
     uncompiled.PATCH,
+    rendezvous.PATCH,
 )
 
 

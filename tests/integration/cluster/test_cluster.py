@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import pwd
@@ -193,6 +194,16 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
     return {path for path in maps if path.is_relative_to("/dev/shm") and path.exists()}
 
 
+def reached_from_outside(processes: Iterable[psutil.Process]) -> list[tuple[str, str, int]]:
+    """Sockets that other machines can connect to: of which process, and where they listen."""
+    return [
+        (process.name(), each.laddr.ip, each.laddr.port)
+        for process in processes
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and not ipaddress.ip_address(each.laddr.ip).is_loopback
+    ]
+
+
 def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where: dict[str, str]) -> None:
     """Nothing of it is open to other users of the machine but the router, and its keys are in no list of
     processes."""
@@ -200,6 +211,7 @@ def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where:
     assert len(secrets) == 2
     shown = [" ".join(process.cmdline()) for process in below]
     assert not [words for words in shown if any(secret in words for secret in secrets)]
+    assert reached_from_outside(below) == []
     folders = (cluster.temporary, cluster.log_dir, cluster.disk)
     for folder in folders:
         assert sum(path.is_file() for path in folder.rglob("*")) > 0, folder

@@ -1,0 +1,71 @@
+"""The store through which ranks meet listens where they meet, and nowhere else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from sglang_ext.patches import rendezvous
+from sglang_ext.testing.servers.ports import free_port
+
+pytestmark = pytest.mark.slow
+
+STORE = """
+import sys, time, datetime, os
+from sglang_ext.patches import rendezvous
+if sys.argv[2] == "ours":
+    rendezvous.apply()
+import torch.distributed as dist
+host, port = sys.argv[1], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=0, world_size=1)
+store = dist.distributed_c10d._get_default_store()
+store.set("key", "value")
+print(store.get("key"), os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+sys.stdin.readline()
+"""
+
+
+def listens(pid: int) -> Iterator[tuple[str, int]]:
+    """Addresses and ports at which a process and all that it has started listen."""
+    process = psutil.Process(pid)
+    for each in (process, *process.children(recursive=True)):
+        for connection in each.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                yield connection.laddr.ip, connection.laddr.port
+
+
+@pytest.mark.parametrize("whose", ["ours", "torch's"])
+def test_the_store_of_ranks_listens_where_they_meet(whose: str) -> None:
+    """torch's own listens on every address."""
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE, "0.0.0.0" if whose == "ours" else "127.0.0.1", whose, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = {address for address, there in listens(process.pid) if there == port}
+        process.communicate("\n", timeout=60)
+    if whose == "ours":
+        assert (said, found) == ("b'value' lo\n", {"127.0.0.1"})
+    else:
+        assert found == {"::"}
+
+
+def test_where_a_store_listens() -> None:
+    assert rendezvous.address_of("127.0.0.1") == rendezvous.address_of("0.0.0.0") == "127.0.0.1"
+    assert rendezvous.address_of("::") == "::1"
+    assert rendezvous.address_of("192.0.2.7") == "192.0.2.7"
+    with rendezvous.listening("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
+        rendezvous.listening("127.0.0.1", taken.getsockname()[1])
+    there: dict[str, str] = {"NCCL_SOCKET_IFNAME": "eth0"}
+    rendezvous.stay_on_loopback("192.0.2.7", there)
+    assert there == {"NCCL_SOCKET_IFNAME": "eth0"}
+    rendezvous.stay_on_loopback("127.0.0.1", there)
+    assert there == {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "lo"}
