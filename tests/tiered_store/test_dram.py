@@ -141,6 +141,30 @@ def test_private_memory_lies_on_huge_pages_where_the_kernel_allows() -> None:
     memory.close()
 
 
+def flags_of(address: int) -> set[str]:
+    """What the kernel has noted of the mapping at an address (``VmFlags``)."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(each, 16) for each in first.split("-"))
+            is_it = start <= address < end
+        elif is_it and first == "VmFlags:":
+            return set(rest)
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_kv_is_left_out_of_core_dumps(shared: bool) -> None:
+    memory = ArenaMemory(1 << 20, shared=shared)
+    try:
+        assert "dd" in flags_of(memory.address)
+    finally:
+        memory.close()
+    with mmap.mmap(-1, 1 << 21) as other:
+        assert "dd" not in flags_of(np.frombuffer(other, dtype=np.uint8).ctypes.data), "the twin"
+
+
 def test_touching_is_reported() -> None:
     calls: list[tuple[int, int]] = []
     memory = ArenaMemory(600 << 20, shared=True)
