@@ -244,6 +244,8 @@ def before_dispatch(_manager: Any, obj: Any) -> None:
 def check_logprobs(message: Any, scheduler: Any) -> None:
     """Check which log probabilities a request asks for. SGLang takes the likeliest of the whole vocabulary.
 
+    Requests for embeddings have no such fields.
+
     Raises:
         ValueError: more than there are, more than prefill hands over with the first token, or from a position
             that there is not.
@@ -251,7 +253,7 @@ def check_logprobs(message: Any, scheduler: Any) -> None:
     most, vocab_size = getattr(message, "top_logprobs_num", 0), scheduler.model_config.vocab_size
     if not 0 <= most <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, not {most}")
-    if message.return_logprob and hasattr(scheduler, "disagg_metadata_buffers"):
+    if getattr(message, "return_logprob", False) and hasattr(scheduler, "disagg_metadata_buffers"):
         check_handed_logprobs(message, scheduler.disagg_metadata_buffers)
     start = getattr(message, "logprob_start_len", -1)
     if start < -1:
