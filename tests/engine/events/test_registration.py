@@ -192,7 +192,8 @@ async def test_an_instance_with_another_key_is_refused_and_nobody_is_harmed(
     wrong = ClusterKey(b"wrong" * 10)
     instance = Instance(key=wrong, url=worker.url)
     port = free_port()
-    registrar = registrar_of(instance, [port], wrong)
+    # With the right time: the router's is told to members only.
+    registrar = Registrar([f"http://127.0.0.1:{port}"], instance.registration, wrong, instance.agent.silent_s)
     try:
         async with router_at(port, key_file) as router:
             registrar.start()
