@@ -542,7 +542,9 @@ def test_random_errors_never_give_wrong_bytes(
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("mounting a file system is not allowed here")

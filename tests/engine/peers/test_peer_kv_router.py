@@ -105,6 +105,8 @@ class Node:
             desks=self.rank.desks,
             named={},
             namespace=IDENTITY,
+            settings={},
+            handover={},
             endpoints=(self.cache.transfers.endpoint.address,),
         )
 

@@ -237,6 +237,8 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
             desks=rank.desks,
             named=names_on(rank.promotions._tier),
             namespace=IDENTITY,
+            settings={},
+            handover={},
         )
         stack.callback(rank.cache.listeners.before_end)
         config = RouterConfig(port=port, block_size=BLOCK, policy="cost", worker_urls=(other.url,))
