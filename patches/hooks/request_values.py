@@ -244,20 +244,17 @@ def before_dispatch(_manager: Any, obj: Any) -> None:
 def check_logprobs(message: Any, scheduler: Any) -> None:
     """Check which log probabilities a request asks for. SGLang takes the likeliest of the whole vocabulary.
 
-    Requests for embeddings have no such fields.
-
     Raises:
         ValueError: more than there are, more than prefill hands over with the first token, or from a position
             that there is not.
     """
-    most, vocab_size = getattr(message, "top_logprobs_num", 0), scheduler.model_config.vocab_size
+    most, vocab_size = message.top_logprobs_num, scheduler.model_config.vocab_size
     if not 0 <= most <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, not {most}")
-    if getattr(message, "return_logprob", False) and hasattr(scheduler, "disagg_metadata_buffers"):
+    if message.return_logprob and hasattr(scheduler, "disagg_metadata_buffers"):
         check_handed_logprobs(message, scheduler.disagg_metadata_buffers)
-    start = getattr(message, "logprob_start_len", -1)
-    if start < -1:
-        raise ValueError(f"logprob_start_len must be at least -1, not {start}")
+    if message.logprob_start_len < -1:
+        raise ValueError(f"logprob_start_len must be at least -1, not {message.logprob_start_len}")
 
 
 def check_handed_logprobs(message: Any, rows: Any) -> None:
@@ -396,7 +393,8 @@ def around_admission(
     try:
         if isinstance(recv_req, TokenizedEmbeddingReqInput):
             check_pooled(recv_req, scheduler)
-        check_logprobs(recv_req, scheduler)
+        else:
+            check_logprobs(recv_req, scheduler)
         check_sampling(recv_req, scheduler)
         stock(scheduler, recv_req, *args, **kwargs)
     except Exception as error:
