@@ -1,29 +1,29 @@
-"""What one tenant may use of what all share: bytes of bodies, and time of the tokenizer's threads.
+"""Budgets of shared resources by tenant: bytes of request bodies, and time of the tokenizer's threads.
 
 Every tenant has a budget, whatever limits its keys have. Without tenants each address of clients has one.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from sglang_ext.clock import Clock
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.router.tenancy.rate import TokenBucket
 from sglang_ext.router.tenancy.tenants import Caller, too_many
 
 MINUTE_S = 60.0
 COUNTED_BYTES = 1 << 16
-"""That have come before they are counted together."""
+"""Bytes of small bodies that are charged together."""
 MOST_BUDGETS = 4096
-"""Kept at a time; the least recently used goes first."""
+MAX_BYTES = 4 << 20
+"""Budgets kept at a time, and their memory; the least recently used goes first."""
 
 
 class Budget:
-    """What one tenant, or one address, has used.
+    """The use of one tenant, or of one client address.
 
     Args:
-        owner: whose it is.
+        owner: the tenant or address.
         clock: seconds.
         bytes_per_minute: of bodies; 0 for no limit.
         tokenizing_s: seconds of tokenizing per minute; 0 for no limit.
@@ -64,7 +64,7 @@ class Budget:
         return too_many("more bytes came of one client than --client-bytes-per-minute", wait, "bytes")
 
     def check_tokenizing(self) -> None:
-        """Refuse what is to be tokenized while more was used than may be.
+        """Refuse a text while the budget of tokenizing is overdrawn.
 
         Raises:
             RequestRefused: 429, with the seconds after which it may be sent again.
@@ -77,7 +77,7 @@ class Budget:
             raise too_many(limit, wait, "tokenizing")
 
     def tokenized(self, seconds: float) -> None:
-        """So many seconds were used; what is used beyond the budget delays later texts."""
+        """Charge seconds of a tokenizer thread. An overdraft delays later texts."""
         if self._seconds is not None:
             self._seconds.charge(self._clock.monotonic(), seconds)
 
@@ -97,23 +97,21 @@ class Budgets:
         self._clock = clock
         self._bytes_per_minute = bytes_per_minute
         self._tokenizing_s = tokenizing_s
-        self._budgets: OrderedDict[str, Budget] = OrderedDict()
+        self._budgets: Bounded[str, Budget] = Bounded(
+            MAX_BYTES, lambda owner, budget: size_of(owner), max_entries=MOST_BUDGETS
+        )
 
     def of(self, caller: Caller, address: str) -> Budget:
-        """Who pays for a request.
+        """The budget that a request is charged to.
 
         Args:
             address: that it came from.
         """
         owner = address if caller.tenant is None else "tenant " + caller.tenant
-        budget = self._budgets.get(owner)
-        if budget is not None:
-            self._budgets.move_to_end(owner)
-            return budget
-        budget = Budget(owner, self._clock, self._bytes_per_minute, self._tokenizing_s)
-        self._budgets[owner] = budget
-        if len(self._budgets) > MOST_BUDGETS:
-            self._budgets.popitem(last=False)
+        budget = self._budgets.use(owner)
+        if budget is None:
+            budget = Budget(owner, self._clock, self._bytes_per_minute, self._tokenizing_s)
+            self._budgets.put(owner, budget)
         return budget
 
     def __len__(self) -> int:
