@@ -54,7 +54,7 @@ TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000")
 class FaultySpec(ServerSpec):
     """A server whose hand-overs can be stopped and damaged."""
 
-    run: tuple[str, ...] = (str(Path(__file__).with_name("faulty_pd_server.py")),)
+    run: tuple[str, ...] = (str(Path(__file__).parent.joinpath("servers", "faulty_pd_server.py")),)
 
     def looking_at(self, folder: Path) -> ServerSpec:
         """The same, looking for its faults in a folder of its own."""

@@ -32,7 +32,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 def spec(faults: Path, folder: Path, *more: str) -> ServerSpec:
     return ServerSpec(
-        run=(str(Path(__file__).parents[1].joinpath("faulty_disk_server.py")),),
+        run=(str(Path(__file__).parents[1].joinpath("servers", "faulty_disk_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),

@@ -34,7 +34,7 @@ def test_kv_comes_back_from_a_tier_that_was_only_registered(tmp_path: Path) -> N
     """After a restart without the disk: the same answer; its twin, damaged unnoticeably, is another one."""
     disk, archive = tmp_path / "disk", tmp_path / "archive"
     spec = ServerSpec(
-        run=(str(Path(__file__).parents[1].joinpath("archive_server.py")),),
+        run=(str(Path(__file__).parents[1].joinpath("servers", "archive_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(disk), "--kv-disk-size", "1GB"),

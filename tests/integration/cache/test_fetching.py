@@ -44,7 +44,7 @@ pytestmark = pytest.mark.integration
 BLOCK = 16
 TOKENS = 40 * BLOCK
 NS = ("tokens", None, None, None)
-GATED = str(Path(__file__).parents[1].joinpath("gated_fetching_server.py"))
+GATED = str(Path(__file__).parents[1].joinpath("servers", "gated_fetching_server.py"))
 
 
 @pytest.fixture(scope="module", params=KINDS)

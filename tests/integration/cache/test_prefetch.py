@@ -38,7 +38,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(disk: Path, asked: Path) -> Iterator[ServerProcess]:
     spec = ServerSpec(
-        run=(str(Path(__file__).parents[1].joinpath("prefetching_server.py")),),
+        run=(str(Path(__file__).parents[1].joinpath("servers", "prefetching_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(disk), "--kv-disk-size", "1GB"),

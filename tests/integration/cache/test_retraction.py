@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[ServerProcess]:
     spec = ServerSpec(
-        run=(str(Path(__file__).parents[1].joinpath("retracting_server.py")),),
+        run=(str(Path(__file__).parents[1].joinpath("servers", "retracting_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-retract-wait", str(WAIT), "--enable-priority-scheduling"),

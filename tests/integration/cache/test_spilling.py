@@ -39,7 +39,7 @@ TOKENS = 40 * BLOCK
 """Of a conversation's first turn; with the answer to it no further block is full."""
 BLOCK_BYTES = 16 * 4 * 2 * 4 * 32 * 4
 NS = ("tokens", None, None, None)
-GATED = str(Path(__file__).parents[1].joinpath("gated_fetching_server.py"))
+GATED = str(Path(__file__).parents[1].joinpath("servers", "gated_fetching_server.py"))
 DRAM_BLOCKS = {"small": 200, "idle": 400}
 
 where = ""

@@ -29,7 +29,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     spec = ServerSpec(
-        run=(str(Path(__file__).parents[1].joinpath("faulty_disk_server.py")),),
+        run=(str(Path(__file__).parents[1].joinpath("servers", "faulty_disk_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(tmp_path_factory.mktemp("kv"))),

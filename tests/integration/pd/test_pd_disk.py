@@ -71,7 +71,7 @@ def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disks]:
 
     def spec(role: str, *more: str) -> ServerSpec:
         return ServerSpec(
-            run=(str(Path(__file__).parents[1].joinpath("faulty_disk_server.py")),),
+            run=(str(Path(__file__).parents[1].joinpath("servers", "faulty_disk_server.py")),),
             flags=(
                 *("--kv-check", "--kv-load-policy", "always", "--kv-dram-size", "16MB"),
                 *("--kv-disk-path", str(tmp_path_factory.mktemp(f"{role}-kv")), "--kv-disk-size", "1GB"),

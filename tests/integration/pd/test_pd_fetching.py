@@ -38,7 +38,7 @@ BLOCK = 16
 TOKENS = 40 * BLOCK
 ANSWER = 8 * BLOCK
 NS = ("tokens", None, None, None)
-GATED = str(Path(__file__).parents[1].joinpath("gated_fetching_server.py"))
+GATED = str(Path(__file__).parents[1].joinpath("servers", "gated_fetching_server.py"))
 
 
 @dataclass

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 Json = dict[str, Any]
 BLOCK = 16
 POOL_TOKENS = 2400
-RUN = (str(Path(__file__).parents[1] / "lora_server.py"),)
+RUN = (str(Path(__file__).parents[1] / "servers" / "lora_server.py"),)
 LORA = (
     *("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", *TARGETS),
     *("--lora-backend", "torch_native", "--max-total-tokens", str(POOL_TOKENS)),

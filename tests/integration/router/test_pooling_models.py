@@ -34,7 +34,7 @@ ABSOLUTE = 2e-4
 """How far numbers of two servers may be apart: they add in another order where a prefix is cached."""
 QUERY = "The librarian of a small town reads a book about radix trees. " * 12
 DOCUMENTS = [" A tree.", " A book about towns and their librarians.", " Nothing."]
-UNCHECKED = str(Path(__file__).parents[1] / "unchecked_server.py")
+UNCHECKED = str(Path(__file__).parents[1] / "servers" / "unchecked_server.py")
 MEASURED = ("--enable-metrics", "--max-total-tokens", "8192")
 VARYING = {"id", "created", "model"}
 """Keys whose values differ between two answers of one server, or name the server's disk."""

@@ -36,7 +36,7 @@ ALL = ServerSpec(
     flags=(*KEPT, "--context-length", "256", "--enable-custom-logit-processor"),
     environment={"CXX": "/nowhere/c++", "CC": "/nowhere/cc"},
 )
-FATAL = str(Path(__file__).parents[1] / "fatal_token_server.py")
+FATAL = str(Path(__file__).parents[1] / "servers" / "fatal_token_server.py")
 
 ORDINARY: dict[str, Json] = {
     "a repetition penalty": {"repetition_penalty": 1.1},

@@ -7,11 +7,9 @@ first layer has been sent (push by layer). ``generating`` holds a decode server'
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
 is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
 server changes its role. With a file ``no-layers``, no layer is sent ahead of the others (push by layer).
-With a file
-``damage-logprobs``, one bit of the log probabilities of a prompt is inverted when they come to decode.
-With a file ``late-abort``, an abort does not end a request whose
-KV has come. With a file ``slow``, each pass of the scheduler takes longer, so that requests run
-for a while.
+With a file ``damage-logprobs``, one bit of the log probabilities of a prompt is inverted when they come to
+decode. With a file ``late-abort``, an abort does not end a request whose KV has come. With a file ``slow``,
+each pass of the scheduler takes longer, so that requests run for a while.
 """
 
 from __future__ import annotations
