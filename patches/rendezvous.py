@@ -1,10 +1,10 @@
-"""Have torch's store listen at the address that the ranks were told, and gloo and NCCL on loopback with it.
+"""Bind torch's store to the address that the ranks connect to, and keep gloo and NCCL on loopback with it.
 
 What: the ranks of a server, one alone too, meet through torch's ``TCPStore``, at ``--nccl-port`` or
 ``--dist-init-addr``. It listens on every address of the machine and asks for no key: any process that reaches
-the port can set keys and fill the scheduler's memory. Ours binds the socket to the host that the ranks were
-told, or to loopback where that is every address, and hands it to the store. Where that host is on loopback,
-so are the sockets by which gloo and NCCL find the other ranks, unless the user has named an interface.
+the port can set keys and fill the scheduler's memory. The patch binds a socket to the host that the ranks
+connect to (loopback for a wildcard address) and passes it to the store. If that host is loopback, gloo and
+NCCL use the loopback interface too, unless the user has named another one.
 
 Why no extension point serves: torch's store takes a socket (``master_listen_fd``), its own function does not.
 
@@ -31,7 +31,7 @@ _PARAMETERS = ["hostname", "port", "rank", "world_size", "timeout", "use_libuv"]
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What names the network interface on which gloo and NCCL listen for other ranks."""
+"""Environment variables that name the network interface of gloo and of NCCL."""
 
 
 def address_of(host: str) -> str:

@@ -358,7 +358,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def client_network(host: str) -> str:
-    """What stands for a client's address: itself, or of IPv6 the network of 64 bits, one customer's."""
+    """The key of a client's budget: its IPv4 address, or its IPv6 /64 network, which is one customer's."""
     if ":" not in host:
         return host
     try:

@@ -219,8 +219,8 @@ def _nonce(header: str) -> str:
 
 
 def signed_part(header: str) -> str:
-    """What tells a signed request's ``authorization`` header from others. Its first word and blanks can be
-    written in several ways."""
+    """The part of an ``authorization`` header that identifies a signature. The scheme's case and the blanks
+    around it can differ between copies of one header."""
     return header.partition(" ")[2].strip()
 
 

@@ -58,9 +58,9 @@ def problem_of(status: os.stat_result, who: Identity, *, is_parent: bool, in_sti
     """Why another user could change a file or folder, as the rest of a sentence; None when none could.
 
     Args:
-        status: of the entry itself, not of what a link leads to.
+        status: of the entry itself, not of a link's target.
         who: the process that is going to use it.
-        is_parent: it only leads to what is used. Then the sticky bit is enough, and in a user namespace an
+        is_parent: the entry is a folder on the way. Then the sticky bit is enough, and in a user namespace an
             owner that it does not know: those above a container's root are root's as a rule.
         in_sticky: it is in a folder where every user can make entries.
     """
@@ -175,7 +175,7 @@ def _walk(path: Path, *, make: bool) -> Iterator[tuple[Path, os.stat_result, boo
 
 
 def _made(folder: Path, mode: int) -> os.stat_result:
-    """What there is at a path; a folder is made where there is nothing."""
+    """The status of a path, at which a folder is made if nothing is there."""
     try:
         return os.lstat(folder)
     except FileNotFoundError:

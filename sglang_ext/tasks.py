@@ -24,7 +24,7 @@ WITHIN_S: Final = 60.0
 """More failed rounds than this within this time end the process: a new one begins without its state."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""After the first failed round, and at most; each one that follows a failed one doubles the pause."""
+"""Pause after the first failed round, and the longest; each further failure in a row doubles it."""
 
 Round = Callable[[], Awaitable[float | None]]
 """Does a piece of work once. Returns the pause until the next one in seconds, None when there is none."""
@@ -83,13 +83,13 @@ def _log_end(error: BaseException) -> None:
 
 
 class Rounds:
-    """Work that is done round by round beside the requests. A round that raises is logged and counted, and
-    the next one follows. Work that fails again and again, or raises ``UserError``, ends, unless it is that of
-    one peer of several.
+    """Background work in rounds. A round that raises is logged and counted, and the next one follows. Work
+    ends if it raises ``UserError``, or fails more than ``FAILURES`` times within ``WITHIN_S`` (unless it
+    serves one peer of several).
 
     Args:
         clock: seconds.
-        on_end: told the error by which work has ended. A process must not go on without it.
+        on_end: called with the error that ended work. A process must not go on without that work.
         counter: the metric of failed rounds of work of this name.
     """
 
@@ -120,7 +120,8 @@ class Rounds:
 
         Args:
             name: of the work, as metrics and the log have it; several pieces of work may have one name.
-            of_one_peer: what fails for one peer goes on for ever; the caller does without that peer.
+            of_one_peer: the work serves one peer, and no number of failures ends it; the caller goes on
+                without that peer.
             on_end: told the task when it has ended, in place of ``Rounds``' own.
         """
         self.names.add(name)
@@ -135,7 +136,7 @@ class Rounds:
         logger.error("%s: failed; it begins again", name, exc_info=error)
 
     async def once(self, name: str, each: Round) -> float | None:
-        """One round. Tests replace it by one that fails."""
+        """One round. Tests replace this method to make rounds fail."""
         return await each()
 
     async def _run(self, name: str, each: Round, counter: Counts, of_one_peer: bool) -> None:

@@ -1,1 +1,1 @@
-"""What one tenant notices of another that stays within its limits."""
+"""How much slower one tenant gets beside another that stays within its limits."""

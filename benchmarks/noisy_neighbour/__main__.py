@@ -1,4 +1,4 @@
-"""What tenant B notices of tenant A, who stays within its key's limits and drives one mechanism to its most.
+"""Tenant B's latency while tenant A stays within its key's limits and drives one mechanism to its maximum.
 
 A router and stand-in workers are processes of their own. B sends prompts that nobody has sent before, at a
 steady pace; A does one thing as fast as its key lets it. The phases take turns, and each is compared with B

@@ -56,7 +56,7 @@ def hands_over(server_args: Any) -> bool:
 
 
 def handover_settings(config: KvConfig, server_args: Any, page_tokens: int) -> dict[str, str]:
-    """What both halves of a pair need alike beside the model; empty for a server that hands nothing over."""
+    """Settings besides the model that both halves of a pair must share; empty for a server in no pair."""
     if not hands_over(server_args):
         return {}
     return {

@@ -9,8 +9,8 @@ What: hooks at four places.
   value under that name is removed, with the header and without;
 - before ``_add_request_to_queue``: the scheduler's request gets the salt before its prefix is looked up;
 - after ``OpenAIServingEmbedding._build_embedding_response``, which names the model by its path on the
-  server's disk, also with ``--served-model-name``. All other answers have the served name, or the one that
-  the client sent.
+  server's disk, also with ``--served-model-name``. All other answers have the served name, or the client's
+  ``model``.
 
 Why no extension point serves: bodies are read into classes without such a field; the path is in the middle of
 a function.

@@ -1,12 +1,11 @@
 """Documents in what clients send: one that is registered, and those that a request names. Pure functions.
 
 A request that names documents is the request with their contents in front of its prompt, in the order named:
-texts joined as they are, token ids and messages one after the other. What then reaches a worker, is matched,
-limited and charged is that request, so its answer is the one to the whole prompt, cached or not.
+texts joined as they are, token ids and messages one after the other. That composed request is matched,
+limited, charged and sent to a worker, so its answer is the answer to the whole prompt, cached or not.
 
-A content is kept as JSON, without the fields that no server reads: its bytes are what a document takes in
-memory, and on its way to other routers. Contents are joined as bytes, too, and the request is parsed
-afterwards as one that a client has sent whole.
+Content is kept as JSON bytes, without the fields that SGLang does not read, both in memory and between
+routers. Composing joins these bytes; the result is parsed like a request that a client sent whole.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ other at a time (``membership_local.MAX_FRAME``)."""
 MAX_COMPOSED_BYTES: Final = 2 * MAX_DOCUMENT_BYTES
 """Of a request with the contents of the documents that it names."""
 TOMBSTONE_S = 300.0
-"""For which it is remembered that a document was deleted. Other routers hear of it within seconds."""
+"""How long a deletion is remembered. Other routers receive it within seconds."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FIELDS = frozenset({*KINDS, "ttl_s", "instances", "priority", "extra_key"})
 

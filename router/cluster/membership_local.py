@@ -1,12 +1,12 @@
 """Membership shared by the routers of one machine, through sockets in a folder that only they can enter.
 
-Each router listens at a socket in the folder. It tells whoever connects everything that it has, then what
-changes, and connects to every other router to hear the same. Nobody leads and nothing is written down: what
-one router knew is known to all others, so that any may die; if all die, they begin anew.
+Each router listens at a socket in the folder and connects to the sockets of all others. To each connection
+it sends all its records, then every change. There is no leader and no file: every router has all records, so
+any of them may die; if all die, they begin anew.
 
-Documents come last, one by one, and what changes meanwhile goes before those that are left. A frame that is
-malformed or too large is skipped. A router that does not keep up is cut off, and is told everything again
-when it connects again.
+Documents are sent last, one by one, and changes go before the documents that remain. A malformed or too large
+frame is skipped. A router that reads too slowly is disconnected, and gets all records again when it
+reconnects.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ MEMBER, DOCUMENT, SESSION, STATUS, WORD, COMPLETE = b"m", b"d", b"s", b"r", b"w"
 
 @dataclass(slots=True)
 class _Hearing:
-    """What was heard of one router."""
+    """Progress of reading one router."""
 
     complete: asyncio.Event = field(default_factory=asyncio.Event)
-    """All that it had was told."""
+    """Set once all its records have arrived."""
     sessions_are_new: bool = False
-    """Its sessions of before were told: what comes now is newer than what is known here."""
+    """Its earlier sessions have arrived: a session from here on is newer than ours."""
 
 
 class LocalMembership:

@@ -2,8 +2,8 @@
 
 A record that changes is written down and announced in a stream, from which the others hear of it at once. The
 stream is a short cut: every ``SYNC_S`` records are looked at again, so that nothing that was lost on the way
-stays lost; of documents, which may be large, only what has changed is read, one after the other. What is in
-Redis is in ``redis_records``.
+stays lost. Documents may be large: only changed ones are read, one after the other. ``redis_records`` has the
+format of records.
 
 Placement events are not: every router is connected to every agent itself, gets its snapshot when it begins,
 and then the events in their order. A second way for them would be slower and could only disagree; what a
@@ -460,7 +460,7 @@ def _pending_words() -> Bounded[int, bytes]:
 
 
 def _name_of(document: Document) -> bytes:
-    """What a document is called in Redis."""
+    """A document's field name in Redis."""
     return f"{document.scope}/{document.id}".encode()
 
 

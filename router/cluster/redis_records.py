@@ -1,14 +1,14 @@
-"""What several routers keep in Redis 7, and how it is read and written. No decisions: ``membership_redis``.
+"""Records that routers share in Redis 7: keys, scripts, reading and writing. Decisions: ``membership_redis``.
 
 Below ``sglang_ext:{NAME}:`` (one slot of a Redis cluster) are
 
 - ``member:ID``: an instance's record, ``STAMP SEAL JSON``, as a key that expires unless some router goes on
   to hear the instance. A script sets it only if the record is newer than what is there, whatever the order in
   which routers write. ``members`` is the set of these ids.
-- ``events``: a stream of the records as they change, which makes the others hear of them at once.
+- ``events``: a stream of changed records, so that other routers see a change at once.
 - ``document:SCOPE/ID``: a document, in the same form and set the same way, as a key that expires with it.
-  ``documents`` is their set; in ``events`` stands only which has changed. What is known here by its stamp is
-  not read again.
+  ``documents`` is their set; ``events`` has only the name of a changed one. A document whose stamp is known
+  is not read again.
 - ``router:ID``: what a router says of itself each second, as a key that expires. ``routers`` is their set.
 - ``sessions``: a stream of (session, instance), bounded in length.
 - ``words``: a stream of what routers tell each other at once; nobody reads what was said before it came.

@@ -1,4 +1,4 @@
-"""Which signatures of members were used, shared by all routers: each is good once, at one of them."""
+"""Used signatures of members, shared by all routers: a signed request is taken once, by one router."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ USED_BEFORE = "its signature was used before"
 
 
 class SharedReplays:
-    """Tells whether requests are signed by members and not taken yet. A speaker among routers.
+    """Checks that a member signed a request, and that no router took it before. A ``Speaker`` among routers.
 
-    Nothing of it outlives a router, which therefore takes no request that was signed before it began.
+    Signatures are lost when a router ends, so a router takes no request that was signed before it began.
 
     Args:
-        router: which router this is.
+        router: the name of this router.
         clock: seconds.
     """
 
@@ -58,7 +58,7 @@ class SharedReplays:
         ]
 
     def on_routers(self, names: Collection[str]) -> None:
-        """What another router has taken stays taken when it is gone."""
+        """Nothing to do: signatures stay used when the router that took them is gone."""
 
     def __repr__(self) -> str:
         return f"SharedReplays({self._replays})"

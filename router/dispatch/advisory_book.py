@@ -58,7 +58,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HintLimits:
-    """What one tenant may cause.
+    """The limits of one tenant.
 
     per_second, burst: hints. live: hints that have not ended. moving_tokens: of hints being moved, together.
     ttl_s: how long a hint lives that does not say so. bytes: memory for the prompts of live hints.
@@ -436,7 +436,7 @@ class HintBook:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all hints, of what has ended too."""
+        """Memory of all hints, ended ones included."""
         return sum(self._bytes.values()) + ENTRY_BYTES * len(self._ended)
 
     def __len__(self) -> int:
@@ -493,12 +493,12 @@ class HintBook:
 
 
 def _beginning(key: bytes) -> bytes:
-    """By which hints are told apart first; empty for a key that is shorter."""
+    """The first bytes of a key, by which hints are looked up; empty for a shorter key."""
     return key[:BEGIN_BYTES] if len(key) >= BEGIN_BYTES else b""
 
 
 def _place(hint: Hint) -> tuple[str, Hashable, int, bytes]:
-    """By which the hint of a prompt is found."""
+    """The lookup key of a hint's prompt."""
     digest = hashlib.blake2b(hint.key, digest_size=DIGEST_BYTES).digest()
     return hint.tenant, hint.namespace, len(hint.key), digest
 

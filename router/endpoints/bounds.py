@@ -1,7 +1,7 @@
-"""How long a request may be that workers answer without generating: they do so in their event loop.
+"""Limits on requests that workers answer in their event loop, without generating (``/tokenize`` and others).
 
-A body is bounded before it is parsed. A text is bounded by what a prompt of the model can have, and a long
-one is tokenized here first, in threads and at the cost of its client's budget.
+A body is bounded before it is parsed. A text is bounded by the longest prompt of the model. A long text is
+tokenized here first, in threads, and charged to its client's budget.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MORE_BYTES: Final = 1 << 20
 MEDIA: Final = frozenset({"image_url", "video_url", "audio_url", "input_audio", "source"})
 """Fields of a message's parts that are no text."""
 SECONDS_PER_BYTE: Final = 4e-6
-"""No worker takes longer for a text, by itself: what it takes beyond that is spent waiting."""
+"""Upper bound of a worker's own time for a text; the rest of a slow answer is waiting."""
 
 
 class Bounds:
@@ -57,7 +57,7 @@ class Bounds:
             )
 
     async def check_text(self, payload: Json, field: str, record: Record) -> None:
-        """Refuse what has more text than a prompt of the model.
+        """Refuse a body with more text than a prompt of the model can have.
 
         Args:
             field: that has it, for people.
@@ -88,7 +88,7 @@ class Bounds:
 
     @contextmanager
     def charging(self, request: Request, record: Record) -> Iterator[None]:
-        """Charge the client for what a worker does in its event loop while the block runs."""
+        """Charge the client for a worker's time while the block runs."""
         began = time.monotonic()
         try:
             yield

@@ -1,7 +1,7 @@
-"""What each endpoint is charged against the limits of its caller's key, before it does anything.
+"""The charge of each endpoint against the limits of the caller's key, taken before the handler runs.
 
-``Service`` charges; handlers add what is only known later (tokens). A test walks the router's own table of
-endpoints and fails for one that has no row here.
+``Service`` takes it. Handlers add tokens later, once they are counted. A test walks the router's own table of
+endpoints and fails for an endpoint without a row here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_ext.router.endpoints.routes import Access, Route
 
 
 class Charge(enum.StrEnum):
-    """What one request counts for. The text is that of the documentation."""
+    """The limits that one request counts against. The values are the words of docs/router.md."""
 
     NOTHING = "nothing"
     """Open endpoints, administrators', and those between the parts of a cluster."""
@@ -35,7 +35,7 @@ class Charged:
     """As the router's table of endpoints has them: a prefix ends with ``/``."""
     charge: Charge
     note: str
-    """What they are charged beside, and why the charge is what it is."""
+    """Further charges, and the reason for the charge."""
     methods: tuple[str, ...] = ()
     """All, if none is named."""
 
@@ -128,7 +128,7 @@ ROWS: Final = _by_path()
 
 
 def charge_of(route: Route, method: str) -> Charge:
-    """What a request is charged. An endpoint that has no row is charged in full."""
+    """The charge of a request. An endpoint without a row is charged in full."""
     if route.access is not Access.CLIENT:
         return Charge.NOTHING
     methods = ROWS.get(route.path)

@@ -91,7 +91,7 @@ class Information:
         self._readiness = Readiness(wait_s)
         self._serves = False
         self._trying = Tasks()
-        """Whether an instance generates: one look at a time, whoever waits for it."""
+        """The probe of ``/health_generate`` under way; requests that come meanwhile share it."""
 
     async def stop(self) -> None:
         """Wait for no answer any more."""
@@ -145,8 +145,8 @@ class Information:
         await send_json(responder, record.status, body)
 
     async def _health_generate(self, request: Request, responder: Responder, record: Record) -> None:
-        """Whether an instance generates: all are asked, the first that does is the answer. Whoever asks
-        meanwhile gets the same one."""
+        """Whether an instance generates: all are asked, the first that does is the answer. Requests
+        that come meanwhile get the same answer."""
         names = [instance.name for instance in self._fleet.usable()]
         if not names:
             raise no_worker(self._fleet)
@@ -187,7 +187,7 @@ class Information:
         await responder.send(200, {"content-type": CONTENT_TYPE_LATEST}, body)
 
     async def _model(self, request: Request, responder: Responder, record: Record) -> None:
-        """What a worker says of one model, whose name may have slashes and no other parts of a path."""
+        """A worker's answer about one model. Its name may have slashes, but no part that is empty or dots."""
         name = fully_unquoted(request.path.removeprefix("/v1/models/"))
         if any(part in ("", ".", "..") for part in re.split(r"[/\\]", name)):
             raise RequestRefused(f"there is no model {name[:80]!r} here", status=404, code="model_not_found")
@@ -242,8 +242,8 @@ class Information:
 
 
 def fully_unquoted(path: str) -> str:
-    """What proxies may make of a path, each of which may decode it once more; of one that is encoded more
-    often than ``MOST_ENCODED`` times, ``..``."""
+    """A path after every proxy on the way has decoded it; ``..`` for one that is encoded more than
+    ``MOST_ENCODED`` times."""
     for _ in range(MOST_ENCODED):
         if (plain := unquote(path)) == path:
             return path
@@ -256,8 +256,8 @@ async def ask_any(
 ) -> tuple[str, Answer]:
     """The answer of the least busy instance, or of the next one where nothing can be sent to it.
 
-    An instance that a question reached is the only one that is asked it: what takes too long there, or ends
-    it, would do the same to the next one.
+    Once a question has reached an instance, no other is asked: a question that takes too long there, or ends
+    the instance, would do the same to the next.
 
     Raises:
         RequestTimeout: it did not answer in time.

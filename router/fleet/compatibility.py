@@ -52,7 +52,7 @@ class Compatibility:
         self._logged: frozenset[frozenset[str]] = frozenset()
         """Pairs of groups that are incompatible now."""
         self.findings: tuple[Incompatible, ...] = ()
-        """What is incompatible, at most `MOST_FINDINGS`."""
+        """Incompatible pairs of groups, at most `MOST_FINDINGS`."""
 
     def put(self, registration: Registration) -> None:
         """A member has registered, perhaps with other settings than before."""
@@ -65,7 +65,7 @@ class Compatibility:
         self._look()
 
     def drop(self, instance: str) -> None:
-        """A member has gone, or goes. One that is not there is no error."""
+        """A member has gone, or goes. An unknown member is no error."""
         if instance in self._keys:
             self._remove(instance)
             self._look()
@@ -95,8 +95,7 @@ class Compatibility:
         self.findings = tuple(found.values())
 
     def _find(self) -> Iterator[tuple[frozenset[str], Incompatible]]:
-        """Pairs of groups, and what is between them. The largest of colocated groups is what the others are
-        compared with."""
+        """Pairs of incompatible groups. Colocated groups are compared with the largest one of their model."""
         groups = sorted(self._groups.values(), key=lambda group: (-len(group.names), min(group.names)))
         prefills = [group for group in groups if group.registration.role == "prefill"]
         largest: dict[str, Group] = {}

@@ -368,7 +368,7 @@ class Fleet:
         return f"there are {there} instances: this router does not send requests to pairs"
 
     def _why_no_pair(self, apart: list[InstanceRecord]) -> str:
-        """What keeps every prefill instance from handing requests over to any decode instance."""
+        """Why no prefill instance can hand requests over to any decode instance."""
         prefills, decodes = (
             [row.registration for row in apart if row.role is role and row.registration is not None]
             for role in (Role.PREFILL, Role.DECODE)

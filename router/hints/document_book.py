@@ -37,7 +37,7 @@ MAX_DELETED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """What documents may take: blocks and bytes of all tenants, and of one. block_size: tokens per block."""
+    """Limits of documents: blocks and bytes of all tenants, and of one. block_size: tokens per block."""
 
     blocks: int = 8192
     tenant_blocks: int = 4096

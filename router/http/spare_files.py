@@ -1,4 +1,4 @@
-"""Open files kept aside for what a router must go on doing while its clients take all others."""
+"""File descriptors in reserve for a router's own work, when its clients' connections take all others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SpareFiles:
             pass  # none is left: the next call tries again
 
     def run(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns, which opens a file; with one of the spare ones where no other is left.
+        """Call ``act``, which opens a file, and return its result; use a spare descriptor if none is left.
 
         Raises:
             OSError: as ``act`` does.

@@ -90,7 +90,7 @@ class RouterMetrics:
         self.refreshing: Signal[[]] = Signal()
         """Called before the metrics are shown, for gauges to be brought up to date by their owners."""
         self.tables: dict[str, Table] = {}
-        """What is kept for clients, by name."""
+        """Gauges of the tables kept for clients, by table name."""
         self._table_bytes = self.gauge("table_bytes", "Memory of a table that clients fill", "table")
         self._table_entries = self.gauge("table_entries", "Entries of a table that clients fill", "table")
         self.refreshing.subscribe(self._show_tables)

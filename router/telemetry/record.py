@@ -48,7 +48,7 @@ class Record:
     """What it was expected to take where it was sent last."""
     documents: DocumentNote | None = None
     budget: Budget | None = None
-    """What pays for its bytes and for tokenizing it."""
+    """The budget charged for its bytes and its tokenizing."""
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
     completion_tokens: int | None = None

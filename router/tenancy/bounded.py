@@ -1,7 +1,7 @@
 """Tables of what clients send, bounded in bytes and in entries: the oldest entries make room for new ones.
 
-Whatever is kept for a client beyond its request stands in a ``Bounded`` table, or in one that charges bytes
-the same way (``size_of``): the memory that clients can cause is the sum of these limits, whatever they send.
+State that outlives a client's request is kept in a ``Bounded`` table, or in a table that charges bytes the
+same way (``size_of``), so the sum of their limits bounds the memory that clients can use.
 ``/metrics`` shows each table by its name.
 """
 

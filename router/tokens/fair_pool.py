@@ -1,9 +1,9 @@
-"""Threads that several owners share fairly, by the length of what each has to be done.
+"""A thread pool that owners share fairly, by the size of their work.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996), a deficit round robin that need not go round: the work
-of each owner stands on a line of its own, on which it begins where the one before it ends, and what begins
-first is done first. An owner that had nothing to be done begins at the present: it waits for no backlog of
-others. Long work leaves one thread to what is short.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): each item gets a start tag, the finish tag of the item
+before it of the same owner, and the pool runs the item with the least start tag. An owner that was idle
+starts at the current virtual time, so it waits for no backlog of others. Long items leave one thread free for
+short ones.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ T = TypeVar("T")
 LONG = 1 << 18
 """From this size on work is long: about a quarter of a second of tokenizing."""
 MOST_OWNERS = 1024
-"""Owners whose place is remembered, before those that are behind the present are dropped."""
+"""Owners whose finish tags are kept, before tags in the past are dropped."""
 
 
 @dataclass(order=True, slots=True)
 class _Work:
-    """One thing to be done."""
+    """An item in the queue."""
 
     start: float
-    """Where it begins on its owner's line."""
+    """Start tag."""
     number: int
     is_long: bool = field(compare=False)
     call: Callable[[], Any] = field(compare=False)
     spent: Callable[[float], object] = field(compare=False)
     done: asyncio.Future[Any] = field(compare=False)
-    """Cancelled when nobody waits for it any more."""
+    """The caller's result; cancelled with the caller."""
     seconds: float = field(default=0.0, compare=False)
-    """That it took."""
+    """Thread time it took."""
 
     def do(self) -> Any:
         """In a thread."""
@@ -65,9 +65,9 @@ class FairPool:
         self._long: list[_Work] = []
         self._numbers = itertools.count()
         self._ends: dict[str, float] = {}
-        """Where the last work of each owner ends on its line."""
+        """Finish tag of each owner's last item."""
         self._now = 0.0
-        """Where what was begun last begins on its line."""
+        """Virtual time: the start tag of the item that started last."""
         self.running = 0
         self._running_long = 0
 
@@ -78,10 +78,10 @@ class FairPool:
         call: Callable[[], T],
         spent: Callable[[float], object] = lambda seconds: None,
     ) -> T:
-        """Call something in a thread; what it returns or raises.
+        """Run a call in a thread of the pool; returns its result, or raises its error.
 
         Args:
-            owner: whose turn it takes.
+            owner: the tenant or address whose share it uses.
             size: about how long it takes, in bytes or characters.
             spent: called with the seconds that it took a thread, also where it raised, or where the caller
                 was cancelled meanwhile.
@@ -97,7 +97,7 @@ class FairPool:
         return await done
 
     def _begin(self) -> None:
-        """Have free threads do what is next."""
+        """Start queued items on free threads."""
         loop = asyncio.get_running_loop()
         while self.running < self.threads and (work := self._next()) is not None:
             self._now = max(self._now, work.start)
@@ -106,7 +106,7 @@ class FairPool:
             loop.run_in_executor(self._pool, work.do).add_done_callback(functools.partial(self._ended, work))
 
     def _next(self) -> _Work | None:
-        """What begins first of what may begin, and is still waited for."""
+        """Pop the item with the least start tag whose caller still waits; None when none may start."""
         has_room = self._running_long < max(1, self.threads - 1)
         while lines := [line for line in (self._short, self._long if has_room else []) if line]:
             work = heapq.heappop(min(lines, key=lambda line: line[0]))
@@ -129,7 +129,7 @@ class FairPool:
         self._begin()
 
     def close(self) -> None:
-        """End the threads. What has not begun is cancelled."""
+        """End the threads, and cancel queued items."""
         for work in (*self._short, *self._long):
             work.done.cancel()
         self._short.clear()

@@ -159,7 +159,7 @@ class TokenCache:
 
 
 def key_of(text: bytes, owner: bytes) -> bytes:
-    """Under which a text's tokens are kept.
+    """The cache key of a text.
 
     Args:
         owner: see ``owner_of``.
@@ -168,7 +168,7 @@ def key_of(text: bytes, owner: bytes) -> bytes:
 
 
 def owner_of(salt: str | None) -> bytes:
-    """What sets the keys of a tenant's texts apart from those of others.
+    """The part of a cache key that separates tenants.
 
     Args:
         salt: the tenant's; None of those that share KV.

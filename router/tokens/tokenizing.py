@@ -41,7 +41,7 @@ logger = logging.getLogger("router.tokenizing")
 T = TypeVar("T")
 
 _OWN = "the router itself"
-"""Whose turn it is where nobody else pays."""
+"""Owner of the router's own work."""
 INLINE_BYTES = 1 << 16
 """Prompts up to this length are rendered and looked up on the event loop, if no more than ``INLINE_NEW``
 characters of them have to be tokenized: a thread and back takes longer than that."""

@@ -88,8 +88,8 @@ class Registration(Body, frozen=True, kw_only=True):
     settings: Settings = {}
     """Of its model, and of its KV's data type: `compatibility.bounded`."""
     handover: Settings = {}
-    """What both halves of a prefill-decode pair need alike besides; empty for an instance that hands nothing
-    over by our transfer backend."""
+    """Further settings that both halves of a prefill-decode pair must share; empty for an instance without
+    our transfer backend."""
     weights: Text = ""
     """Digest of rank 0's weights at the start, where they were read."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL

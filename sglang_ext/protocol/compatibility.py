@@ -1,4 +1,4 @@
-"""Whether two instances can hand requests over, or share KV: a comparison of what they registered.
+"""Whether two instances can hand requests over, or share KV: a comparison of their registrations.
 
 A prefill and a decode instance need the same settings of the model and of the hand-over; their weights may
 be updated while they run, so those are compared when KV is handed over. Colocated instances share KV when
@@ -110,7 +110,7 @@ def identity(registration: Registration) -> str:
 
 
 def in_words(found: Sequence[Difference], one: str, other: str) -> str:
-    """Differences as a list. one, other: what comes behind the values, such as ``there``."""
+    """Differences as a list. one, other: a word behind each value, such as ``there``."""
     shown = [
         f"{each.setting} ({each.one or 'none'} {one}, {each.other or 'none'} {other})"
         for each in found[:MOST_IN_WORDS]

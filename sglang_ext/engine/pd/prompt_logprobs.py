@@ -111,7 +111,7 @@ def unpack_row(rows: Rows) -> tuple[list[float | None], list[int]]:
 
 
 def bytes_for(positions: int, top: int, chosen: int) -> int:
-    """What log probabilities of a prompt take at most.
+    """The largest size of a prompt's log probabilities, encoded.
 
     Args:
         positions: of the prompt, from ``logprob_start_len`` on.
