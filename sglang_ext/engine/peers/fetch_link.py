@@ -262,8 +262,9 @@ class FetchLink:
                 if error.reason != "request":
                     raise
                 again_s = error.again_s
-            if again_s > job.deadline - loop.time():
-                # Whoever waits computes instead, from now on and not from then.
+            # A peer that keeps no copy on disk answers 0: the deadline ends that wait, even if just passed.
+            if again_s and again_s > job.deadline - loop.time():
+                # The waiting request computes instead, from now on and not from the deadline.
                 if not job.declined and again_s < MOST_SLOW_SECONDS:
                     self.decline(job.address, job.export, after_s=again_s)
                 raise RefusedError(SLOW, f"it comes from a disk there, which takes {again_s:.3f} s")
