@@ -25,7 +25,7 @@ help:  ## Show the commands
 
 setup: $(READY)  ## Prepare .venv (CPU build; SGLANG=VERSION: .venv-VERSION); does only what is missing
 
-$(READY): pyproject.toml $(wildcard requirements/*.txt) patches/versions.py scripts/setup.py
+$(READY): pyproject.toml $(wildcard requirements/*.txt) sglang_ext/patches/versions.py scripts/setup.py
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "make: no Python 3.11 found as python3.11, python3 or python. Install it, or name it:" \
 			"make PYTHON=/path/to/python3.11" >&2; exit 1; fi
@@ -37,7 +37,7 @@ demo: $(READY)  ## Hold conversations with servers that share their KV, then wit
 check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/python scripts/check_types.py
+	$(BIN)/python -m mypy
 
 compile: $(READY)  ## Compile the router's hot modules, where there is a C compiler (a minute or two); again after edits
 	$(BIN)/python scripts/compile_router.py

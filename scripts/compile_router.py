@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_ext.native import LIST, SUFFIX, digest, found, source
+from sglang_ext.native import LIST, SUFFIX, digest, found
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sglang_ext"
@@ -110,9 +110,8 @@ def compile_into(target: Path, modules: tuple[str, ...] = MODULES) -> None:
         folder = Path(name)
         ignore = shutil.ignore_patterns("__pycache__", "_native", "*.so")
         shutil.copytree(PACKAGE, folder / "sglang_ext", ignore=ignore)
-        shutil.copytree(ROOT / "router", folder / "sglang_ext" / "router", ignore=ignore)
         package = folder / "sglang_ext"
-        sources = {name: digest(source(package, name)) for name in sorted(imported(package, modules))}
+        sources = {name: digest(package / f"{name}.py") for name in sorted(imported(package, modules))}
         config = folder / "mypy.ini"
         config.write_text(
             "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"

@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,15 +38,9 @@ class DistError(Exception):
     """What is wrong with what was built."""
 
 
-def shipped(tracked: Iterable[str], package_dir: dict[str, str]) -> set[str]:
-    """Where each tracked file of a package lies once it is installed, ``sglang_ext/router/config.py``."""
-    places = {"sglang_ext": "sglang_ext"} | {folder: name for name, folder in package_dir.items()}
-    found = set()
-    for path in tracked:
-        top, _, rest = path.partition("/")
-        if top in places and rest:
-            found.add(f"{places[top].replace('.', '/')}/{rest}")
-    return found
+def shipped(tracked: Iterable[str]) -> set[str]:
+    """The tracked files that a wheel contains."""
+    return {path for path in tracked if path.startswith("sglang_ext/")}
 
 
 def lacking(wanted: Iterable[str], wheel: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -103,10 +96,7 @@ def build(scratch: Path) -> list[Path]:
     source, out = scratch / "source", scratch / "out"
     out.mkdir()
     tracked = copy_to(source)
-    package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
-        "package-dir"
-    ]
-    wanted = shipped(tracked, package_dir)
+    wanted = shipped(tracked)
     run(sys.executable, "-c", BUILD, out, "sdist", "wheel", cwd=source)
     compiled: set[str] = set()
     if why := obstacle():

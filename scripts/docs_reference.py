@@ -95,7 +95,7 @@ def published(path: str, arguments: tuple[object, ...]) -> Iterator[tuple[str, s
 
 def registered_elsewhere() -> Iterator[tuple[str, str, str, str]]:
     """The gauges and counters that parts of the router register with its metrics."""
-    for path in sorted((ROOT / "router").rglob("*.py")):
+    for path in sorted((ROOT / "sglang_ext" / "router").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = ROOT / "requirements" / "cpu.txt"
 TEST = ROOT / "requirements" / "test.txt"
 COMPILER = ROOT / "scripts" / "compile_router.py"
-_VERSIONS = runpy.run_path(str(ROOT / "patches" / "versions.py"))
+_VERSIONS = runpy.run_path(str(ROOT / "sglang_ext" / "patches" / "versions.py"))
 SGLANG: str = _VERSIONS["SGLANG_VERSION"]
 SUPPORTED: list[str] = [each.version for each in _VERSIONS["SUPPORTED"]]
 PYTHON = (3, 11)
@@ -143,12 +143,8 @@ class Environment:
             Step("project", "this project, editable", digest(project, str(ROOT)), self.install_project),
         ]
         if compiling:
-            folders = (ROOT / "sglang_ext", ROOT / "router")
-            sources = [
-                path.read_text(encoding="utf-8")
-                for folder in folders
-                for path in sorted(folder.rglob("*.py"))
-            ]
+            modules = sorted((ROOT / "sglang_ext").rglob("*.py"))
+            sources = [path.read_text(encoding="utf-8") for path in modules]
             title = "the router's hot modules, compiled (a minute or two; COMPILE=no leaves them as Python)"
             steps.append(Step("compile", title, digest(version, *sources), self.compile))
         return steps

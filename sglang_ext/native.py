@@ -32,12 +32,6 @@ REQUIRED = "1"
 SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def source(folder: Path, name: str) -> Path:
-    """The source of a module of the package in ``folder``. In a checkout, some of it lies beside."""
-    inside = folder / f"{name}.py"
-    return inside if inside.exists() else folder.parent / f"{name}.py"
-
-
 def digest(source: Path) -> str:
     """What tells a source from every other one."""
     return hashlib.sha256(source.read_bytes()).hexdigest()
@@ -77,7 +71,7 @@ def found(package: str, folder: Path, built: Path | None = None) -> Native | Non
         group, modules, sources = listed["group"], list(listed["modules"]), dict(listed["sources"])
         if listed["suffix"] != SUFFIX:
             return None
-        if any(digest(source(folder, name)) != known for name, known in sources.items()):
+        if any(digest(folder / f"{name}.py") != known for name, known in sources.items()):
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

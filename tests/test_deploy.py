@@ -117,7 +117,7 @@ def unknown_flags(words: list[str]) -> list[str]:
 
 def answers(path: str) -> bool:
     """Whether router or server answer a path: `Route` and the like name it."""
-    places = [*(ROOT / "router" / "endpoints").glob("*.py")]
+    places = [*(ROOT / "sglang_ext" / "router" / "endpoints").glob("*.py")]
     return any(f'"{path}"' in place.read_text() for place in places)
 
 
@@ -218,7 +218,7 @@ def _wrong_in_selection(each: Json, objects: list[Json]) -> Iterator[str]:
             yield f"scales {named}, which is not there or has a number of its own"
         for metric in spec["metrics"]:
             name = metric["object"]["metric"]["name"].removeprefix("sglang_ext_router_")
-            sources = [path.read_text() for path in (ROOT / "router").rglob("*.py")]
+            sources = [path.read_text() for path in (ROOT / "sglang_ext" / "router").rglob("*.py")]
             if not any(f'metrics.gauge("{name}"' in source for source in sources):
                 yield f"no metric {name}"
     if kind == "ServiceMonitor":

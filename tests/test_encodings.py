@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("sglang_ext", "router", "patches", "scripts", "benchmarks", "examples")
+FOLDERS = ("sglang_ext", "scripts", "benchmarks", "examples")
 MODES = frozenset("+abrtwx")
 WITHOUT_TEXT = ("os", "tarfile")
 """Modules whose ``open`` never decodes."""

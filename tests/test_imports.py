@@ -129,10 +129,8 @@ MOST_MODULES = 20
 """A folder with more wants folders."""
 
 PROJECT = ("sglang_ext", "benchmarks", "tests")
-FOLDERS = {"sglang_ext": "sglang_ext", "router": "sglang_ext.router", "patches": "sglang_ext.patches"} | {
-    "benchmarks": "benchmarks"
-}
-"""The folders of the project, and as which package each is installed."""
+FOLDERS = ("sglang_ext", "benchmarks")
+"""The packages of the project. `router` and `patches` at the top are links into `sglang_ext`."""
 TORCH = ("torch", "torchvision", "triton")
 SGLANG = ("sglang", "sgl_kernel")
 
@@ -206,11 +204,11 @@ def complaint(part: str, imported: str, top_level: bool) -> str | None:
 
 def modules(root: Path) -> Iterator[tuple[Path, str, tuple[tuple[int, str, bool], ...]]]:
     """(file, dotted name, `imports`) of every module below `root`."""
-    for folder, package in FOLDERS.items():
+    for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             is_package = path.name == "__init__.py"
-            inner = path.relative_to(root / folder)
-            module = ".".join([package, *(inner.parent if is_package else inner.with_suffix("")).parts])
+            inner = path.relative_to(root)
+            module = ".".join((inner.parent if is_package else inner.with_suffix("")).parts)
             yield path, module, imports(path.read_text("utf-8"), module, is_package=is_package)
 
 
@@ -340,20 +338,20 @@ def test_the_table_has_no_cycle() -> None:
             "import torch",
             "tiered_store.dram may import torch inside a function only",
         ),
-        ("router/x.py", "def f():\n    from sglang import srt", "router must not import sglang"),
+        ("sglang_ext/router/x.py", "def f():\n    from sglang import srt", "router must not import sglang"),
         ("sglang_ext/engine/tiers/x.py", "import sglang.srt", "engine.tiers must not import sglang"),
         (
-            "router/http/x.py",
+            "sglang_ext/router/http/x.py",
             "from sglang_ext.router.dispatch import relaying",
             "router.http must not import router.dispatch",
         ),
         (
-            "patches/cpu/x.py",
+            "sglang_ext/patches/cpu/x.py",
             "from sglang_ext.patches import adapter",
             "patches.cpu must not import patches.adapter",
         ),
         (
-            "router/x.py",
+            "sglang_ext/router/x.py",
             "import importlib\nimportlib.import_module('sglang')",
             "router must not import sglang",
         ),
@@ -375,7 +373,7 @@ def test_a_breach_is_found(tmp_path: Path, path: str, source: str, expected: str
     [
         ("sglang_ext/tiered_store/dram/x.py", "def f():\n    import torch"),
         (
-            "patches/adapter/x.py",
+            "sglang_ext/patches/adapter/x.py",
             "import sglang.srt\nimport torch\nfrom sglang_ext import keys, radix_global",
         ),
         (
@@ -383,7 +381,7 @@ def test_a_breach_is_found(tmp_path: Path, path: str, source: str, expected: str
             "from . import tree\nfrom .tree import y\nfrom sglang_ext.keys import z",
         ),
         (
-            "router/dispatch/x.py",
+            "sglang_ext/router/dispatch/x.py",
             "from sglang_ext.router.policies import base\nfrom sglang_ext.radix_global import tree",
         ),
     ],

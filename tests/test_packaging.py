@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from setuptools import find_packages
 
 from sglang_ext.patches.versions import SGLANG_VERSION, SUPPORTED, Status
 
@@ -130,15 +132,24 @@ def test_without_a_compiler_it_is_said(tmp_path: Path) -> None:
 
 
 def test_every_package_is_installed() -> None:
-    """`router/` and `patches/` lie elsewhere than they are installed, so the list is written by hand."""
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {"sglang_ext": "sglang_ext"} | {path: name for name, path in setuptools["package-dir"].items()}
+    """setuptools finds every folder with modules, and each module once."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     there = {
-        ".".join([name, *init.parent.relative_to(ROOT / folder).parts])
-        for folder, name in folders.items()
-        for init in (ROOT / folder).rglob("__init__.py")
+        ".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / "sglang_ext").rglob("__init__.py")
     }
-    assert set(setuptools["packages"]) == there
-    for folder, name in folders.items():
-        for module in (ROOT / folder).rglob("*.py"):
-            assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py ({name})"
+    assert set(find_packages(str(ROOT), include=settings["include"])) == there
+    for module in (ROOT / "sglang_ext").rglob("*.py"):
+        assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py"
+
+
+@pytest.mark.parametrize("name", ["router", "patches"])
+def test_links_at_the_top_are_for_reading_alone(name: str) -> None:
+    """`git clone` makes a link of it, or a file that names its target where links are not supported.
+    Nothing imports a module by it."""
+    link = ROOT / name
+    target = os.readlink(link) if link.is_symlink() else link.read_text().strip()
+    assert (ROOT / target).resolve() == ROOT / "sglang_ext" / name
+    for path in (ROOT / top for top in ("sglang_ext", "tests", "benchmarks", "scripts", "examples")):
+        for module in path.rglob("*.py"):
+            found = re.search(rf"^\s*(from|import) {name}\b", module.read_text(), re.MULTILINE)
+            assert not found, f"{module} imports {name} in place of sglang_ext.{name}"

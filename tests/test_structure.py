@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("router", "sglang_ext/engine", "patches/adapter")
+ROOT = Path(__file__).parents[1] / "sglang_ext"
+FOLDERS = ("router", "engine", "patches/adapter")
 """Those in which it holds."""
 
 RECORDS = {
@@ -182,9 +182,7 @@ def _changes(tree: ast.Module, name: str) -> bool:
 
 
 def test_modules_have_no_state_but_in_one_place() -> None:
-    found = {
-        path for path, source in sources(("sglang_ext/engine", "patches")).items() if [*state_of(source)]
-    }
+    found = {path for path, source in sources(("engine", "patches")).items() if [*state_of(source)]}
     assert found <= {PROCESS}
 
 

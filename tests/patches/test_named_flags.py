@@ -18,7 +18,7 @@ from sglang_ext.demo.__main__ import Arguments as DemoArguments
 from sglang_ext.migrate.gateway import GATEWAY
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("sglang_ext", "router", "patches", "benchmarks", "scripts", "examples")
+PACKAGES = ("sglang_ext", "benchmarks", "scripts", "examples")
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 FLAG = re.compile(r"(?<![\w/-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
