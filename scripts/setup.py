@@ -43,6 +43,9 @@ WITHOUT_DEPENDENCIES = ("torchvision==0.28.0",)
 FOR_SOME_PYTHONS = ("async-timeout==5.0.1; python_full_version < '3.11.3'",)
 """What packages need on a Python other than that which has made the lock, such as Debian 12's."""
 
+HELD_BACK = ("pymdown-extensions<13",)
+"""Newer versions need a later Python 3.11 than Debian 12's 3.11.2."""
+
 BROUGHT_BY_TORCH = ("triton",)
 """Left as torch's build brought it; the pin counts only where torch brings none (a CPU build)."""
 
@@ -316,9 +319,8 @@ def resolve(scratch: Path, version: str, progress: Progress) -> tuple[set[str], 
     fetch = [str(environment.python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
     subprocess.run([*fetch, f"sglang=={version}"], check=True, stderr=subprocess.DEVNULL)
     asked = scratch / "asked.txt"
-    asked.write_text(
-        "".join(f"{each}\n" for each in asked_by_sglang(next(scratch.glob("sglang-*.whl")))), encoding="utf-8"
-    )
+    constraints = [*asked_by_sglang(next(scratch.glob("sglang-*.whl"))), *HELD_BACK]
+    asked.write_text("".join(f"{each}\n" for each in constraints), encoding="utf-8")
     progress.done("read")
     progress.start(f"sglang {version}: extra cpu")
     environment.pip("the extra cpu", "-c", str(asked), f"{ROOT}[cpu]", "setuptools>=77")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from setuptools import find_packages
 
@@ -46,6 +48,19 @@ def test_every_dependency_is_pinned_to_a_version_that_fits(text: str, sglang: st
     version = (CPU | TEST | BESIDE[sglang]).get(canonicalize_name(requirement.name))
     assert version is not None, f"{requirement.name} is in pyproject.toml and not in requirements/: make lock"
     assert requirement.specifier.contains(version)
+
+
+def test_every_pinned_package_takes_the_python_of_debian_12() -> None:
+    """Of those installed here; `make setup` takes any Python 3.11."""
+    found = {
+        f"{each.metadata['Name']} {each.version}": each.metadata["Requires-Python"]
+        for each in importlib.metadata.distributions()
+        if (CPU | TEST).get(canonicalize_name(each.metadata["Name"])) == each.version
+    }
+    assert len(found) > 100
+    assert [
+        name for name, pythons in found.items() if not SpecifierSet(pythons or "").contains("3.11.2")
+    ] == []
 
 
 def test_what_a_server_needs_is_not_among_the_tools() -> None:
