@@ -11,7 +11,9 @@ Nor has a module state of its own: what code that SGLang calls has to find is in
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,44 +75,61 @@ def is_own(target: ast.Attribute) -> bool:
     return isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
 
 
-def attributes(trees: Iterable[ast.Module]) -> tuple[set[str], set[str]]:
-    """The names that parts keep things under, and those of data."""
+@dataclass(frozen=True)
+class Reading:
+    """One module: under which names its parts and its data keep things, and what it assigns of others.
+
+    foreign: (attribute, target, whether a constructor assigns it).
+    """
+
+    parts: frozenset[str]
+    data: frozenset[str]
+    foreign: tuple[tuple[str, str, bool], ...]
+
+
+@cache
+def reading(source: str) -> Reading:
+    """Of a module with this source, which most tests here have in common."""
+    tree = ast.parse(source)
     parts: set[str] = set()
     data: set[str] = set()
-    for tree in trees:
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef) or is_frozen(node):
-                continue  # nobody can assign to what is frozen: its names stay the parts'
-            mine = data if is_data(node) or node.name in RECORDS else parts
-            for inner in ast.walk(node):
-                mine |= {target.attr for target in targets(inner) if is_own(target)}
-            mine |= {
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            }
-    return parts, data
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or is_frozen(node):
+            continue  # nobody can assign to what is frozen: its names stay the parts'
+        mine = data if is_data(node) or node.name in RECORDS else parts
+        for inner in ast.walk(node):
+            mine |= {target.attr for target in targets(inner) if is_own(target)}
+        mine |= {
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+    constructing = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef) and outer.name == "__init__"
+        for inner in ast.walk(outer)
+    }
+    foreign = tuple(
+        (target.attr, ast.unparse(target), id(node) in constructing)
+        for node in ast.walk(tree)
+        for target in targets(node)
+        if not is_own(target)
+    )
+    return Reading(frozenset(parts), frozenset(data), foreign)
 
 
 def filled_in(sources: dict[str, str]) -> list[str]:
     """Where an attribute of another part is assigned: ``module target``."""
-    trees = {module: ast.parse(source) for module, source in sources.items()}
-    parts, data = attributes(trees.values())
-    found = []
-    for module, tree in trees.items():
-        constructing = {
-            id(inner)
-            for outer in ast.walk(tree)
-            if isinstance(outer, ast.FunctionDef) and outer.name == "__init__"
-            for inner in ast.walk(outer)
-        }
-        for node in ast.walk(tree):
-            for target in targets(node):
-                if is_own(target):
-                    continue
-                if id(node) in constructing or (target.attr in parts and target.attr not in data):
-                    found.append(f"{module} {ast.unparse(target)}")
-    return found
+    readings = {module: reading(source) for module, source in sources.items()}
+    parts = frozenset[str]().union(*(each.parts for each in readings.values()))
+    data = frozenset[str]().union(*(each.data for each in readings.values()))
+    return [
+        f"{module} {target}"
+        for module, each in readings.items()
+        for attribute, target, constructs in each.foreign
+        if constructs or (attribute in parts and attribute not in data)
+    ]
 
 
 def sources(folders: tuple[str, ...] = FOLDERS) -> dict[str, str]:

@@ -37,18 +37,28 @@ def folder_or_skip(version: str) -> Path:
         pytest.skip(str(error))
 
 
+def checked(folder: Path) -> tuple[Source, Report]:
+    """An SGLang, read once, and how our patches fit it."""
+    source = source_with(folder)
+    return source, check_contract(folder, source)
+
+
 @pytest.fixture(scope="module")
-def installed() -> Report:
+def read() -> tuple[Source, Report]:
     """Of the installed SGLang."""
-    return check_contract(folder_of("sglang"))
+    return checked(folder_of("sglang"))
+
+
+@pytest.fixture(scope="module")
+def installed(read: tuple[Source, Report]) -> Report:
+    return read[1]
 
 
 @pytest.mark.parametrize("version", SUPPORTED, ids=lambda each: each.version)
-def test_contract_and_hashes_hold(version: Supported, installed: Report) -> None:
+def test_contract_and_hashes_hold(version: Supported, read: tuple[Source, Report]) -> None:
     folder = folder_or_skip(version.version)
-    report = installed if version.version == installed_sglang_version() else check_contract(folder)
+    source, report = read if version.version == installed_sglang_version() else checked(folder)
     assert [str(each) for each in report.broken] == []
-    source = source_with(folder)
     found = {path: source.find(path) for path in report.targets}
     now = {path: (each.signature, each.source) for path, each in found.items() if isinstance(each, Found)}
     assert now == {path: (each.signature, each.source) for path, each in version.hashes().items()}

@@ -110,9 +110,13 @@ def our_modules(source: Source) -> Iterator[Module]:
         yield launcher
 
 
-def check_contract(sglang: Path) -> Report:
-    """Hold our patches to an SGLang: see `contract.check`."""
-    source = source_with(sglang)
+def check_contract(sglang: Path, source: Source | None = None) -> Report:
+    """Hold our patches to an SGLang: see `contract.check`.
+
+    Args:
+        source: of `source_with`, where more is read of it; by default it is read for this alone.
+    """
+    source = source or source_with(sglang)
     collects = gc.isenabled()
     gc.disable()  # trees of source are very many small objects that all stay
     try:
