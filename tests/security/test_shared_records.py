@@ -99,6 +99,7 @@ async def test_small_records_go_before_documents(folder: Path) -> None:
     try:
         one.tell(RouterStatus("one"))
         one.remember("s", "a")
+        assert len(one.tables["local-sessions"]) == 1
         reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{there}/one.sock")
         kinds = b""
         while not kinds.endswith(b"c"):

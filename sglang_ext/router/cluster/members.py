@@ -193,6 +193,9 @@ class Members:
         refused = metrics.gauge("membership_refused", "Records of other routers that were left out")
         unsent = metrics.gauge("membership_unsent", "Records that were too large for other routers")
 
+        for name, table in self.store.tables.items():
+            metrics.show_table(name, table)
+
         def refresh() -> None:
             connected.set(self.store.view().connected)
             routers.set(1 + len(self.store.others))

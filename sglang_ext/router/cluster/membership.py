@@ -25,7 +25,7 @@ The implementation
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -34,6 +34,7 @@ from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.roster import Member
 from sglang_ext.router.cluster.words import Word
+from sglang_ext.router.tenancy.bounded import Bounded
 
 MEMBER_TTL_S = 60.0
 ROUTER_TTL_S = 5.0
@@ -122,6 +123,10 @@ class Membership(Protocol):
     def others(self) -> Mapping[str, RouterStatus]:
         """What the other routers have told last."""
 
+    @property
+    def tables(self) -> Mapping[str, Bounded[Any, Any]]:
+        """Tables of what clients send and of refused records, by their names in `/metrics`."""
+
     def view(self) -> StoreView:
         """How it is."""
 
@@ -152,6 +157,7 @@ class EmbeddedMembership:
     shares = False
     refused = unsent = 0
     others: Mapping[str, RouterStatus] = {}
+    tables: Mapping[str, Bounded[Any, Any]] = {}
 
     async def start(self, listener: Listener) -> None:
         """Nobody has published anything."""

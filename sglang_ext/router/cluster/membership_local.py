@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -103,6 +104,7 @@ class LocalMembership:
         self._sessions: Bounded[str, str] = Bounded(
             MAX_SESSION_BYTES, lambda session, instance: size_of(session), max_entries=MAX_SESSIONS
         )
+        self.tables: Mapping[str, Bounded[Any, Any]] = {"local-sessions": self._sessions}
         self._status: RouterStatus | None = None
         self._since = clock.monotonic()
         self.others: Mapping[str, RouterStatus] = {}

@@ -109,10 +109,16 @@ class RedisMembership:
         self._documents: dict[tuple[str, str], Document] = {}
         self._status: RouterStatus | None = None
         self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
-        self._words = _pending_words()
+        self._words: Bounded[int, bytes] = Bounded(
+            MAX_PENDING_BYTES, lambda _, body: len(body), max_entries=MAX_PENDING_WORDS
+        )
         self._word_numbers = itertools.count()
         self._left_out: Bounded[bytes, bytes] = Bounded(MAX_LEFT_OUT_BYTES, size_of)
         """Names of documents in Redis that cannot be used, and by which mark: they are not read again."""
+        self.tables: Mapping[str, Bounded[Any, Any]] = {
+            "pending-words": self._words,
+            "refused-records": self._left_out,
+        }
         self._connected = False
         self._redis_ahead_s = 0.0
         """Of our monotonic clock: documents expire by Redis's time, as no two routers' clocks agree."""
@@ -427,9 +433,10 @@ class RedisMembership:
             while self._sessions:
                 count = min(len(self._sessions), SESSIONS_AT_ONCE)
                 await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)
-            words, self._words = self._words, _pending_words()
+            words = list(self._words.values())
+            self._words.clear()
             if words:
-                await records.put_words(list(words.values()))
+                await records.put_words(words)
             if self._status is not None:
                 status, self._status = self._status, None
                 await records.tell(status)
@@ -453,10 +460,6 @@ class RedisMembership:
         while _goes_on():
             await self._clock.sleep(SYNC_S)
             await self._sync(records, listener, first=False)
-
-
-def _pending_words() -> Bounded[int, bytes]:
-    return Bounded(MAX_PENDING_BYTES, lambda _, body: len(body), max_entries=MAX_PENDING_WORDS)
 
 
 def _name_of(document: Document) -> bytes:

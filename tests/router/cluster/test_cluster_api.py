@@ -428,6 +428,8 @@ async def test_redis_dies_and_the_routers_serve_on(redis, start, start_worker, e
     value = one.metrics.registry.get_sample_value
     one.metrics.refreshing()
     assert value("sglang_ext_router_membership_connected") == 0.0
+    for table in ("pending-words", "refused-records"):
+        assert value("sglang_ext_router_table_entries", {"table": table}) is not None
     for client in (ask_one, ask_two):
         assert await client.generate() == (200, worker.url)
     late = await start_worker()
