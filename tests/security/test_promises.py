@@ -51,10 +51,13 @@ def is_test(place: str) -> bool:
 
 
 def is_line(place: str) -> bool:
-    """Whether ``FILE: TEXT``, below `sglang_ext/`, is a text that stands in a module."""
+    """Whether ``FILE: TEXT`` is a text that stands in a module below `sglang_ext/`, or in a template below
+    `deploy/`."""
     name, _, text = place.partition(": ")
-    file = PACKAGE / name
-    return file.suffix == ".py" and file.is_file() and bool(text) and text in file.read_text(encoding="utf-8")
+    is_template = name.startswith("deploy/")
+    file = (ROOT if is_template else PACKAGE) / name
+    kinds = (".yaml", ".tpl") if is_template else (".py",)
+    return file.suffix in kinds and file.is_file() and bool(text) and text in file.read_text(encoding="utf-8")
 
 
 def faults(text: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import pwd
@@ -17,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -27,6 +27,17 @@ from typing import Any
 
 import psutil
 import pytest
+from listening import (
+    AGENT,
+    ALONE,
+    GLOO,
+    HTTP,
+    ROUTER,
+    STORE,
+    TRANSFER,
+    beyond_loopback,
+    rows,
+)
 
 from sglang_ext.testing.lab.hosts import Host
 from sglang_ext.testing.models import model_path
@@ -194,16 +205,6 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
     return {path for path in maps if path.is_relative_to("/dev/shm") and path.exists()}
 
 
-def reached_from_outside(processes: Iterable[psutil.Process]) -> list[tuple[str, str, int]]:
-    """Sockets that other machines can connect to: of which process, and where they listen."""
-    return [
-        (process.name(), each.laddr.ip, each.laddr.port)
-        for process in processes
-        for each in process.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and not ipaddress.ip_address(each.laddr.ip).is_loopback
-    ]
-
-
 def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where: dict[str, str]) -> None:
     """Nothing of it is open to other users of the machine but the router, and its keys are in no list of
     processes."""
@@ -211,7 +212,11 @@ def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where:
     assert len(secrets) == 2
     shown = [" ".join(process.cmdline()) for process in below]
     assert not [words for words in shown if any(secret in words for secret in secrets)]
-    assert reached_from_outside(below) == []
+    listening = [process.pid for process in below]
+    assert beyond_loopback(listening) == []
+    found = rows(listening)
+    assert found.pop(GLOO) > 0
+    assert found == Counter({ROUTER: 1, ALONE: 2, HTTP: 2, AGENT: 2, TRANSFER: 4, STORE: 2})
     folders = (cluster.temporary, cluster.log_dir, cluster.disk)
     for folder in folders:
         assert sum(path.is_file() for path in folder.rglob("*")) > 0, folder

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,17 @@ from typing import Any
 import aiohttp
 import pytest
 from hooked_server import FOLDER
+from listening import (
+    AGENT,
+    BOOTSTRAP,
+    GLOO,
+    HTTP,
+    STORE,
+    TRANSFER,
+    beyond_loopback,
+    ports_of_server,
+    rows,
+)
 from pd_fleet import FaultySpec, fault
 from places import CLOCKS_OFF_S, Outside, Place, clock_off_s, place_of
 from router_rig import FLAGS, running, until
@@ -462,6 +474,17 @@ async def command(router: Router, verb: str, *words: str) -> tuple[int | None, s
     return process.returncode, said.decode()
 
 
+def listens(server: ServerProcess) -> Counter[str]:
+    """The sockets of a server by their rows in docs/security.md, gloo's and all others on loopback alone. A
+    change of role ends and makes parts of it anew, bootstrap's server among them."""
+    pids = server.pids
+    assert beyond_loopback(pids) == []
+    found = rows(pids, ports_of_server(server.server_info()))
+    assert found.pop(GLOO) > 0
+    assert found - Counter({BOOTSTRAP: 1}) == Counter({HTTP: 1, AGENT: 1, TRANSFER: 2, STORE: 1})
+    return found
+
+
 @with_servers("decode")
 async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fleet: Fleet) -> None:
     if fleet.kind in ("decode-push-by-layer", "decode-tp2"):
@@ -480,6 +503,8 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
         at_b = [each for each, heard in zip(asked, expected, strict=True) if heard.instance == url]
         assert at_b
         client.heard.clear()
+        on_loopback = fleet.kind == "decode"
+        before = listens(fleet.servers[-1]) if on_loopback else None
         # Traffic goes on through the change, to and fro.
         for wanted in ("prefill", "decode"):
             answers = [asyncio.create_task(client.ask(*each)) for each in asked]
@@ -493,6 +518,7 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
             assert [heard.error for heard in got] == [""] * 8
             assert [heard.said for heard in got] == [heard.said for heard in expected]
             client.heard.clear()
+            assert before is None or listens(fleet.servers[-1]) == before
             if wanted == "prefill":
                 await found_by_what_it_had(router, url, at_b)
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import ALONE, ROUTER, beyond_loopback, rows
 
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.testing.servers.ports import free_port
@@ -119,6 +122,11 @@ async def test_both_answer_and_one_that_is_killed_comes_back(start: Any, start_w
         async with asyncio.timeout(START_S):
             while not all(count > before[own] for own, count in (await router.answered()).items()):
                 assert set(await asyncio.gather(*(router.ask() for _ in range(8)))) == {200}
+        pids = descendants(router.process.pid)
+        own_ports = {int(own.rpartition(":")[2]): ALONE for _, _, own in router.started()}
+        port = {int(router.url.rpartition(":")[2]): ROUTER}
+        assert beyond_loopback(pids) == []
+        assert rows(pids, own_ports | port) == Counter({ROUTER: 1, ALONE: 2})
         victim = router.started()[0]
         os.kill(victim[1], signal.SIGKILL)
         for _ in range(20):
