@@ -12,6 +12,7 @@ sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 from fleets import (  # noqa: E402, F401 - found by the line above; fixtures
     client,
     eventually,
+    loads_once,
     router_logs,
     stack,
     start_router,

@@ -3,7 +3,9 @@ sockets."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -50,8 +52,39 @@ def no_failures(router: Router) -> None:
     assert not router.rounds.failures
 
 
+def _signature(path: str) -> tuple[tuple[str, int, int], ...]:
+    """The files of a tokenizer: one that is written anew is loaded anew."""
+    found = sorted(file for file in Path(path).glob("*") if file.is_file())
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in found)
+
+
+@pytest.fixture(scope="session")
+def loads_once() -> Iterator[None]:
+    """Routers of this process load each tokenizer once: loading is half of the CPU time of their tests.
+
+    Each router gets a copy, for its chat template; the copies share the backend, which a router only reads.
+    Tests load tokenizers in the main thread, where each is loaded anew, since they may change its backend.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    load = PreTrainedTokenizerFast.from_pretrained.__func__
+    loaded: dict[Any, Any] = {}
+
+    def from_pretrained(cls: type, path: str, *args: Any, **options: Any) -> Any:
+        if cls is not PreTrainedTokenizerFast or threading.current_thread() is threading.main_thread():
+            return load(cls, path, *args, **options)
+        key = (path, _signature(path), repr((args, options)))
+        if key not in loaded:
+            loaded[key] = load(cls, path, *args, **options)
+        return copy.copy(loaded[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "from_pretrained", classmethod(from_pretrained))
+        yield
+
+
 @pytest.fixture
-def start_router(stack: AsyncExitStack) -> StartRouter:
+def start_router(stack: AsyncExitStack, loads_once: None) -> StartRouter:
     """Start a router in front of workers (stand-ins or URLs); options are ``RouterConfig``'s."""
 
     async def start(*workers: StandInWorker | str, **options: Any) -> Router:

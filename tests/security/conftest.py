@@ -11,6 +11,7 @@ sys.path[:0] = map(str, (ROUTER, *sorted(ROUTER.glob("[a-z]*/"))))
 from fleets import (  # noqa: E402, F401 - found by the line above; fixtures
     client,
     eventually,
+    loads_once,
     router_logs,
     stack,
     start_router,

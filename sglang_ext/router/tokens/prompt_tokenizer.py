@@ -229,8 +229,11 @@ def _backend(
     if not getattr(tokenizer, "is_fast", False):
         return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts], [], ()
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
+    # To set either fails while another thread tokenizes with this backend.
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
