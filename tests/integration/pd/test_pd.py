@@ -507,7 +507,7 @@ async def test_a_decode_server_that_starts_with_another_fine_tune_is_refused(
 
 
 @between_hosts_too
-@pytest.mark.parametrize("room", [400, 40])
+@pytest.mark.parametrize("room", [pytest.param(400, marks=pytest.mark.long), 40])
 def test_a_prompt_that_all_but_fills_the_pool_is_answered(rig: Rig, room: int) -> None:
     """SGLang's decode keeps room for 512 tokens of any answer, and such a prompt waited for ever."""
     prompt = prompt_of(420, POOL_TOKENS - room)
@@ -551,7 +551,9 @@ LOGPROBS = [
 
 
 @between_hosts_too
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "stream", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "stream"]
+)
 def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, stream: bool) -> None:
     """Cold, and with what the request before has left in the caches."""
     for asked in LOGPROBS:

@@ -204,7 +204,7 @@ async def test_each_span_comes_from_who_is_soonest(
         nothing_is_left(fleet.pd.servers)
 
 
-@pytest.mark.parametrize("where", ["decode", "prefill"])
+@pytest.mark.parametrize("where", [pytest.param("decode", marks=pytest.mark.long), "prefill"])
 async def test_one_damaged_byte_at_a_holder_is_another_answer(
     where: str, fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
