@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hooked_server import FOLDER
+from listening import AGENT, BOOTSTRAP, GLOO, HTTP, STORE, TRANSFER, beyond_loopback, ports_of_server, rows
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
@@ -79,6 +81,18 @@ def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, Ser
             history = history + answer.tokens
     pd.wait_idle()
     nothing_is_left(pd.servers)
+
+
+def test_ranks_meet_on_loopback(servers: tuple[PdServers, ServerProcess]) -> None:
+    """Of two ranks, one has the store; each has a transfer of its own."""
+    for server in servers[0].servers:
+        pids = server.pids
+        assert beyond_loopback(pids) == []
+        found = rows(pids, ports_of_server(server.server_info()))
+        assert found.pop(GLOO) > 0
+        ranks = len(server.processes("sglang::scheduler"))
+        # Without a router, the agent need not be there.
+        assert found - Counter({BOOTSTRAP: 1, AGENT: 1}) == Counter({HTTP: 1, STORE: 1, TRANSFER: 2 * ranks})
 
 
 def test_one_damaged_bit_is_another_answer(servers: tuple[PdServers, ServerProcess], faults: Path) -> None:
