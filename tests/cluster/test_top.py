@@ -163,7 +163,7 @@ async def test_it_runs_in_a_terminal_until_q(tokenizer_dir: Path) -> None:
 
         def watch() -> tuple[int | None, bytes]:
             words = ["-m", "sglang_ext.cli", "top", "--router", router.url, "--interval", "50ms"]
-            child = pexpect.spawn(sys.executable, words, dimensions=(40, 160), timeout=60)
+            child = pexpect.spawn(sys.executable, words, dimensions=(40, 160), timeout=240)
             try:
                 child.expect_exact(b"server-0")
                 child.expect_exact(b"/s")  # a second reading: rates instead of counts
