@@ -1,1 +1,1 @@
-"""Membership: who joins, drains, leaves and dies, alone or shared by several routers."""
+"""Cluster membership: instances join, drain, leave and die; kept by one router or shared by several."""

@@ -1,13 +1,13 @@
 """The channel to one instance's agent: hello, placement events, heartbeats.
 
-    silent for `VERDICT_S`   the channel is made anew, and events go on where they were if the agent still
-                             knows them: after a cut, TCP sends again what was lost as late as the cut was
-                             long
+    silent for `VERDICT_S`   the channel is opened anew, and events go on where they stopped if the agent
+                             still remembers them: after a cut, TCP delays its retransmissions by as long
+                             as the cut lasted
     silent for the verdict   the same on this machine, longer on another one: the instance is reported as
                              silent, and its index not trusted; time in which the router itself stood
                              still does not count
-    something is missing     hello without a place: a snapshot follows
-    another epoch            the instance was restarted: what was known of it is forgotten at once
+    an event is missing      hello without a position: a snapshot follows
+    another epoch            the instance was restarted: its index entries are dropped at once
 
 Everything runs on the event loop, a message at a time, with other tasks in between.
 """
@@ -56,13 +56,13 @@ PATIENCE_S: Final = 15.0
 
 
 class AgentListener(Protocol):
-    """Who is told how the instances are. Names are URLs, epochs hexadecimal."""
+    """Receives the liveness of instances. Names are URLs, epochs hexadecimal."""
 
     def on_heartbeat(self, name: str, epoch: str) -> None:
         """The agent of an instance lives."""
 
     def on_silent(self, name: str) -> None:
-        """The agent of an instance was not heard for `VERDICT_S`."""
+        """The agent of an instance was silent for `VERDICT_S`."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class AgentCounters:
 
 
 class LinkOwner(Protocol):
-    """What a channel needs of whoever has it (``agents.Agents``)."""
+    """The parts of ``agents.Agents`` that a channel uses."""
 
     index: Index
     clock: Clock
@@ -117,18 +117,18 @@ class Link:
         self._clock = agents.clock
         self.heard_at = self._silent_from = self._clock.monotonic()
         self._is_new = True
-        """Nothing was heard on the channel since it was made."""
+        """No message has arrived on the channel since it was opened."""
         self._asked_at = -math.inf
         self._ask_due = True
         self._waiting = False
         """Asked, and neither told to go on nor that a snapshot begins."""
         self._spoken = AGENT_PROTOCOL
-        """What the agent speaks, as far as it has said."""
+        """The agent's protocol version, from its ``Welcome``; ours until one arrives."""
         self._socket: Any = None
         self.task = agents.rounds.start("agents", self._channel, of_one_peer=True)
 
     def goes_to(self, registration: Registration) -> bool:
-        """Whether the channel is the one that a registration asks for."""
+        """Whether the channel leads to the address, key, epoch and role of a registration."""
         mine = self.registration
         return (mine.agent, mine.agent_key, mine.epoch, mine.role) == (
             registration.agent,
@@ -138,13 +138,13 @@ class Link:
         )
 
     def send(self, message: ToAgent) -> bool:
-        """Send without waiting. False when the agent is not heard, or takes nothing."""
+        """Send without waiting. False when the agent is silent, or its send queue is full."""
         if self._socket is None:
             return False
         try:
             data = TO_AGENT.encode(message)
         except InternalError as error:
-            # A prompt too long for a message: whoever has one to tell does without.
+            # The message is larger than the limit. The instance works without it.
             logger.warning("%s is not told: %s", self.name, error)
             return False
         sent: asyncio.Future[Any] = self._socket.send(data, zmq.DONTWAIT)
@@ -163,7 +163,7 @@ class Link:
         try:
             verdict = await self._beats(receiving)
         except Exception:
-            # A fault of ours: nothing of what was told is believed, and all of it is asked for again.
+            # A fault of this router: distrust all received placements and request a new snapshot.
             self._lost_touch()
             self._is_silent()
             raise
@@ -202,7 +202,7 @@ class Link:
             woken = self._clock.monotonic()
             made = max(made, self.heard_at)
             if (late := woken - now - pause) > HEARTBEAT_S / 2:
-                # It was this process that stood still: what the agent has sent waits in our socket.
+                # This process stood still: the agent's messages wait unread in our socket.
                 made, self._silent_from = made + late, self._silent_from + late
             verdict_s, silent_s = self._agents.verdict_s, woken - self._silent_from + HEARTBEAT_S / 2
             if silent_s > verdict_s and silent_s > self._agents.verdict_of(self.registration):
@@ -280,7 +280,7 @@ class Link:
             if replica.epoch != beat.epoch:
                 self._broken("is in another epoch")
             elif replica.next < beat.next:
-                # The stream is ordered: what came before this beat has come, or will not come.
+                # The stream is ordered: an event sent before this beat has either arrived already or is lost.
                 self._lost_touch()
                 self._broken("left something out")
         if self._agents.listener is not None:

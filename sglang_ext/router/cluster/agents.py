@@ -37,21 +37,21 @@ class AgentChannels(Protocol):
     """The channels to the instances' agents, as others use them. Names are URLs."""
 
     messages: Signal[[str, FromAgent]]
-    """What an agent says that concerns neither the index nor its life: (name, message)."""
+    """Messages of agents other than placements and heartbeats: (name, message)."""
 
     def registration(self, name: str) -> Registration | None:
-        """What an instance said of itself, while its agent is heard."""
+        """The registration of an instance, while its agent is alive."""
 
     def send(self, name: str, message: ToAgent) -> bool:
-        """Tell an instance's agent something. False when it has none, or is not heard."""
+        """Send a message to an instance's agent. False when it has no agent, or the agent is silent."""
 
     def computes(self, name: str) -> bool:
-        """Whether an instance computes what nobody holds of an announced prompt."""
+        """Whether an instance computes the uncached tokens of an announced prompt."""
         registration = self.registration(name)
         return registration is not None and registration.computes
 
     def can_fetch(self, source: str, target: str) -> bool:
-        """Whether ``target`` can fetch from ``source``: their KV is of one kind, and both can be told."""
+        """Whether ``target`` can fetch from ``source``: both have KV of the same kind, and live agents."""
         there, here = self.registration(source), self.registration(target)
         if there is None or here is None or source == target:
             return False
@@ -72,11 +72,11 @@ class Agents(AgentChannels):
     """See the module's docstring.
 
     Args:
-        index: takes what the agents tell.
+        index: receives the placement events.
         clock: seconds.
-        router: what this router calls itself.
+        router: this router's name.
         key: of the cluster.
-        listener: told of heartbeats and silence.
+        listener: receives heartbeats and silence.
         far_verdict_s: how long an agent on another machine may be silent.
         rounds: run the channels.
     """
@@ -99,9 +99,9 @@ class Agents(AgentChannels):
         self.clock = clock
         self.messages = Signal()
         self.loads: Signal[[str, Load]] = Signal()
-        """Told of what each heartbeat says of its instance: (name, load)."""
+        """The load of an instance, from each heartbeat: (name, load)."""
         self.reached: Signal[[str]] = Signal()
-        """An agent is heard, for the first time or again: (name)."""
+        """An agent became reachable, for the first time or again: (name)."""
         self.verdict_s = VERDICT_S
         """How long an agent may be silent: on this machine until it is lost, on another one until its channel
         is made anew. Tests on a busy machine give it longer."""
@@ -144,11 +144,11 @@ class Agents(AgentChannels):
         self._links[name] = Link(self, name, registration, link.counters if link else AgentCounters())
 
     def expect(self, name: str) -> None:
-        """An instance serves and will register: what it holds is awaited."""
+        """An instance serves and will register: it is awaited until its first snapshot is in."""
         self.index.expect(name)
 
     def disconnect(self, name: str) -> None:
-        """Reach it no more, and forget what it told."""
+        """Close the channel and drop the instance's index entries."""
         link = self._links.pop(name, None)
         if link is not None:
             self._end(link)
@@ -162,22 +162,22 @@ class Agents(AgentChannels):
                 link.send(dead)
 
     def registration(self, name: str) -> Registration | None:
-        """What an instance said of itself, while its agent is heard."""
+        """The registration of an instance, while its agent is alive."""
         link = self._links.get(name)
         return link.registration if link is not None and link.heard else None
 
     def send(self, name: str, message: ToAgent) -> bool:
-        """Tell an instance's agent something. False when it has none, or is not heard."""
+        """Send a message to an instance's agent. False when it has no agent, or the agent is silent."""
         link = self._links.get(name)
         return link is not None and link.send(message)
 
     def beat(self, name: str) -> Beat | None:
-        """What an instance said of itself last, while its agent is heard."""
+        """The last heartbeat of an instance, while its agent is alive."""
         link = self._links.get(name)
         return link.beat if link is not None and link.heard else None
 
     def silent_s(self, name: str) -> float:
-        """Seconds since its agent said something; infinite for one that is not heard."""
+        """Seconds since the last message of its agent; infinite for a silent agent."""
         link = self._links.get(name)
         return self.clock.monotonic() - link.heard_at if link is not None and link.heard else math.inf
 
@@ -186,7 +186,7 @@ class Agents(AgentChannels):
         return {name: link.counters for name, link in self._links.items()}
 
     def measure(self, metrics: RouterMetrics) -> None:
-        """Show what each agent tells of its instance, and how its channel is."""
+        """Export each instance's load and tier fills, and the counters of its channel."""
         told = {
             "events": metrics.gauge("index_events", "Placement events applied, since the start", "instance"),
             "gaps": metrics.gauge("index_gaps", "How often events were missing, since the start", "instance"),
@@ -224,7 +224,8 @@ class Agents(AgentChannels):
         metrics.refreshing.subscribe(refresh)
 
     def _end(self, link: Link) -> None:
-        # At once: when the task has ended, another channel to the same instance may have heard it already.
+        # At once: when the task has ended, another channel to the same instance may have marked it alive
+        # already.
         self.index.heard(link.name, alive=False)
         link.task.cancel()
         self._ending.keep(link.task)

@@ -1,8 +1,9 @@
-"""Joins are broadcast: every decode instance is told of all prefill servers (KVDirect, section 4.2).
+"""Joins are broadcast: each decode instance receives the list of all prefill servers (KVDirect, section 4.2).
 
-It connects to them before their first request comes, and stops trying when one is not named any more. What
-is told is the whole list: when it has changed, when an agent is heard (again), and every `PREFILLS_AGAIN_S`.
-So it does not matter whether a message was lost, and several routers may tell of the same servers.
+It connects to them before their first request comes, and stops trying when one is not named any more. A
+message carries the whole list. It is sent when the list has changed, when an agent becomes reachable (again),
+and every `PREFILLS_AGAIN_S`. So a lost message does no harm, and several routers may send lists of the same
+servers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang_ext.router.policies.base import Role
 
 
 class Tells(Protocol):
-    """What of ``agents.AgentChannels`` is used here."""
+    """The parts of ``agents.AgentChannels`` used here."""
 
     def registration(self, name: str) -> Registration | None: ...
 
@@ -28,7 +29,7 @@ class Tells(Protocol):
 
 
 def prefill_servers(rows: Iterable[InstanceRecord]) -> tuple[PrefillServer, ...]:
-    """Those that are given requests. One that was listed and has not registered goes by its URL."""
+    """The prefill servers that receive requests. A listed server that has not registered goes by its URL."""
     return tuple(
         PrefillServer(
             row.registration.instance if row.registration else row.name,
@@ -51,7 +52,7 @@ class Joins:
         rows: of the fleet, by URL.
         agents: tells.
         clock: seconds.
-        router: what this router calls itself.
+        router: this router's name.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class Joins:
         self._clock = clock
         self._router = router
         self._told: dict[tuple[str, str], tuple[float, tuple[PrefillServer, ...]]] = {}
-        """Decode instance (URL, epoch) -> when it was told last, and what."""
+        """Decode instance (URL, epoch) -> the time and contents of the last list sent to it."""
 
     def tell(self) -> None:
-        """Tell every decode instance that does not know, or was not told for a while."""
+        """Send the list to every decode instance whose last one differs or is `PREFILLS_AGAIN_S` old."""
         servers, now = prefill_servers(self._rows.values()), self._clock.monotonic()
         before, self._told = self._told, {}
         for name, row in list(self._rows.items()):

@@ -1,8 +1,8 @@
-"""The cluster manager: who joins, leaves, drains and dies, while requests go on.
+"""The cluster manager: instances join, leave, drain and die while requests go on.
 
 ``roster`` has the records, ``membership`` shares them with other routers, ``fleet`` has each instance's life.
-This part carries a changed record over into the fleet, sets the times of drains, passes on verdicts to the
-agents of the others (so that each frees what the dead one held), and answers what people ask.
+This part copies a changed record into the fleet, times drains, reports dead instances to the agents of the
+others (so that each frees the dead one's resources), and serves the cluster API.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class AgentLinks(Protocol):
         """Reach an instance's agent from now on; another address or epoch replaces the former."""
 
     def expect(self, name: str) -> None:
-        """An instance serves and will register: what it holds is awaited."""
+        """An instance serves and will register: it is awaited until its first snapshot is in."""
 
     def disconnect(self, name: str) -> None:
         """Reach it no more."""
 
     def peer_dead(self, instance: str, epoch: str) -> None:
-        """Tell every agent that an instance (by id) has died: free what it held."""
+        """Report a dead instance (by id) to every agent, which frees the resources held for it."""
 
     def beat(self, name: str) -> Beat | None:
-        """What an instance said of itself last, while its agent is heard."""
+        """The last heartbeat of an instance, while its agent is alive."""
 
     def silent_s(self, name: str) -> float:
-        """Seconds since its agent said something; infinite for one that is not heard."""
+        """Seconds since the last message of its agent; infinite for a silent agent."""
 
 
 class SessionHomes(Protocol):
@@ -81,23 +81,23 @@ class SharedDocuments(Protocol):
         """Another router has, perhaps long ago."""
 
     def all(self) -> Iterable[Document]:
-        """Every one that is to be told."""
+        """Every document to share with other routers."""
 
 
 class NoAgents:
     """Links for a router that knows no agents."""
 
     def connect(self, name: str, registration: Registration) -> None:
-        """Nobody to reach."""
+        """No channel is opened."""
 
     def expect(self, name: str) -> None:
-        """Nobody will tell."""
+        """No agent will send a snapshot."""
 
     def disconnect(self, name: str) -> None:
-        """Nobody was reached."""
+        """No channel was open."""
 
     def peer_dead(self, instance: str, epoch: str) -> None:
-        """Nobody to tell."""
+        """No agent to notify."""
 
     def beat(self, name: str) -> Beat | None:
         return None
@@ -107,7 +107,7 @@ class NoAgents:
 
 
 def new_router_name() -> str:
-    """What a router calls itself: another name after each start."""
+    """A name for this router: another name after each start."""
     return f"router-{uuid.uuid4().hex[:12]}"
 
 
@@ -116,7 +116,7 @@ class Unknown(UserError):
 
 
 class CannotChangeRole(PeerError):
-    """The instance's role is what it was started with."""
+    """SGLang fixed the instance's role at its start."""
 
 
 class Members:
@@ -128,10 +128,10 @@ class Members:
         store: shares them.
         links: their agents.
         clock: seconds.
-        router: which router this is.
-        homes, documents: where sessions are, and which documents there are: routers tell each other.
-        speakers: parts that have more to tell their like.
-        on_drain: told of an instance (its URL) that shall finish and go.
+        router: this router's name.
+        homes, documents: the sessions' instances and the documents, which routers share.
+        speakers: parts that exchange messages with the same parts of other routers.
+        on_drain: called with the URL of an instance that begins to drain.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Members:
         self._said: dict[str, float] = {}
         """When each instance last registered here; ``monotonic``."""
         self._unreachable: dict[str, str] = {}
-        """What was said of instances that are not reached back."""
+        """By instance id: the last logged reason why this router cannot reach it."""
         self._dead: dict[str, str] = {}
-        """The epochs that the agents were told to be dead, of instances that have not come back."""
+        """The epochs reported as dead to the agents, of instances that have not come back."""
         fleet.happened.subscribe(self._on_event)
         if homes is not None:
             homes.kept.subscribe(self._remember_session)
@@ -180,7 +180,7 @@ class Members:
                 speaker.said.subscribe(store.say)
 
     async def start(self, urls: Iterable[str]) -> None:
-        """Take in what others have published, and the instances that were listed by URL."""
+        """Load the records published by other routers, and the instances listed by URL."""
         await self.store.start(self)
         for url in urls:
             self.list_url(url)
@@ -272,7 +272,7 @@ class Members:
         self._wish(instance, Intent.GONE)
 
     def drain(self, instance: str, deadline_s: float, role: RoleName | None = None) -> None:
-        """Somebody wishes an instance to finish and go, or this router, to have it come back in a role.
+        """Have an instance finish and leave; with ``role``, this router has it come back in that role.
 
         Raises:
             Unknown: there is none of this name.
@@ -281,7 +281,7 @@ class Members:
         self._wish(instance, Intent.GO, deadline_s, changing)
 
     def resume(self, instance: str) -> None:
-        """Somebody takes a drain back.
+        """Take back a drain.
 
         Raises:
             Unknown: there is none of this name.
@@ -289,7 +289,7 @@ class Members:
         self._wish(instance, Intent.STAY)
 
     def change_role(self, instance: str, role: str) -> None:
-        """Somebody wishes an instance to do something else of a request from now on.
+        """Check that an instance has a role: SGLang cannot change it while the server runs.
 
         Raises:
             Unknown: there is none of this name.
@@ -304,7 +304,7 @@ class Members:
             )
 
     def role(self, member: Member) -> str:
-        """What an instance does of a request, as far as it is known."""
+        """The role of an instance: from its server's facts, else its registration, else "colocated"."""
         if (row := self.fleet.rows.get(member.url)) is not None:
             return row.role.value
         return member.registration.role if member.registration else "colocated"
@@ -316,7 +316,7 @@ class Members:
         self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline_s, changing)])
 
     def member(self, name: str) -> Member:
-        """The instance that somebody names, by id or by URL.
+        """The member with this id or URL.
 
         Raises:
             Unknown: there is none.
@@ -403,7 +403,7 @@ class Members:
     # -- time -----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Look at what has run out, and tell the other routers how things are."""
+        """Apply timeouts, and send this router's status to the others."""
         now = self.clock.monotonic()
         for member in self.roster:
             row = self.fleet.rows.get(member.url)
@@ -444,10 +444,10 @@ class Members:
                 seen[member.instance] = Seen(row.state.value, row.in_flight)
         return RouterStatus(self.router, seen)
 
-    # -- what a membership asks and tells -------------------------------------------------------------------
+    # -- callbacks of the membership ------------------------------------------------------------------------
 
     def on_routers(self, others: Mapping[str, RouterStatus]) -> None:
-        """Count what other routers have sent as load, too."""
+        """Add the requests in flight of other routers to each instance's load."""
         sums: dict[str, int] = {}
         for status in others.values():
             for instance, seen in status.instances.items():
@@ -463,7 +463,7 @@ class Members:
             speaker.hear(word)
 
     def words(self) -> Iterable[Word]:
-        """What a router that begins has to be told."""
+        """The words to send to a router that begins."""
         return [word for speaker in self._speakers for word in speaker.words()]
 
     def on_session(self, session: str, instance: str) -> None:

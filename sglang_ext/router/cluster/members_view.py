@@ -1,4 +1,4 @@
-"""What people and programs are told of the members."""
+"""Views of the members for the cluster API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def instances(members: Members) -> tuple[InstanceView, ...]:
 
 
 def cluster(members: Members, roles: RolesView | None = None) -> Cluster:
-    """Everything. roles: what the role controller makes of it."""
+    """Everything. roles: the state of the role controller."""
     return Cluster(
         router=members.router,
         store=members.store.view(),
@@ -39,7 +39,7 @@ def cluster(members: Members, roles: RolesView | None = None) -> Cluster:
 
 
 def instance_view(members: Members, member: Member, usable: Mapping[str, Instance]) -> InstanceView:
-    """What is known of one. usable: what policies see now, by URL."""
+    """The view of one member. usable: the instances as policies see them now, by URL."""
     row = members.fleet.rows.get(member.url)
     registration = member.registration
     now = usable.get(member.url)
@@ -84,7 +84,7 @@ def tiers(beat: Beat | None) -> dict[str, TierFill]:
 
 
 def fills_of(beat: Beat) -> dict[Tier, Fill]:
-    """What a heartbeat says of the tiers that are known here, nearest first."""
+    """A heartbeat's fills of the tiers that this release has, nearest first."""
     told = {fill.level: fill for fill in beat.fills}
     return {tier: told[tier.level] for tier in all_tiers() if tier.level in told}
 

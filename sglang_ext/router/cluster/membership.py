@@ -1,25 +1,26 @@
 """Where membership is kept: by one router for itself, or shared by several.
 
-The contract, which ``tests/router/membership_contract.py`` holds every implementation to.
+The contract. ``tests/router/membership_contract.py`` checks it for every implementation.
 
 The caller (``members.Members``)
 - calls ``start`` once, with a listener, and ``stop`` once; everything in one event loop;
-- keeps a roster of its own and merges what the listener is told; it may be told a record more than once,
-  late, and out of order, and its own as well;
+- keeps a roster of its own and merges the listener's records into it; a record may come more than once,
+  late, and out of order, and may be the router's own;
 - calls ``publish`` for each record that it has made or changed, and ``tell`` about once per second.
 
 The implementation
-- never blocks and never fails in ``publish``, ``tell``, ``remember``, ``share`` and ``say``: a store that is
-  away is caught up with when it is back, from the ``Listener``'s ``records``, ``documents``, ``words`` and
-  ``heard``;
-- tells the listener every record that any router has published, within seconds; the newest of each instance
-  at least, those of before the start too; and every document that has not expired;
-- tells the listener what other routers say once both are there, and their ``words`` soon after the start;
-- forgets an instance that no router has heard of for ``MEMBER_TTL_S``, and a router that has told nothing for
-  ``ROUTER_TTL_S``;
-- leaves out what is malformed or too large, counts it, and goes on with what follows; small records do not
+- never blocks and never fails in ``publish``, ``tell``, ``remember``, ``share`` and ``say``: when a
+  lost store is back, it is brought up to date from the ``Listener``'s ``records``, ``documents``, ``words``
+  and ``heard``;
+- delivers to the listener every record that any router has published, within seconds; the newest of each
+  instance at least, those of before the start too; and every document that has not expired;
+- delivers the words of another router once both are connected, and the result of its ``Listener.words`` soon
+  after the start;
+- forgets an instance that no router has found alive for ``MEMBER_TTL_S``, and a router that has sent no
+  status for ``ROUTER_TTL_S``;
+- leaves out malformed or too large records, counts them, and goes on with the next; small records do not
   wait for large ones;
-- says whether it is connected. While it is not, ``others`` is empty: nothing is known of other routers.
+- reports whether it is connected. While it is not, ``others`` is empty: no other router is seen.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouterStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a router says of itself every second."""
+    """The status that a router shares every second."""
 
     router: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     instances: Annotated[dict[str, Seen], msgspec.Meta(max_length=100_000)] = {}
@@ -57,13 +58,13 @@ class RouterStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Listener(Protocol):
-    """What a membership calls back. Nothing of it blocks."""
+    """Callbacks of a membership. Nothing of it blocks."""
 
     def on_member(self, member: Member) -> None:
         """A record, perhaps an old one."""
 
     def on_routers(self, others: Mapping[str, RouterStatus]) -> None:
-        """What the other routers have told last; those that are gone are left out."""
+        """The last status of each other router; those that are gone are left out."""
 
     def on_session(self, session: str, instance: str) -> None:
         """Another router has sent a session to an instance (by id)."""
@@ -78,7 +79,7 @@ class Listener(Protocol):
         """Every record that this router has."""
 
     def words(self) -> Iterable[Word]:
-        """What a router that begins has to be told."""
+        """The words to send to a router that begins."""
 
     def documents(self) -> Iterable[Document]:
         """Every document that this router has."""
@@ -99,7 +100,7 @@ class Membership(Protocol):
     """Things that this router had to share and that are too large."""
 
     async def start(self, listener: Listener) -> None:
-        """Begin. Returns when what other routers have published is told, or cannot be had now."""
+        """Begin. Returns when the records of other routers have been delivered, or cannot be had now."""
 
     async def stop(self) -> None:
         """End; other routers see at once that this one has gone."""
@@ -121,7 +122,7 @@ class Membership(Protocol):
 
     @property
     def others(self) -> Mapping[str, RouterStatus]:
-        """What the other routers have told last."""
+        """The last status of each other router."""
 
     @property
     def tables(self) -> Mapping[str, Bounded[Any, Any]]:
@@ -147,7 +148,7 @@ class Sightings:
         return since
 
     def alive(self, member: Member, listener: Listener) -> bool:
-        """Whether somebody hears the instance, or nobody has had the time to."""
+        """Whether a router finds the instance alive, or its record is newer than ``MEMBER_TTL_S``."""
         return self._clock.monotonic() - self.seen(member) < MEMBER_TTL_S or listener.heard(member.instance)
 
 
@@ -160,25 +161,25 @@ class EmbeddedMembership:
     tables: Mapping[str, Bounded[Any, Any]] = {}
 
     async def start(self, listener: Listener) -> None:
-        """Nobody has published anything."""
+        """Nothing to load: there are no other routers."""
 
     async def stop(self) -> None:
-        """Nobody sees it."""
+        """Nothing to do."""
 
     def publish(self, member: Member) -> None:
-        """Nobody to share with."""
+        """Nothing to do: there are no other routers."""
 
     def tell(self, status: RouterStatus) -> None:
-        """Nobody to tell."""
+        """Nothing to do: there are no other routers."""
 
     def remember(self, session: str, instance: str) -> None:
-        """Nobody to share with."""
+        """Nothing to do: there are no other routers."""
 
     def share(self, document: Document) -> None:
-        """Nobody to share with."""
+        """Nothing to do: there are no other routers."""
 
     def say(self, word: Word) -> None:
-        """Nobody to tell."""
+        """Nothing to do: there are no other routers."""
 
     def view(self) -> StoreView:
         """Always there."""

@@ -49,7 +49,7 @@ SUFFIX = ".sock"
 AGAIN_S = 0.5
 """Pause before a router is accepted again, where that failed."""
 HEARING_S = 2.0
-"""How long the start waits for what a router has: one that is stopped says nothing."""
+"""Longest wait of the start for the records of another router: a stopped one sends none."""
 MAX_FRAME = 4 * MAX_DOCUMENT_BYTES
 """A larger one is not sent, and skipped."""
 SLICE_BYTES = 1 << 20
@@ -59,7 +59,7 @@ MAX_SESSIONS = 20_000
 MAX_SESSION_BYTES = 16 << 20
 
 MEMBER, DOCUMENT, SESSION, STATUS, WORD, COMPLETE = b"m", b"d", b"s", b"r", b"w", b"c"
-"""What a frame holds: its first byte. After ``COMPLETE``, everything is new."""
+"""The kinds of frames, by their first byte. After ``COMPLETE``, everything is new."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class LocalMembership:
 
     Args:
         folder: of this user, mode 0700.
-        router: which router this is.
+        router: this router's name.
         clock: seconds.
         rounds: run what listens for other routers.
     """
@@ -100,7 +100,7 @@ class LocalMembership:
         self._heard: dict[str, _Hearing] = {}
         """Routers that this one hears."""
         self._statuses: dict[str, tuple[float, RouterStatus]] = {}
-        """What others have told last and when, by socket."""
+        """The last status of each other router and its time of arrival, by socket."""
         self._sessions: Bounded[str, str] = Bounded(
             MAX_SESSION_BYTES, lambda session, instance: size_of(session), max_entries=MAX_SESSIONS
         )
@@ -120,7 +120,7 @@ class LocalMembership:
     # -- the contract ---------------------------------------------------------------------------------------
 
     async def start(self, listener: Listener) -> None:
-        """Listen, and hear what the others have.
+        """Listen, and receive the records of the other routers.
 
         Raises:
             ConfigError: the folder is not there, or others than its user can enter it.
@@ -129,7 +129,7 @@ class LocalMembership:
         self._spare.fill()
         self._listener = listener
         # By the folder's descriptor: the path of a socket has at most 107 characters. It gets its name when
-        # it listens: whoever meets one that does not takes its router for dead.
+        # it listens: a router that finds a socket without a listener takes its owner for dead.
         here = f"/proc/self/fd/{self._directory}/"
         self._door = door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         door.bind(f"{here}.{self._router}")
@@ -160,7 +160,7 @@ class LocalMembership:
             self._door = None
             os.close(self._directory)
             self._spare.close()
-            await asyncio.sleep(0)  # in which the loop closes what was aborted
+            await asyncio.sleep(0)  # in which the loop closes aborted connections
         self.others = {}
 
     def publish(self, member: Member) -> None:
@@ -268,7 +268,7 @@ class LocalMembership:
         return msgspec.json.encode(document.shifted(-self._clock.monotonic()))
 
     def _framed(self, kind: bytes, body: bytes) -> list[bytes]:
-        """The frame of something; none of what is too large."""
+        """The frame of a message; none when it is too large."""
         if len(body) < MAX_FRAME:
             return [_frame(kind, body)]
         self.unsent += 1
@@ -357,7 +357,7 @@ class LocalMembership:
             listener.on_document(decode_document(body).shifted(self._clock.monotonic()))
         elif kind == SESSION:
             session, instance = msgspec.json.decode(body, type=tuple[str, str])
-            # What it had before may be older than what is known here.
+            # A session sent before the first frame of another kind may be older than ours.
             if hearing.sessions_are_new or session not in self._sessions:
                 self._keep(session, instance)
                 listener.on_session(session, instance)

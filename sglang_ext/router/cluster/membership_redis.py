@@ -1,16 +1,17 @@
-"""Membership shared by several routers through Redis 7. Nobody leads; any router, and Redis itself, can die.
+"""Membership shared by several routers through Redis 7. There is no leader; any router, and Redis itself, can
+die.
 
-A record that changes is written down and announced in a stream, from which the others hear of it at once. The
+A changed record is written to its key and announced in a stream, so that other routers see it at once. The
 stream is a short cut: every ``SYNC_S`` records are looked at again, so that nothing that was lost on the way
 stays lost. Documents may be large: only changed ones are read, one after the other. ``redis_records`` has the
 format of records.
 
 Placement events are not: every router is connected to every agent itself, gets its snapshot when it begins,
-and then the events in their order. A second way for them would be slower and could only disagree; what a
-router lacks at its start is who there is, and that is what Redis gives it.
+and then the events in their order. A second way for them would be slower and could only disagree; a starting
+router lacks only the list of members, and Redis provides it.
 
-When Redis is lost, the router goes on with what it knows; when it is back, even empty, every router writes
-down what it has.
+When Redis is lost, the router goes on with its own copy; when it is back, even empty, every router writes its
+records to it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ logger = logging.getLogger("router.membership")
 T = TypeVar("T")
 
 SYNC_S = 10.0
-"""Between two readings of everything, in which what is heard is also kept from expiring."""
+"""Between two full readings. Each also renews the expiry of records whose instances this router finds
+alive.
+"""
 BLOCK_S = 1.0
 TIMEOUT_S = 2.5
 """For each answer of Redis, blocking reads included; after it, Redis is taken for lost."""
@@ -66,10 +69,10 @@ class RedisMembership:
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it.
-        router: which router this is.
+        router: this router's name.
         name: of the cluster; several can be in one Redis.
         password: of that Redis, where it is not in the URL.
-        key: of the cluster; seals what is written, and without its seal nothing is believed.
+        key: of the cluster; seals each record; records without a valid seal are left out.
         clock: seconds.
         rounds: run the sharing.
 
@@ -325,7 +328,8 @@ class RedisMembership:
     # -- reading --------------------------------------------------------------------------------------------
 
     async def _sync(self, records: RedisRecords, listener: Listener, *, first: bool) -> Places:
-        """Read everything, then write down what is newer here, or is heard here.
+        """Read everything, then write records that are newer here, or whose instances this router finds
+        alive.
 
         Returns where the streams ended before.
         """
@@ -349,7 +353,7 @@ class RedisMembership:
     async def _read_documents(
         self, records: RedisRecords, listener: Listener, names: Sequence[bytes] | None = None
     ) -> dict[bytes, int]:
-        """Read what is newer in Redis than here, of all documents or of those of these names.
+        """Read documents that are newer in Redis, of all or of those with these names.
 
         One after the other: nothing else runs while one is verified and decoded. Returns the stamps of all
         that are there.
@@ -468,7 +472,7 @@ def _name_of(document: Document) -> bytes:
 
 
 def _goes_on() -> bool:
-    """Whether nobody has cancelled this task: redis-py swallows a cancellation that meets it connecting."""
+    """Whether this task is not cancelled: redis-py swallows a cancellation that meets it connecting."""
     task = asyncio.current_task()
     return task is None or not task.cancelling()
 

@@ -1,4 +1,6 @@
-"""Queries to all other routers: what one router did not find, another one may have."""
+"""Queries to all other routers: another router may have the session, request or response that this one did
+not find.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Queries:
     """Sends queries to all other routers, and replies to theirs. A ``Speaker``.
 
     Args:
-        router: which router this is.
+        router: this router's name.
     """
 
     def __init__(self, router: str) -> None:
@@ -88,11 +90,11 @@ class Queries:
         return asked.replies
 
     async def found(self, look: Callable[[], T]) -> T:
-        """What ``look`` returns. If it finds nothing, it looks again once everything that other routers have
+        """The result of ``look``. If it finds nothing, it looks again once everything that other routers have
         sent so far is here.
 
         Raises:
-            RequestRefused, UserError: what ``look`` raises.
+            RequestRefused, UserError: raised by ``look``.
         """
         try:
             return look()
@@ -129,7 +131,7 @@ class Queries:
             asked.look()
 
     async def stop(self) -> None:
-        """End what other routers still wait for."""
+        """End all replies in progress."""
         await self._replying.cancel()
 
 

@@ -1,7 +1,7 @@
-"""When a router calls itself ready: it can serve, and knows what the instances it began with hold.
+"""When a router reports that it is ready: it can serve, and has the snapshots of its first instances.
 
-An instance that tells what it holds is *awaited* until its first snapshot is in. Requests are served
-meanwhile; those that come then are placed without that knowledge, and say so (``Reason.INDEX_AWAITED``).
+An instance that sends placement events is *awaited* until its first snapshot is in. Requests are served
+meanwhile, placed without its snapshot, and record the reason ``Reason.INDEX_AWAITED``.
 
     state     on                                                    goes to
     --------  ----------------------------------------------------  --------
@@ -10,7 +10,7 @@ meanwhile; those that come then are placed without that knowledge, and say so (`
     any       no instance can take requests                         IDLE
 
 READY stays so when another instance joins or is started anew: the router still serves with the others.
-Pure: the caller looks, and says what time it is.
+Pure: the caller samples the instances and passes the time.
 """
 
 from __future__ import annotations

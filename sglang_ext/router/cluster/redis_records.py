@@ -3,18 +3,18 @@
 Below ``sglang_ext:{NAME}:`` (one slot of a Redis cluster) are
 
 - ``member:ID``: an instance's record, ``STAMP SEAL JSON``, as a key that expires unless some router goes on
-  to hear the instance. A script sets it only if the record is newer than what is there, whatever the order in
-  which routers write. ``members`` is the set of these ids.
+  to find the instance alive. A script sets it only if the record is newer than the stored one, whatever the
+  order in which routers write. ``members`` is the set of these ids.
 - ``events``: a stream of changed records, so that other routers see a change at once.
 - ``document:SCOPE/ID``: a document, in the same form and set the same way, as a key that expires with it.
   ``documents`` is their set; ``events`` has only the name of a changed one. A document whose stamp is known
   is not read again.
-- ``router:ID``: what a router says of itself each second, as a key that expires. ``routers`` is their set.
+- ``router:ID``: a router's status of each second, as a key that expires. ``routers`` is their set.
 - ``sessions``: a stream of (session, instance), bounded in length.
-- ``words``: a stream of what routers tell each other at once; nobody reads what was said before it came.
+- ``words``: a stream of messages between routers; a router reads only those sent after it connected.
 
-Where the cluster has a key, everything is sealed with it: what somebody else has written is left out, who can
-reach that Redis or not.
+Where the cluster has a key, everything is sealed with it: a record without a valid seal is left out, even
+though its writer could reach that Redis.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ redis.call('SET', KEYS[1], value, 'PX', kept)
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', ARGV[7], ARGV[7] == 'm' and value or ARGV[4])
 return 1
 """
-"""Set a record if it is newer than what is there, and tell the others; keep a member's from expiring if it is
-the same. Contents of documents are not compared: that takes Redis a second.
+"""Set a record if it is newer than the stored one, and announce it to other routers; keep a member's from
+expiring if it is the same. Contents of documents are not compared: that takes Redis a second.
 
 KEYS: the record, the set of ids, the stream of events. ARGV: stamp, JSON, milliseconds to keep it, id, length
-of the stream, seal, the field under which the others are told: ``m`` for all of it, another one for its id.
+of the stream, seal, the field of the announcement: ``m`` for all of it, another one for its id.
 """
 
 
@@ -89,7 +89,7 @@ class Head(NamedTuple):
 
 
 def _session_text(session: bytes, instance: bytes, router: bytes) -> bytes:
-    """What of a session is sealed: with lengths, so that nothing can move from one field to the next."""
+    """The sealed text of a session: with lengths, so that nothing can move from one field to the next."""
     return b"".join(b"%d:%s" % (len(each), each) for each in (session, instance, router))
 
 
@@ -100,7 +100,7 @@ class RedisRecords:
         client: of ``redis.asyncio``, without decoding of answers.
         name: of the cluster.
         key: of the cluster; without one nothing is sealed, and every record is believed.
-        on_forged: told of the kind of a record that no member has sealed, which is left out.
+        on_forged: called with the kind of each record that no member has sealed, which is left out.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RedisRecords:
         return self._opened("member", (await self._all("member", "members")).values())
 
     async def put(self, member: Member) -> None:
-        """Write a record down, if it is newer than what is there."""
+        """Write a record, if it is newer than the stored one."""
         kept_s = MEMBER_TTL_S if member.intent is Intent.STAY else LEFT_KEPT_S
         body = encode_member(member)
         await self._client.eval(
@@ -153,7 +153,7 @@ class RedisRecords:
     # -- documents ------------------------------------------------------------------------------------------
 
     async def document_heads(self, names: Sequence[bytes] | None = None) -> dict[bytes, Head]:
-        """What tells whether a document has changed: of every one, or of those of these names."""
+        """The heads of documents, to detect changes: of every one, or of those of these names."""
         every = names is None
         there = sorted(await self._client.smembers(self.key("documents"))) if names is None else names
         found: dict[bytes, Head] = {}
@@ -176,7 +176,7 @@ class RedisRecords:
         return found
 
     async def document(self, name: bytes) -> bytes | None:
-        """The JSON of a document; None of one that no member has sealed, or that has expired."""
+        """The JSON of a document; None when no member has sealed it, or it has expired."""
         value = await self._client.getrange(self._document_key(name), 0, MAX_RECORD_BYTES - 1)
         return next(iter(self._opened("document", [value] if value else [])), None)
 
@@ -184,7 +184,7 @@ class RedisRecords:
         return self.key("document").encode() + b":" + name
 
     async def put_document(self, document: Document, now: float, ahead_s: float) -> None:
-        """Write a document down until it expires, if it is newer than what is there.
+        """Write a document until it expires, if it is newer than the stored one.
 
         Args:
             document: of this router.
@@ -221,7 +221,7 @@ class RedisRecords:
         await pipeline.execute()
 
     async def routers(self) -> list[bytes]:
-        """The JSON of what every router has told last."""
+        """The JSON of every router's last status."""
         return self._opened("router", (await self._all("router", "routers")).values())
 
     async def say_goodbye(self, router: str) -> None:

@@ -1,12 +1,13 @@
 """An instance changes between prefill and decode while it runs, and keeps its cache (KVDirect, section 7).
 
-    drained       it is given nothing new; decodes that run there go on at others (`moving`)
-    switched      SGLang takes its own role apart and puts the other one together; the cache stays
-    registered    it says its role to all routers
-    resumed       the index is told anew by its agent, in the trees of its new role
+    drained       it receives no new requests; decodes that run there go on at others (`moving`)
+    switched      SGLang tears down its own role and sets up the other one; the cache stays
+    registered    it registers its new role with all routers
+    resumed       its agent sends a new snapshot, for the trees of its new role
 
-Whatever goes wrong before the switch leaves it in its old role, and it is resumed. The record of its drain
-names the router that sees to it: when that one is gone, another one resumes it, in whichever role it is.
+A failure before the switch leaves the instance in its old role, and it is resumed. The record of its drain
+names the router that carries out the change: when that router is gone, another one resumes the instance, in
+its role of that moment.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ JOIN_S = 30.0
 ORPHANED_S = 10.0
 """How long the router has to be missing that sees to a change: twice the time after which that is known."""
 LEARNS = 0.5
-"""Weight of the last change in what the next one is expected to take."""
+"""Weight of the last change in the expected duration of the next one."""
 RECENT = 10
 ASKED = "asked"
 NOT_IDLE = "not idle"
@@ -50,7 +51,7 @@ class RoleChanges:
     """See the module's docstring.
 
     Args:
-        members: who drains and resumes instances.
+        members: drains and resumes instances.
         api: calls to them.
     """
 
@@ -62,7 +63,7 @@ class RoleChanges:
         self._orphans: dict[str, float] = {}
         """Instances that are drained for a router that is not there, since when; ``monotonic``."""
         self.expected_s: float | None = None
-        """What a change takes, by those before; None before the first."""
+        """Expected seconds of a change, from former ones; None before the first."""
         self._recent: deque[tuple[float, RoleChangeView]] = deque(maxlen=RECENT)
         self._counter: Counter | None = None
         members.ticked.subscribe(self._look_for_orphans)
@@ -89,7 +90,7 @@ class RoleChanges:
         """Returns when the instance serves in its new role.
 
         Args:
-            why: what it is counted under.
+            why: the reason under which it is counted.
 
         Raises:
             Unknown: there is none of this name.
@@ -198,7 +199,7 @@ class RoleChanges:
         logger.info("instance %s is %s now", member.instance, role)
 
     async def _switch(self, member: Member, role: str) -> None:
-        # The memory of CUDA graphs is told by who has them; 0 skips that check on a server without.
+        # The server itself reports the memory of its CUDA graphs; 0 skips that check on a server without.
         body = {"new_role": role, "decode_cuda_graph_memory_gb": 0.0}
         end = self._clock.monotonic() + IDLE_S
         while True:

@@ -1,8 +1,8 @@
 """Roles change by themselves: a controller moves instances between prefill and decode (KVDirect, section 7).
 
-Once a second it looks at what both roles have to do (`role_traffic`) and asks what would be better
-(`policies/roles`). Of several routers one acts: the first by name of those that share the membership, and
-none while that cannot be reached. In a dry run it only says what it would do.
+Once a second it samples the load of both roles (`role_traffic`) and compares splits (`policies/roles`). Of
+several routers one acts: the first by name of those that share the membership, and none while that cannot be
+reached. In a dry run it only says what it would do.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _NAMES: Final[Mapping[Role, RoleName]] = {Role.PREFILL: "prefill", Role.DECODE: 
 
 
 class Knows(Protocol):
-    """What of ``dispatch.costs.RouterCosts`` is used here."""
+    """The parts of ``dispatch.costs.RouterCosts`` used here."""
 
     def said(self, name: str) -> Load | None:
-        """What an instance said of itself a moment ago."""
+        """The load in an instance's last heartbeat, while that is recent."""
 
     def step_s(self, requests: int) -> float:
         """One step of generation of so many requests, as the cost model has it."""
@@ -67,7 +67,7 @@ class RoleController:
         members: the instances.
         changes: changes roles.
         knows: the instances' loads.
-        cached_tokens: what an instance is believed to hold.
+        cached_tokens: tokens that an instance is believed to have cached.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RoleController:
         self._traffic = RoleTraffic(MEAN * dwell_s, lambda: max(0.0, knows.step_s(2) / knows.step_s(1) - 1.0))
         self._history = History()
         self._wished = Wish()
-        """What was last found to be better, for people; what is done about it is in the history."""
+        """The last wish, for the API; actions follow the wish in ``_history``."""
         self._serves = False
         self._aside: dict[str, float] = {}
         """Instances that could not change, until when; ``monotonic``."""
@@ -101,7 +101,7 @@ class RoleController:
         return self.mode != "off"
 
     def serve(self) -> None:
-        """This router has clients from now on: one that stands by changes nothing."""
+        """This router has clients from now on: a standby router changes nothing."""
         self._serves = True
 
     def ended(self, record: Record, now: float) -> None:
@@ -119,7 +119,7 @@ class RoleController:
         return LOOK_S
 
     def look(self) -> None:
-        """Take note of how things are, and of what would be better."""
+        """Sample the load, and update the wish."""
         now = self._clock.monotonic()
         prefill, decode = self._rows(Role.PREFILL), self._rows(Role.DECODE)
         self._traffic.sample(now, map(self._sends, prefill), map(self._sends, decode))
@@ -199,7 +199,7 @@ class RoleController:
 
     @property
     def _takes_s(self) -> float:
-        """What a change is expected to take."""
+        """Expected seconds of a change."""
         seen = self._changes.expected_s
         return FIRST * self._dwell_s if seen is None else seen
 
@@ -208,7 +208,7 @@ class RoleController:
             self._wished, self._history, now, dwell_s=self._dwell_s, holds_s=HOLDS * self._dwell_s
         )
 
-    # -- what can be seen -----------------------------------------------------------------------------------
+    # -- views -----------------------------------------------------------------------------------------------
 
     def view(self) -> RolesView | None:
         """For ``GET /cluster``; None where there is no controller."""
@@ -229,7 +229,7 @@ class RoleController:
         )
 
     def measure(self, metrics: RouterMetrics) -> None:
-        """Show what is wished."""
+        """Export the wish as metrics."""
         wishes = metrics.gauge(
             "role_controller_wish", "1 for the role that should have one instance more", "role"
         )

@@ -1,7 +1,7 @@
-"""What prefill and decode have to do, as one router sees it: from what it sends, what instances say of
-themselves every second, and the stages that answers tell.
+"""The load of prefill and decode, as one router sees it: from its own requests, the instances' heartbeats,
+and the stage times in answers.
 
-Where several routers send, what this one sends stands for all, by its share of the requests in flight.
+Where several routers send requests, this one scales its own by its share of all requests in flight.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from sglang_ext.stages import StageTimes
 REMEMBERED = 0.95
 """Weight of all former answers when a new one comes, in no time: about twenty are remembered."""
 LEAST_REMEMBERED = 0.1
-"""The same after a long time; they fade with it as rates do, or a load that shifts to few long answers would
-be taken for what it was."""
+"""Weight of former answers after a long pause. They fade as rates do; otherwise a shift to few long answers
+would go unnoticed.
+"""
 FEWEST = 3
 """Answers without which nothing is said."""
 INTERVALS = 32
 """Prefills of an instance that are compared for how far they were computed together."""
 PRIOR_VARIANCE = 1.0
-"""Requests², with which the cost model's idea of a step counts beside what is seen of steps."""
+"""Requests²: the weight of the cost model's step time, beside the measured variance of batch sizes."""
 
 
 class Sends(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class Sends(msgspec.Struct, frozen=True):
     queued_tokens: int
     """Of this router: tokens that are not computed yet."""
     said: Load | None
-    """What it said of itself a moment ago."""
+    """Its load in the last heartbeat."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -78,8 +79,8 @@ class RoleTraffic:
 
     Args:
         mean_s: seconds over which rates are means.
-        step_more: what the cost model thinks that each further request adds to a step of generation, over
-            what a step for one request takes.
+        step_more: by the cost model, how much each further request adds to a step of generation, as a share
+            of a step for one request.
     """
 
     def __init__(self, mean_s: float, step_more: Callable[[], float]) -> None:
@@ -90,7 +91,7 @@ class RoleTraffic:
         self._running_at: dict[str, int] = {}
         self._arrivals = self._tokens = self._running = 0.0
         self._weight = 0.0
-        """Of what is in the means; 1 when they are full."""
+        """Weight of the samples in the means; 1 when they are full."""
         self._queued_tokens = 0.0
         self.answers = 0
         self._sums = _Sums()
@@ -144,7 +145,7 @@ class RoleTraffic:
         kept.append((end - stages.prefill, end))
 
     def loads(self, prefill: int, decode: int) -> RoleLoads | str:
-        """What there is to do, for so many instances of each role; or why that is not known."""
+        """The load, for so many instances of each role; or why it is not known."""
         if self.answers < FEWEST:
             return f"{self.answers} answers have told their stages yet, and {FEWEST} are needed"
         if self._weight < 0.5:
@@ -168,8 +169,9 @@ class RoleTraffic:
         )
 
     def _step(self) -> tuple[float, float]:
-        """Seconds of a step for one request, and of each further one: a line through what was seen, drawn
-        towards the cost model's where batches hardly differed."""
+        """Seconds of a step for one request, and of each further one: a line through the measured steps,
+        drawn towards the cost model's where batches hardly differed.
+        """
         count, more = self._sums.answers, self._step_more()
         batch, step = self._sums.batch / count, self._sums.step / count
         variance = max(0.0, self._sums.batch_batch / count - batch * batch)
@@ -180,8 +182,9 @@ class RoleTraffic:
         return step - slope * (batch - 1.0), slope
 
     def _together(self) -> float:
-        """Seconds in which an instance computed prompts over the sum of what these took each: less than 1
-        where several were in one pass."""
+        """Seconds in which an instance computed prompts, over the sum of the seconds of each prompt: less
+        than 1 where several were in one pass.
+        """
         union = whole = 0.0
         for kept in self._intervals.values():
             until = -math.inf

@@ -1,4 +1,4 @@
-"""Who is a member of the cluster, as a table of records that routers can exchange in any order.
+"""The members of the cluster, as a table of records that routers can exchange in any order.
 
 Each record carries a stamp; of two records of one instance the one with the larger stamp counts, and among
 equals the one whose text is larger. So any two routers that have seen the same records agree, whatever the
@@ -25,12 +25,13 @@ cannot bring it back."""
 
 
 class Intent(enum.StrEnum):
-    """What shall become of an instance."""
+    """The wish about an instance's future."""
 
     STAY = "stay"
     GO = "go"
-    """Somebody wishes that it finishes and goes. The wish holds until it is taken back, or the instance
-    is started anew: one that was drained does not come back by registering again."""
+    """The instance shall finish and leave. The wish holds until it is taken back, or the instance is started
+    anew: a drained instance does not come back by registering again.
+    """
     GONE = "gone"
     """It has said that it goes; it may come back by registering."""
 
@@ -40,7 +41,7 @@ class Changing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: RoleName
     router: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    """Which sees to it; when that router is gone, another one takes the drain back."""
+    """The router that carries out the change; when it is gone, another one takes the drain back."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,8 +53,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """``None`` for an instance that was listed by its URL."""
     intent: Intent = Intent.STAY
     deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """With GO: for how long it may finish what it has. Each router counts from when it learns of it: their
-    clocks may differ."""
+    """With GO: how long the instance may finish its requests. Each router counts from when it learns of it:
+    their clocks may differ.
+    """
     changing: Changing | None = None
     """With GO: it comes back in another role."""
     stamp: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
@@ -94,7 +96,7 @@ def decode_member(data: bytes) -> Member:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a record has changed."""
+    """The change that a record made to the table."""
 
     before: Member | None
     after: Member
@@ -132,7 +134,7 @@ class Roster:
         return self._members.get(instance)
 
     def at(self, url: str) -> Member | None:
-        """Whoever is at a URL, and is not gone."""
+        """The newest member at a URL that is not gone."""
         there = [member for member in self if member.url == url and member.intent is not Intent.GONE]
         return max(there, key=_rank, default=None)
 
@@ -147,12 +149,13 @@ class Roster:
         return Change(before, member)
 
     def forget(self, instance: str) -> None:
-        """Drop a record: nobody has heard of the instance for long."""
+        """Drop the record of an instance that has been silent for long."""
         self._members.pop(instance, None)
 
     def expired(self, now: float) -> list[str]:
-        """Instances that went so long ago that nobody can still have an older record. The wish that one goes
-        which was listed holds as long as the list."""
+        """Instances that left so long ago that no router can still have an older record. A drain of a listed
+        instance holds as long as the list.
+        """
         return [
             member.instance
             for member in self
@@ -176,7 +179,7 @@ class Roster:
 
         Args:
             alive: whether the process that is known under this name has given a sign of life lately.
-            living: instances at this URL that were heard a moment ago, in the epoch that is known.
+            living: instances at this URL whose agents were alive a moment ago, in the recorded epoch.
 
         Raises:
             Taken: another process has the name or the URL, and lives.
@@ -236,7 +239,7 @@ class Roster:
         deadline_s: float = 0.0,
         changing: Changing | None = None,
     ) -> Member:
-        """Somebody wishes something of a member."""
+        """The record of a member with another intent."""
         return self._with(
             self._members[instance], now, intent=intent, deadline_s=deadline_s, changing=changing
         )
@@ -282,6 +285,6 @@ def _rank(member: Member) -> tuple[int, bytes]:
 
 
 def name_of(url: str) -> str:
-    """What an instance is called that has not told its name: the URL without ``http://``."""
+    """The id of an instance that has not registered: the URL without ``http://``."""
     parts = urlsplit(url)
     return f"{parts.netloc}{parts.path.rstrip('/')}"

@@ -63,7 +63,7 @@ def open_membership(
     key: ClusterKey | None,
     rounds: Rounds,
 ) -> Membership:
-    """What ``--cluster`` stands for.
+    """The membership that ``--cluster`` names.
 
     Raises:
         ConfigError: the Redis client is not installed, or the password cannot be read.

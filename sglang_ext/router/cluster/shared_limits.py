@@ -1,4 +1,4 @@
-"""Limits of API keys over several routers: each says at once what it has let through."""
+"""Limits of API keys over several routers: each router reports its use to the others at once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_ext.signals import Signal
 
 
 class SharedLimits:
-    """Tells other routers what was used of limits here, and takes note of what they say. A ``Speaker``.
+    """Sends the use of limits at this router to the others, and takes in theirs. A ``Speaker``.
 
     Args:
-        keys: whose limits.
-        router: which router this is.
+        keys: the keys whose limits are shared.
+        router: this router's name.
         clock: seconds.
-        secret: of the cluster; by it, a limit's name tells nothing of its API key.
+        secret: of the cluster; seals the key's digest, so that a limit's name does not reveal its API key.
     """
 
     def __init__(self, keys: KeyRing, router: str, clock: Clock, secret: ClusterKey | None) -> None:
@@ -75,12 +75,13 @@ class SharedLimits:
                 meter.heard(word.router, Use(*use))
 
     def words(self) -> Iterable[Word]:
-        """What was used of every limit here."""
+        """The use of every limit at this router."""
         return [self._word(meter) for meter in self._keys.meters if meter.is_limited]
 
     def on_routers(self, names: Collection[str]) -> None:
-        """A router that is gone has no request running any more; one that said something before it was seen
-        has a while to be seen."""
+        """A router that is gone has no request running any more; a router that spoke before it was listed has
+        ``ROUTER_TTL_S`` to be listed.
+        """
         now = self._clock.monotonic()
         for router, heard in list(self._heard.items()):
             if router not in names and (router in self._routers or now - heard > ROUTER_TTL_S):

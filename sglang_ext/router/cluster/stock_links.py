@@ -1,13 +1,13 @@
-"""Following the KV events of stock SGLang servers: a subscription each, and asking again for what was missed.
+"""Following the KV events of stock SGLang servers: a subscription each, and replay of missed batches.
 
-    batch 0 on, from the replay socket    the copy is complete, and the instance is trusted when it is in
+    batch 0 on, from the replay socket    the copy is complete, and the instance is trusted once it is read
     a number left out                     the copy is not trusted until the replay socket has sent it again
-    it is not sent again, or there is     all that was known is dropped; what comes is taken, and what passes
-    no replay socket                      by is believed beside it (`index.stock_replica`: partial)
-    every `KEEP_UP_S`                     the last batch is asked for again: whoever does not have it, or has
-                                          another, was started anew; what was lost on the way comes with it
+    it is not sent again, or there is     the copy is dropped; later events build a partial one, beside which
+    no replay socket                      requests count, too (`index.stock_replica`: partial)
+    every `KEEP_UP_S`                     the last batch is requested again: a server that lacks it, or has
+                                          another, was restarted; lost batches come with the answer
 
-That the server lives is for its probes to say. Everything runs on the event loop, a batch at a time.
+Only probes decide whether the server is alive. Everything runs on the event loop, a batch at a time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StockLinks:
     """Subscribes to the events of every instance of a fleet that publishes them and has no agent.
 
     Args:
-        index: takes what they tell.
-        fleet: says who they are.
+        index: receives the changes.
+        fleet: the instances.
     """
 
     def __init__(self, index: Index, fleet: Fleet) -> None:
@@ -115,8 +115,8 @@ class StockLink:
 
     Args:
         context: of ZeroMQ.
-        index: is told when the copy has changed.
-        identity: of the server's process, as it tells.
+        index: is notified when the copy has changed.
+        identity: of the server's process, as its facts give it.
         replica: the copy.
         keep_up_s: see ``KEEP_UP_S``.
     """
@@ -169,7 +169,7 @@ class StockLink:
                     self._name,
                 )
         except* Exception:
-            # A fault of ours: what it holds is inferred from requests from now on.
+            # A fault of this router: the instance's cached tokens are inferred from requests from now on.
             logger.exception("the KV events of %s cannot be taken in", self._name)
             self._index.detach(self._name)
 
@@ -186,7 +186,7 @@ class StockLink:
         socket.connect(address)
         return socket
 
-    # -- what is published --------------------------------------------------------------------------
+    # -- published batches ---------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         socket = self._socket(zmq.SUB, self.source.endpoint)
@@ -244,10 +244,10 @@ class StockLink:
         if not self._index.stock_changed(self._name, self.replica):
             raise _Unwanted
 
-    # -- what was missed ----------------------------------------------------------------------------
+    # -- missed batches ------------------------------------------------------------------------------
 
     async def _keep_up(self) -> None:
-        """Ask for what follows, again and again."""
+        """Request the last batch and those after it, every ``keep_up_s``."""
         if self.source.replay is None:
             return
         while True:
@@ -262,7 +262,7 @@ class StockLink:
                     except TimeoutError:
                         pass
             except TimeoutError:
-                # Late answers go with the socket. What waits will not get what it waits for.
+                # Late answers go with the socket. The missing batches will not come.
                 if self._waiting or self.replica.state is State.BLANK:
                     self.replica.lost(min(self._waiting, default=self._live + 1))
                     self._drain()
@@ -270,7 +270,7 @@ class StockLink:
                 socket.close(linger=0)
 
     async def _ask(self, socket: Any) -> None:
-        """Ask for the last batch and what follows it.
+        """Request the last batch and those after it.
 
         Raises:
             TimeoutError: no answer.
@@ -299,7 +299,7 @@ class StockLink:
                 replica.take(number, payload)
             await asyncio.sleep(0)
         if last and not same:
-            # Whoever does not know what it sent last is another process, which had nothing at its start.
+            # A server without our last batch is another process, whose cache was empty at its start.
             self._waiting.clear()
             replica.restart()
             self._due.set()
@@ -309,7 +309,7 @@ class StockLink:
         self._drain()
 
     def _drain(self) -> None:
-        """Take what was published meanwhile; what is still missing is asked for at once."""
+        """Apply the batches published meanwhile; request missing ones at once."""
         for number in sorted(self._waiting):
             if self.replica.take(number, self._waiting[number]) is Outcome.BROKEN:
                 self._due.set()

@@ -1,7 +1,7 @@
-"""What routers tell each other at once and keep nowhere: hints, the use of limits, queries.
+"""Messages that routers exchange at once and do not store: hints, the use of limits, queries.
 
-Records of members and documents have to outlive whoever wrote them; these have not. A word that is lost is
-made good by a later one of the same hint or limit, and by ``Speaker.words`` for a router that begins.
+Records of members and documents have to outlive the routers that wrote them; these have not. A word that is
+lost is made good by a later one of the same hint or limit, and by ``Speaker.words`` for a router that begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Namespace: TypeAlias = tuple[str | None, ...]
 
 class _Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: Name
-    """Who says it; of a hint, who has taken it."""
+    """The sender; of a hint, the router that accepted it."""
 
 
 class HintSaid(_Word, frozen=True, tag="hint"):
@@ -31,7 +31,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
 
     id: Name
     stamp: Count
-    """Larger in what the same router has said later."""
+    """Larger in later words of the same router."""
     tenant: Name
     namespace: Namespace
     tokens: Count
@@ -42,7 +42,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
     lives_s: Seconds
     """From now on."""
     told: dict[str, Any]
-    """What a client is told of it."""
+    """The hint as clients receive it in JSON."""
     session: Name | None = None
     priority: int = 0
     instance: Name | None = None
@@ -51,7 +51,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
 
 
 class HintTaken(_Word, frozen=True, tag="hint-taken"):
-    """A hint of another router has ended at this one: its request has come here, or somebody took it back."""
+    """A hint of another router has ended at this one: its request has come here, or a client withdrew it."""
 
     id: Name
     used: bool
@@ -79,12 +79,12 @@ class Reply(_Word, frozen=True):
 
     @property
     def found(self) -> bool:
-        """Whether this router had what the query names."""
+        """Whether this router found the object of the query."""
         return False
 
 
 class SessionAsked(Query, frozen=True, tag="session-asked"):
-    """Does anybody know what a session sent last?"""
+    """Ask for the last key of a session."""
 
     session: Name
 
@@ -157,10 +157,10 @@ class Synced(Reply, frozen=True, tag="synced"):
 
 
 class LimitUsed(_Word, frozen=True, tag="limit"):
-    """What this router has let through of the limits of an API key."""
+    """This router's use of the limits of an API key."""
 
     limit: Name
-    """Which key's; nobody can tell the key from it."""
+    """A name of the key that does not reveal it."""
     running: Count
     taken: Count
     """Requests since this router's start."""
@@ -168,7 +168,7 @@ class LimitUsed(_Word, frozen=True, tag="limit"):
     """Tokens since then."""
     requests_left: float | None = None
     tokens_left: float | None = None
-    """What it holds the buckets to have; None without such a limit."""
+    """The fill of the buckets as this router has it; None without such a limit."""
 
 
 class RequestLost(_Word, frozen=True, tag="request-lost"):
@@ -188,7 +188,7 @@ class SignatureUsed(_Word, frozen=True, tag="signature-used"):
 
 
 class Begun(_Word, frozen=True, tag="begun"):
-    """This router begins, or was cut off for a while, and wants to be told everything."""
+    """This router begins, or was cut off for a while, and requests the words of all others."""
 
 
 Word: TypeAlias = (
@@ -222,10 +222,10 @@ class Speaker(Protocol):
         """Another router says something, perhaps not to this part, perhaps twice."""
 
     def words(self) -> Iterable[Word]:
-        """What a router that begins has to be told."""
+        """The words to send to a router that begins."""
 
     def on_routers(self, names: Collection[str]) -> None:
-        """Which other routers there are now."""
+        """The names of the other routers, whenever they change."""
 
 
 def encode_word(word: Word) -> bytes:

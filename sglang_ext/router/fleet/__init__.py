@@ -1,1 +1,1 @@
-"""The instances: what is known of each, in which state it is, how busy it is."""
+"""The instances: their facts, states and load."""

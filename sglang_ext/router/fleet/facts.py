@@ -1,4 +1,4 @@
-"""What an instance tells about itself, and what a fleet must have in common."""
+"""The facts of an instance, as its server reports them, and the settings that all of a fleet share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What every instance of a fleet must have in common."""
+    """Facts of the model, equal for all instances of a fleet."""
 
     name: str
     """``served_model_name``."""
@@ -65,12 +65,12 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """What an instance tells about itself when it is first reached, and whenever it comes back."""
+    """The facts of an instance, read when it is first reached, and whenever it comes back."""
 
     model: ModelFacts
     weight_version: str
     identity: str
-    """Differs between two starts of the same server, so that a restart is told from a hiccup."""
+    """Differs between two starts of the same server, to distinguish a restart from a lost connection."""
     role: str
     tokenizer_path: str
     truncates: bool = False
@@ -78,7 +78,7 @@ class InstanceFacts:
     bootstrap_port: int | None = None
     """Of a prefill server: where decode servers ask it for KV."""
     tells: bool = False
-    """It was started with ``--kv-router``: it will register, and tell what it holds."""
+    """It was started with ``--kv-router``: it will register, and send placement events."""
     events: EventSource | None = None
     """It was started with ``--kv-events-config``, in a way that can be followed."""
     changes_role: bool = False
@@ -91,7 +91,7 @@ class InstanceFacts:
 
     @property
     def limits(self) -> Limits:
-        """What requests are checked against."""
+        """The limits for checking requests."""
         model = self.model
         return Limits(model.vocab_size, model.context_length, self.truncates, model.name)
 

@@ -1,4 +1,4 @@
-"""The instances: what is known of each, in which state it is, and how busy it is.
+"""The instances: their facts, states and load.
 
 The life of an instance is the table in ``lifecycle``; ``Fleet`` applies it and keeps the counters that
 policies look at. It does no I/O: ``health`` asks the workers and reports here, ``members`` lets instances
@@ -35,8 +35,9 @@ __all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", 
 logger = logging.getLogger("router.fleet")
 
 QUESTION_S = 30.0
-"""For how long an instance that was asked something may miss probes: SGLang works on texts in the event loop
-that answers probes, and goes on when nobody waits for the answer any more."""
+"""How long an instance may miss probes while it works on a request other than generation: SGLang processes
+texts in the event loop that answers probes, and goes on after the caller has gone.
+"""
 _USABLE = tuple(USABLE)
 """A set would ask each state for its hash, in Python."""
 
@@ -79,7 +80,7 @@ class Asking:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         row = self._row
         row.questions -= 1
-        # One that was not waited for to its end may still be worked on.
+        # The server may still work on a request whose caller has gone.
         if kind is None and not row.questions:
             row.asked = None
 
@@ -90,10 +91,11 @@ class Fleet:
     Args:
         urls: instances that are there from the start; URLs are their names.
         failure_threshold: probes missed in a row that make the verdict.
-        silence_s: of an instance on another machine, for how long nothing was heard then, too.
-        told: how many tokens an instance holds by its index, whether that is believed, and whether more is to
-            come.
-        retold: instances of which that may have changed since this was asked last; None where nobody knows.
+        silence_s: an instance on another machine counts as lost only after this many seconds without a sign
+            of life, too.
+        told: an instance's tokens by the index, whether the index is trusted for it, and whether its snapshot
+            is awaited.
+        retold: instances whose ``told`` may have changed since the last call; None: any may have.
         pairs: whether requests can be sent to a prefill and a decode instance together.
         now: seconds.
     """
@@ -118,12 +120,14 @@ class Fleet:
         self.model: InstanceFacts | None = None
         """The facts of the first instance of the model being served; kept while the fleet is down."""
         self.restarted: Signal[[str]] = Signal()
-        """The cache of an instance is not what it was: it restarted, is gone, or has other weights."""
+        """The cache of an instance is not the former one any more: it restarted, is gone, or has other
+        weights.
+        """
         self.adopted: Signal[[InstanceFacts]] = Signal()
         """The fleet takes on a model: the first one learnt, or a new one after every instance of the old one
         has gone."""
         self.happened: Signal[[InstanceRecord, Event, State]] = Signal()
-        """What happened to an instance, which is in its new state now, and the state before."""
+        """An instance, already in its new state, with the event and its state before."""
         self._failure_threshold = failure_threshold
         self._told = told
         self._retold = retold or (lambda: list(self._usable))
@@ -135,8 +139,9 @@ class Fleet:
     # -- who is there -----------------------------------------------------------------------------
 
     def join(self, name: str, registration: Registration | None = None) -> State:
-        """An instance is there, or says again that it is. A new epoch is a restart; that one which was listed
-        tells its epoch is none."""
+        """An instance is there, or registers again. A new epoch is a restart; the first registration of a
+        listed instance is no restart.
+        """
         row = self.rows.get(name)
         if row is None:
             self.rows[name] = InstanceRecord(
@@ -157,7 +162,7 @@ class Fleet:
         return row.state
 
     def drain(self, name: str, why: str) -> State:
-        """Give it nothing new; it leaves when it has finished what it has."""
+        """Send it no new requests; it leaves when those in flight have ended."""
         row = self.rows[name]
         self._apply(row, Event.DRAIN, why)
         self._look_whether_drained(row)
@@ -172,7 +177,7 @@ class Fleet:
         return self._happens(name, Event.RESUME, "it shall stay")
 
     def leave(self, name: str, why: str) -> State:
-        """It is gone for us; what it still has may end by itself."""
+        """The instance is out of this fleet; requests that still run there may end by themselves."""
         return self._happens(name, Event.LEAVE, why)
 
     def forget(self, name: str) -> bool:
@@ -193,10 +198,10 @@ class Fleet:
         self._usable.pop(name, None)
         self._standing.drop(name)
 
-    # -- what is found out ------------------------------------------------------------------------
+    # -- findings of probes ------------------------------------------------------------------------
 
     def learnt(self, name: str, facts: InstanceFacts) -> State:
-        """An instance told what it is; returns the state that this puts it in."""
+        """An instance has reported its facts; returns the state that this puts it in."""
         row = self.rows.get(name)
         if row is None or row.state is State.LEFT:
             return State.LEFT
@@ -221,14 +226,14 @@ class Fleet:
         return self._apply(row, Event.LEARNT, "answers")
 
     def _model_difference(self, facts: InstanceFacts) -> str | None:
-        """How its model differs from the one being served; nothing does while nobody serves."""
+        """The difference between its model and the one being served; None while no instance serves."""
         if self.model is None or not any(row.state in USABLE for row in self.rows.values()):
             return None
         difference = self.model.model.difference(facts.model)
         return difference and f"it serves another model than the others: {difference}"
 
     def rejected(self, name: str, why: str) -> State:
-        """An instance answers, but will not tell what it is."""
+        """An instance answers, but does not report its facts."""
         return self._happens(name, Event.REJECTED, why)
 
     def alive(self, name: str) -> State:
@@ -262,13 +267,13 @@ class Fleet:
         return row.heard is None or self._now() - row.heard >= self._silence_s
 
     def unconnected(self, name: str, why: str, *, refused: bool) -> State:
-        """No connection could be made. refused: by its machine, where nobody listens; otherwise it may be the
-        network, and is a probe missed.
+        """No connection could be made. refused: its machine refused the connection, as no process listens
+        there; otherwise the network may be at fault, and it counts as a missed probe.
         """
         return self.lost(name, why) if refused or _is_near(name) else self.missed(name, why)
 
     def lost(self, name: str, why: str) -> State:
-        """Nobody listens at the instance's address, or its agent is silent."""
+        """No process listens at the instance's address, or its agent is silent."""
         return self._happens(name, Event.LOST, why)
 
     def _happens(self, name: str, event: Event, why: str) -> State:
@@ -379,12 +384,12 @@ class Fleet:
         return f"no prefill and decode instance fit together: {values}"
 
     def state_of(self, name: str) -> str:
-        """What an instance's state is, for people."""
+        """The state of an instance, in words."""
         row = self.rows.get(name)
         return "it has left" if row is None else f"it is {row.state}"
 
     def batching(self, name: str) -> Batching:
-        """How an instance fills its forward passes; nothing is known of one that was not reached yet."""
+        """How an instance fills its forward passes; ``ANY`` before it is first reached."""
         row = self.rows.get(name)
         return row.facts.batching if row is not None and row.facts is not None else ANY
 
@@ -402,7 +407,7 @@ class Fleet:
         return Carrying(self, name, queued_tokens)
 
     def begin(self, name: str, queued_tokens: int) -> Load:
-        """See ``carrying``; what begins is ended."""
+        """See ``carrying``; the caller must call ``end`` for each load."""
         row = self.rows[name]
         row.in_flight += 1
         row.queued_tokens += queued_tokens
@@ -423,7 +428,7 @@ class Fleet:
         """A request that was in flight at one instance is so at another.
 
         Raises:
-            ConnectionLost: which has left.
+            ConnectionLost: the other instance has left.
         """
         before, row = load.row, self.rows.get(name)
         if row is None:

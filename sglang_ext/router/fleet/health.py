@@ -1,10 +1,10 @@
-"""Finding out: who the workers are at first, and whether they live from then on.
+"""Probing the workers: their facts at first, and their liveness from then on.
 
-One task per worker. A worker that is not known, or was down, is asked for its facts; one that is known
-is probed. The verdict over one that stops answering falls within max(interval, timeout) + threshold * timeout
-(3 s by default): failed probes follow each other without a pause. A probe that is late while answers of
-requests come counts for nothing: the worker is busy, and lives.
-A worker that has left is probed while requests still run there, so that they do not wait for a dead one.
+One task per worker. A worker that is not known, or was down, is asked for its facts; one with known facts is
+probed. The verdict over a silent one falls within max(interval, timeout) + threshold * timeout (3 s by
+default): failed probes follow each other without a pause. A probe that is late while answers of requests come
+counts for nothing: the worker is busy, and lives. A worker that has left is probed while requests still run
+there, so that they do not wait for a dead one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _PROBED = USABLE | {State.DRAINING, State.LEFT}
 
 
 class HealthWatch:
-    """Watches workers of a fleet; takes what their agents' channels say of their lives, too.
+    """Watches workers of a fleet; takes in liveness from their agents' channels, too.
 
     Args:
-        fleet: is told what is found.
+        fleet: receives the findings.
         api: asks the workers.
         clock: for pauses.
         interval_s: between two probes that are answered.
         timeout_s: for each probe.
-        rounds: run the watching. A worker that cannot be judged, by a fault of ours, counts as one that does
-            not answer.
+        rounds: run the watching. A worker whose check fails by a fault of this router counts as not
+            answering.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class HealthWatch:
             self._fleet.heard(name)
 
     def on_silent(self, name: str) -> None:
-        """The agent of an instance (by URL) was not heard for too long."""
+        """The agent of an instance (by URL) was silent for too long."""
         self._fleet.lost(name, "its agent is silent")
         self.watch(name)
 
@@ -135,7 +135,9 @@ class HealthWatch:
         return self._interval_s if answered else 0.0
 
     async def check_once(self, name: str) -> bool:
-        """Ask one worker what its state calls for, and tell the fleet. Returns whether it answered."""
+        """Ask one worker for its facts or probe it, as its state requires, and report to the fleet. Returns
+        whether it answered.
+        """
         row = self._fleet.rows[name]
         known = row.facts if row.state in _PROBED else None
         fatal, answers = row.fatal, row.answers
@@ -171,10 +173,10 @@ class HealthWatch:
 
 
 def _is_probed(row: InstanceRecord, known: InstanceFacts | None) -> bool:
-    """Whether a worker is the one that was known when its probe was sent."""
+    """Whether a worker has the same facts as when its probe was sent."""
     return known is not None and row.facts is known and row.state in _PROBED
 
 
 def _is_over(row: InstanceRecord) -> bool:
-    """Whether nothing can happen any more that somebody waits to hear of."""
+    """Whether no event can concern this router any more: it has left, and no request runs there."""
     return row.state is State.LEFT and not row.in_flight

@@ -1,4 +1,4 @@
-"""One instance in a router's fleet: what is known of it, its counters, and each request's tie to its fate."""
+"""One instance in a router's fleet: its facts, its counters, and each request's tie to its fate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InstanceRecord:
     """Why it is in this state, for people."""
     facts: InstanceFacts | None = None
     registration: Registration | None = None
-    """What it said when it registered; ``None`` for one that was listed."""
+    """Its registration; ``None`` for a listed instance."""
     in_flight: int = 0
     elsewhere: int = 0
     """Requests that other routers have sent it."""
@@ -55,7 +55,7 @@ class InstanceRecord:
     """Of its fleet, by name: those that policies see differently now."""
 
     role: Role = field(init=False)
-    """What it tells, or registered with; COLOCATED while nothing is known."""
+    """From its facts, or else its registration; COLOCATED while nothing is known."""
     handover: str = field(init=False)
     """Of a prefill or decode instance, as it registered: `compatibility.hand_over_identity`."""
 
@@ -63,7 +63,7 @@ class InstanceRecord:
         self.tell(self.facts, self.registration)
 
     def tell(self, facts: InstanceFacts | None, registration: Registration | None) -> None:
-        """Take down what it says of itself now."""
+        """Record its facts and registration."""
         self.facts, self.registration = facts, registration
         told = facts.role if facts else registration.role if registration else ""
         self.role = ROLES.get(told, Role.COLOCATED)
@@ -138,8 +138,7 @@ class Load:
             raise given_up from error
 
     def give_up(self, why: ConnectionLost | None = None) -> None:
-        """The verdict has fallen, or ``why`` nothing more is to be waited for; only what is in
-        ``until_lost`` is given up."""
+        """The verdict has fallen, or ``why`` ends the wait; only work within ``until_lost`` is given up."""
         if self not in self._row.waiting or self._task is None:
             return
         self._row.waiting.discard(self)

@@ -17,13 +17,13 @@ class State(enum.StrEnum):
     UNFIT = "unfit"
     """Answers, but cannot serve here: another model, a key we lack."""
     DRAINING = "draining"
-    """Finishes what it has and is given nothing new."""
+    """Finishes its requests and receives no new ones."""
     LEFT = "left"
-    """Gone from the fleet, by its own word or somebody's wish. It may live on, and join again."""
+    """Gone from the fleet, by its own goodbye or by an operator's request. It may live on, and join again."""
 
 
 class Event(enum.StrEnum):
-    """What a probe, a request, an agent or somebody's wish brings about."""
+    """An effect of a probe, a request, an agent or an operator's request."""
 
     LEARNT = "learnt"
     """It told its facts, and they fit the fleet."""
@@ -33,17 +33,19 @@ class Event(enum.StrEnum):
     MISSED = "missed"
     """A probe was not answered in time."""
     LOST = "lost"
-    """The verdict: too many probes missed in a row, its agent is silent, or nobody listens at its port."""
+    """The verdict: too many probes missed in a row, its agent is silent, or no process listens at its
+    port.
+    """
     RESTARTED = "restarted"
-    """It registered with a new epoch: what it was is gone."""
+    """It registered with a new epoch: its former facts and cache are gone."""
     DRAIN = "drain"
-    """It shall go when it has finished what it has."""
+    """It shall leave when its requests have ended."""
     DRAINED = "drained"
     """It has finished, or the time for that is over."""
     RESUME = "resume"
     """It shall stay after all, or come back."""
     LEAVE = "leave"
-    """It says that it goes, or somebody says so for it."""
+    """It says goodbye, or is removed from the cluster."""
 
 
 _S, _E = State, Event

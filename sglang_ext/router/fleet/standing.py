@@ -1,5 +1,6 @@
-"""What policies see of the fleet, kept in step with what changes: a request changes one or two of what may be
-a thousand instances."""
+"""The instances as policies see them, updated one by one: a request changes one or two of up to a thousand
+instances.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Standing:
     def __init__(self) -> None:
         self._instances: list[Instance] = []
         self._places: dict[str, int] = {}
-        """Never changed: whoever was given it has that of the fleet as it was."""
+        """Never changed in place: a caller that holds it keeps the places of its own moment."""
         self._by_load: list[tuple[int, int, int, int, str]] = []
         self._apart = self._doubted = self._awaited = 0
         """How many only prefill or decode, are not trusted, are awaited."""
@@ -43,7 +44,7 @@ class Standing:
         insort(self._by_load, load_of(instance))
 
     def drop(self, name: str) -> None:
-        """An instance is not usable any more. One that is not there is no error."""
+        """An instance is not usable any more. An unknown instance is no error."""
         place = self._places.get(name)
         if place is not None:
             self._discount(self._instances.pop(place))

@@ -1,9 +1,9 @@
-"""What the router asks of a worker besides generation: who it is, whether it lives, how it tokenizes.
+"""Calls of the router to a worker besides generation: its facts, its liveness, its tokens of a text.
 
-Facts read from SGLang (``entrypoints/http_server.py``): ``/model_info`` is answered by the HTTP
-process at once; ``/server_info`` waits for the scheduler; neither tells the size of the vocabulary. That
-is learnt from a request that asks for the logprob of token -1, which SGLang refuses before the scheduler
-sees it, naming the valid range.
+Facts read from SGLang (``entrypoints/http_server.py``): ``/model_info`` is answered by the HTTP process at
+once; ``/server_info`` waits for the scheduler; neither reports the size of the vocabulary. That is learnt
+from a request that asks for the logprob of token -1, which SGLang refuses before the scheduler sees it,
+naming the valid range.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a probe finds."""
+    """The answer to a probe."""
 
     weight_version: str
     model_path: str
@@ -92,7 +92,7 @@ class WorkerApi:
         """One call, read to its end.
 
         Args:
-            body: JSON, or what was written as such.
+            body: JSON, as an object or as bytes.
 
         Raises:
             PeerError, DeadlineError: as ``Upstream.open`` and ``UpstreamResponse.read``.
@@ -122,7 +122,7 @@ class WorkerApi:
         """Everything the router needs to know of a worker.
 
         Raises:
-            ConnectFailed: nobody listens there.
+            ConnectFailed: no process listens there.
             NotUsable: it answers, but one of the facts cannot be had; the text says which.
             PeerError, DeadlineError: it cannot be reached now.
         """

@@ -1,1 +1,1 @@
-"""Who may ask what: keys, tenants, limits, and the fields of a request that are reserved."""
+"""Admission of requests: keys, tenants, limits, and the reserved fields of a request."""

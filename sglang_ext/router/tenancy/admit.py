@@ -26,7 +26,8 @@ from sglang_ext.router.tenancy.tenants import Caller
 
 RESUME = "sglang_ext_resume"
 """Of ``custom_params``: the ticket with which a request resumes at an instance (``engine/resume.py``). Worth
-nothing without a state that the instance was sent for it; refused here so that the client is told why."""
+nothing without a state that was sent to the instance for it; refused here so that the client gets the reason.
+"""
 SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 """Names that clients choose and servers look up; each tenant has its own."""
 ROUTING = ("rid", "extra_key", "cache_salt", "priority")
@@ -46,13 +47,13 @@ def admit(
     new_rid: str,
     in_place: bool = False,
 ) -> Admitted:
-    """Check a generation request, and decide what of it reaches a worker.
+    """Check a generation request, and build the one sent to a worker.
 
     Args:
         payload: its body, parsed.
         request: as it came.
         limits: of the model.
-        new_rid: what a worker is to call it, unless the client says.
+        new_rid: the request's name at the worker, unless the client gives one.
         in_place: whether the model sees system messages in the midst of a conversation.
 
     Raises:
@@ -150,11 +151,11 @@ def admit_hint(payload: Json, caller: Caller, limits: Limits, dialect: Dialect |
     return AdmittedHint(advisory, priority)
 
 
-# -- what is refused --------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------
 
 
 def check_reserved(payload: Json, caller: Caller, dialect: Dialect | None) -> None:
-    """Refuse what a tenant must not choose, and what nobody may.
+    """Refuse fields that a tenant, or any client, must not choose.
 
     Args:
         dialect: None for the body of an advisory request.
@@ -305,7 +306,7 @@ def _given_rid(payload: Json) -> str:
 
 
 def _one_name(job: Job, payload: Json, new_rid: str) -> str:
-    """What a worker will call a request that is a single one; empty where it will be several."""
+    """The worker's name for a single request; empty where the worker makes several of it."""
     given = payload.get("rid")
     if job.choices != 1 or job.batch or isinstance(given, list):
         return ""
@@ -338,7 +339,7 @@ def additions(payload: Json, caller: Caller) -> Json:
 
 
 def _scoped(name: str, scope: str) -> str:
-    """A name with the tenant's prefix. Answers have it already: a client may send what it read there."""
+    """A name with the tenant's prefix. Answers have it already: a client may send a name from an answer."""
     return name if name.startswith(scope) else scope + name
 
 
@@ -376,7 +377,7 @@ def splice(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Put fields into a JSON object without parsing it; they win over fields of the same name.
 
     Of equal keys every JSON parser at hand takes the last (orjson in the router, ``json`` and pydantic in
-    SGLang), so what stands at the end is what counts; the router has checked the parsed body besides.
+    SGLang), so the value at the end counts; the router has checked the parsed body besides.
 
     Args:
         body: a JSON object that is not empty.

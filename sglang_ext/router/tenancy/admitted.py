@@ -1,4 +1,4 @@
-"""What comes of admitting a request: what was decided of it, and what a worker is sent."""
+"""The results of admitting a request: the decisions, and the request to send to a worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_ext.router.api.validation import Json
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What the router was told about requests: fields of ``RouterConfig``."""
+    """The rules for requests: fields of ``RouterConfig``."""
 
     cache_details: bool = True
     session_header: str = ""
@@ -21,7 +21,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What a worker is sent for a request."""
+    """The request as sent to a worker."""
 
     body: bytes
     """As it came, unless something had to be put in or left out."""
@@ -45,13 +45,13 @@ class Admitted(msgspec.Struct, frozen=True):
     session: str | None = None
     """Its session, under a name that no other tenant's has."""
     rid: str = ""
-    """What a worker is to call the request, so that it can be spoken of; empty for a batch."""
+    """The worker's name for the request, for aborts and logs; empty for a batch."""
     called: str = ""
     """The client's ``rid`` of the whole request, where it has one."""
     rids: tuple[str, ...] = ()
-    """What the client calls it at the worker."""
+    """The client's names for it at the worker."""
     tells_cached: bool = False
-    """The worker was asked what it found cached; an answer that says nothing of it found nothing."""
+    """The worker was asked for its cached tokens; an answer without them found none."""
     hides_usage: bool = False
     """It was the router that asked; the client's stream must not show it."""
     hints: tuple[Json, ...] = ()

@@ -21,7 +21,7 @@ async def read_key_file(path: str) -> tuple[KeyEntry, ...]:
     """The keys in a file of JSON, or of TOML if its name ends so.
 
     Raises:
-        ConfigError: it cannot be read, others may read or write it, or what is in it is wrong.
+        ConfigError: it cannot be read, others may read or write it, or its contents are wrong.
     """
     flag = "--api-keys-file"
     try:
@@ -41,7 +41,7 @@ def _check_mode(path: str, status: os.stat_result) -> None:
 
 
 def _parse(path: str, data: bytes) -> Any:
-    # What a parser says of its input is left out: it may quote a key.
+    # The parser's message is left out: it may quote a key.
     try:
         if path.endswith(".toml"):
             return tomllib.loads(data.decode())

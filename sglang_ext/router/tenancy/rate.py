@@ -25,7 +25,7 @@ class TokenBucket:
     def take(self, now: float, amount: float = 1.0) -> float:
         """Take ``amount`` if it is there. Returns 0, or the seconds after which it would be.
 
-        What exceeds ``burst`` is let through by a full bucket and paid for later: else it never would be.
+        An amount above ``burst`` is let through by a full bucket and paid for later: else it never would be.
         """
         self._fill(now)
         needed = min(amount, self.burst)
@@ -41,17 +41,17 @@ class TokenBucket:
         return max(0.0, (min(amount, self.burst) - self._filled) / self.rate)
 
     def charge(self, now: float, amount: float) -> None:
-        """Take what was used already, whether it is there or not; later uses wait for the debt."""
+        """Take an amount that was already used, whether it is there or not; later uses wait for the debt."""
         self._fill(now)
         self._filled -= amount
 
     def level(self, now: float) -> float:
-        """What is in it; negative for a debt."""
+        """The level of the bucket; negative for a debt."""
         self._fill(now)
         return self._filled
 
     def lower(self, now: float, level: float) -> None:
-        """Take out what is above a level."""
+        """Take out the excess above a level."""
         self._fill(now)
         self._filled = min(self._filled, level)
 
@@ -60,7 +60,7 @@ class TokenBucket:
         self._then = max(self._then, now)
 
     def give_back(self, amount: float = 1.0) -> None:
-        """Undo a part of what was taken and not used."""
+        """Put back an amount that was taken and not used."""
         self._filled = min(self.burst, self._filled + amount)
 
     def __repr__(self) -> str:

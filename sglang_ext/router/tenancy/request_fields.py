@@ -1,10 +1,10 @@
 """Every field that a supported version of SGLang takes in a request, and who may set it.
 
 ``tests/engine/cache/test_request_fields.py`` holds the tables to SGLang's classes: a field of a newer version
-fails there until somebody has judged it. Until then it reaches no server. SGLang ignores top-level fields
-that it does not know, and client libraries rely on that, so the router leaves them out of the body. Unknown
-sampling parameters, which SGLang refuses, and unknown fields of an image are refused. ``--trusted-fields``
-lets a field through.
+fails there until a table has it. Until then it reaches no server. SGLang ignores top-level fields that it
+does not know, and client libraries rely on that, so the router leaves them out of the body. Unknown sampling
+parameters, which SGLang refuses, and unknown fields of an image are refused. ``--trusted-fields`` lets a
+field through.
 
 Prompts are cached under their tokens and the request's namespace, media under a hash. A client that chooses
 such a hash, or the adapter's id that goes into the namespace, puts its own KV where another client's is
@@ -27,14 +27,14 @@ from sglang_ext.router.api.validation import Json
 
 
 class Who(enum.Enum):
-    """Who may set a field."""
+    """The parties that may set a field."""
 
     CLIENT = enum.auto()
-    """Whoever asks: it concerns the request alone, or is checked elsewhere."""
+    """Any client: the field concerns its request alone, or is checked elsewhere."""
     SCOPED = enum.auto()
-    """Whoever asks; a tenant's value gets a prefix of the tenant's own."""
+    """Any client; a tenant's value gets a prefix of the tenant's own."""
     ROUTER = enum.auto()
-    """The router, for tenants. Without tenants there is nobody to be kept apart, and clients may."""
+    """The router, for tenants. Without tenants there are no parties to keep apart, and clients may set it."""
     TRUSTED = enum.auto()
     """Clients without a tenant, where the operator vouches for them (``--trusted-fields``). So with every
     field that is in no table."""
@@ -50,7 +50,7 @@ FIELDS: Final[Mapping[str, Who]] = {
     # -- the prompt ----------------------------------------------------------------------------------
     **_all(Who.CLIENT, "text input_ids input_embeds messages input query model reasoning sampling_params"),
     **_all(Who.CLIENT, "image_data video_data audio_data modalities"),
-    # Media are fetched by the server, and hashed by what it has got.
+    # The server fetches media, and hashes the bytes that it received.
     **_all(Who.CLIENT, "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch"),
     **_all(Who.CLIENT, "mm_processor_kwargs thinking"),
     **_all(Who.CLIENT, "tools tool_choice parallel_tool_calls chat_template_kwargs"),
@@ -84,7 +84,7 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.ROUTER, "custom_logit_processor"),
     # -- names of content that a server takes on trust -----------------------------------------------------
     **_all(Who.TRUSTED, "mm_hashes mm_content_hashes"),
-    # What is not ours of SGLang's hints to its storage is "set by a trusted orchestrator, never by a client".
+    # SGLang's hints to its storage, other than ours, are "set by a trusted orchestrator, never by a client".
     **_all(Who.TRUSTED, "kv_hints"),
     # -- vectors in the place of tokens' embeddings: one of another size than the model's ends the server --
     **_all(Who.TRUSTED, "embed_overrides query_embed_overrides item_embed_overrides"),
@@ -93,8 +93,9 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.NOBODY, "need_wait_for_mm_inputs num_items_assigned encoder_urls positional_embed_overrides"),
     **_all(Who.NOBODY, "multi_item_delimiter_indices token_indices_to_pool decision_layout"),
 }
-"""Top-level fields of bodies. A name means the same in every HTTP API. What only one API has, and clients may
-set there, stands with it (``Dialect.own_fields``)."""
+"""Top-level fields of bodies. A name means the same in every HTTP API. Fields of only one API, which clients
+may set there, stand with it (``Dialect.own_fields``).
+"""
 
 SAMPLING: Final[Mapping[str, Who]] = {
     **_all(
@@ -105,7 +106,7 @@ SAMPLING: Final[Mapping[str, Who]] = {
     ),
     **_all(Who.CLIENT, "ebnf structural_tag ignore_eos skip_special_tokens spaces_between_special_tokens"),
     **_all(Who.CLIENT, "no_stop_trim stream_interval logit_bias sampling_seed custom_params watermark"),
-    # Set when the others have been checked; whoever sets them goes past the checks.
+    # Set when the others have been checked; a client that set them would bypass the checks.
     **_all(Who.NOBODY, "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized"),
     **_all(Who.NOBODY, "ebnf_full_assistant"),
 }
@@ -133,23 +134,26 @@ _TELLING = frozenset(name for name, who in FIELDS.items() if who is not Who.CLIE
 }
 ADAPTER_ID: Final = re.compile(r"[0-9a-f]{12}5[0-9a-f]{3}[89ab][0-9a-f]{15}\Z")
 """SGLang's id of an adapter of ``--lora-paths``: a UUID of version 5, of its name and path. SGLang appends it
-to the ``extra_key``, so that one that ends in it is the namespace of the adapter's KV. Ids of adapters that
-were loaded later are random."""
+to the ``extra_key``, so that a key with this end is the namespace of the adapter's KV. Ids of adapters that
+were loaded later are random.
+"""
 
 STEERING_HEADERS = frozenset({
     "x-override-rid", "x-override-bootstrap-host", "x-override-bootstrap-port", "x-override-bootstrap-room",
     "x-override-conversation-id", "x-override-routed-dp-rank", "x-override-disagg-prefill-dp-rank",
     "x-override-priority", "x-data-parallel-rank", "x-body-compressed", SALT_HEADER,
 })  # fmt: skip
-"""Headers that SGLang lets go before the fields of the same names, or that change how it reads the body: what
-the router has checked and put in would not be what counts. So would a salt that the client chooses."""
+"""Headers that override the fields of the same names in SGLang, or that change how it reads the body: they
+would defeat the fields that the router has checked or set. So would a salt that the client chooses.
+"""
 PASSED_HEADERS = frozenset({
     "accept", "accept-language", "anthropic-beta", "anthropic-version", "authorization", "baggage",
     "content-type", "openai-beta", "traceparent", "tracestate", "user-agent", "x-api-key",
     "x-sglext-ids-framed", "x-sglext-return-input-ids", "x-sglext-return-output-ids",
 })  # fmt: skip
-"""Headers of clients that are passed on to servers. All others are left out: cookies are the router's, and
-what a server makes of a header that it comes to read is to be judged first."""
+"""Headers of clients that are passed on to servers. All others are left out: cookies are the router's, and a
+new header of SGLang needs a review of its effects first.
+"""
 OPERATOR_HEADERS = frozenset({"x-custom-labels", "x-smg-routing-key"})
 """Names that SGLang schedules and counts by, shared by all who use a server: passed on for clients without a
 tenant only."""
@@ -158,7 +162,8 @@ tenant only."""
 def forbidden(
     payload: Json, dialect: Dialect | None, *, tenant: bool, trusted: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """(field, why) of what a client has set and may not. ``kv_hints`` the router takes itself.
+    """(field, reason) of each field that the client has set and must not. ``kv_hints`` the router takes
+    itself.
 
     Args:
         dialect: the HTTP API; None for the body of an advisory request.
@@ -223,8 +228,9 @@ def _judged(dialect: Dialect) -> frozenset[str]:
 
 
 def unjudged(payload: Json, dialect: Dialect, *, tenant: bool, trusted: frozenset[str]) -> list[str]:
-    """Top-level fields that must not reach a server, and are left out: nobody has judged them, or the router
-    takes them itself."""
+    """Top-level fields that must not reach a server, and are left out: they are in no table, or the router
+    takes them itself.
+    """
     if payload.keys() <= _judged(dialect):
         return []
     vouched: frozenset[str] = frozenset() if tenant else trusted

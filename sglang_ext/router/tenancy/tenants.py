@@ -1,7 +1,7 @@
-"""Who may ask what: API keys, their tenants, and the limits of each key.
+"""Access to the router: API keys, their tenants, and the limits of each key.
 
 A key file names every key with its tenant. Keys are kept as keyed digests only, under a secret drawn at the
-start, so that neither a dump of the router's memory nor the time a comparison takes tells a key. A tenant's
+start, so that neither a dump of the router's memory nor the time a comparison takes reveals a key. A tenant's
 salt is put into every request of the tenant by the router, and requests that bring one of their own are
 refused: equal prompts of two tenants then never share KV, on no instance and in no tier.
 """
@@ -36,7 +36,7 @@ class KeyEntry:
     digest: bytes
     """SHA-256 of the key."""
     priority: int = 0
-    """Larger goes first; what a request asks for itself is capped by it."""
+    """Larger goes first; the key's priority caps a request's own."""
     admin: bool = False
     """May flush, abort, profile and see every tenant's requests."""
     isolated: bool = True
@@ -50,7 +50,7 @@ class KeyEntry:
 
     @property
     def salt(self) -> str | None:
-        """What keeps the tenant's KV apart."""
+        """The salt that keeps the tenant's KV apart; None for a shared one."""
         if not self.isolated:
             return None
         return SALT_PREFIX + hashlib.sha256(self.tenant.encode()).hexdigest()[:32]
@@ -58,21 +58,21 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What one router has let through of a key's limits. Requests and tokens are counted from its start."""
+    """One router's use of a key's limits. Requests and tokens are counted from its start."""
 
     running: int
     taken: int
     charged: int
     requests_left: float | None = None
     tokens_left: float | None = None
-    """What it holds the buckets to have; None without such a limit."""
+    """The fill of the buckets as that router has it; None without such a limit."""
 
 
 class Meter:
-    """What one key has used of its limits: at this router, and at others as soon as they say so.
+    """The use of one key's limits: at this router, and at others as soon as they report it.
 
-    What several routers let through before they have heard of each other can exceed a limit, by no more than
-    comes in that time; a bucket makes good for it later.
+    Several routers together can exceed a limit by the requests that come before their reports have arrived; a
+    bucket makes good for it later.
 
     Args:
         entry: the key, with its limits.
@@ -88,7 +88,7 @@ class Meter:
         self._entry = entry
         self._used = used
         self._others: dict[str, Use] = {}
-        """What each other router has used, as it said last."""
+        """The last reported use of each other router."""
         self._taken = self._charged = 0
         rate, tokens = entry.requests_per_second, entry.tokens_per_minute
         self._requests = TokenBucket(rate, max(1.0, entry.burst or rate), now) if rate else None
@@ -189,7 +189,7 @@ class Meter:
             self._tell()
 
     def charge(self, tokens: int) -> None:
-        """Tokens were used; what is used beyond the limit delays later requests."""
+        """Tokens were used; use beyond the limit delays later requests."""
         if self._tokens is not None and tokens > 0:
             self._tokens.charge(self._clock.monotonic(), tokens)
             self._charged += tokens
@@ -206,7 +206,7 @@ class Meter:
             self._used(self)
 
     def use(self) -> Use:
-        """What was used here."""
+        """The use at this router."""
         now = self._clock.monotonic()
         left = (None if bucket is None else bucket.level(now) for bucket in (self._requests, self._tokens))
         return Use(self.running, self._taken, self._charged, *left)
@@ -217,7 +217,7 @@ class Meter:
         before = self._others.get(router)
         self._others[router] = use
         if before is None or use.taken < before.taken or use.charged < before.charged:
-            # Not heard since its start, or since its limits are others: what counts is what is left.
+            # Its first report, or the first since its limits changed: only its remaining budget counts.
             for bucket, left in ((self._requests, use.requests_left), (self._tokens, use.tokens_left)):
                 if bucket is not None and left is not None:
                     bucket.lower(now, left)
@@ -254,7 +254,7 @@ def too_many(why: str, wait_s: float, limit: str) -> RequestRefused:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request, as its key identifies it."""
 
     tenant: str | None = None
     """``None`` where the router has no key file."""
@@ -268,8 +268,9 @@ class Caller:
 
     @cached_property
     def scope(self) -> str:
-        """What names that clients choose (``rid``, ``session_id``) begin with at the workers, so that one
-        tenant cannot name another's."""
+        """The prefix, at the workers, of names that clients choose (``rid``, ``session_id``), so that one
+        tenant cannot name another's.
+        """
         return "" if self.tenant is None else hashlib.sha256(self.tenant.encode()).hexdigest()[:12] + "-"
 
 
@@ -278,7 +279,7 @@ ANYBODY = Caller()
 
 
 class KeyRing:
-    """All keys. Replaced as a whole when the file is read again; what was used of limits stays.
+    """All keys. Replaced as a whole when the file is read again; the use of limits stays.
 
     Args:
         clock: seconds, for limits.
@@ -297,7 +298,7 @@ class KeyRing:
         self._meters: dict[bytes, tuple[KeyEntry, Meter]] = {}
         self._has_file = False
         self.meters: tuple[Meter, ...] = ()
-        """What was used of each key; another tuple after each ``replace``."""
+        """The meter of each key; another tuple after each ``replace``."""
         self.used: Signal[[Meter]] = Signal()
         """Something was used of a key's limits."""
 
@@ -327,7 +328,7 @@ class KeyRing:
         self.meters = tuple(meter for _, meter in meters.values())
 
     def caller(self, key: str | None) -> Caller | None:
-        """Whose key this is; ``None`` for nobody's."""
+        """The caller with this key; ``None`` for an unknown key."""
         if not self.asks:
             return self._anybody
         if not key:
