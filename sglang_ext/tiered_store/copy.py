@@ -41,7 +41,7 @@ def warmup() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Which slots go with which blocks: checked, and merged into runs. Make one with `PoolCopier.plan`.
+    """The pairs of slots and blocks to copy: checked, and merged into runs. Make one with `PoolCopier.plan`.
 
     runs: int64, shape (runs, 3): slot, block * block_tokens + token in the block, tokens.
     """

@@ -1,13 +1,13 @@
-"""The contract of a block tier: what holds blocks under their keys, below the engine's own pool.
+"""The contract of a block tier: a store of blocks under their keys, below the engine's own pool.
 
 Two sides, as with any contract:
 
 **The caller guarantees**
-- A block under a key never changes: whoever puts a key puts the same bytes as everybody else (keys are hashes
-  of what the bytes were computed from).
+- A block under a key never changes: every caller puts the same bytes under a key (keys are hashes of the
+  inputs that the bytes were computed from).
 - Keys of one call belong to one prefix, in order, each the child of the one before.
-- Memory named in `put_layer` stays unchanged, and memory named in `get_layer` is read by nobody, until the
-  call returns.
+- Memory named in `put_layer` stays unchanged, and no thread reads memory named in `get_layer`, until the call
+  returns.
 - Each `Put` ends in exactly one `complete_puts` or `abort_put`, each `Get` in exactly one `complete_get`.
   Several threads may work on one `Get` if they ask for different layers; a `Put` is used by one thread at a
   time.
@@ -15,14 +15,14 @@ Two sides, as with any contract:
 **A tier must**
 - show all layers of a block or none: a block is found only after `complete_puts` said `DONE` for it (atomic
   per run: the blocks of one `Put` appear together);
-- keep what a `Get` has pinned readable until `complete_get`, whatever is evicted meanwhile;
+- keep the blocks that a `Get` has pinned readable until `complete_get`, despite evictions meanwhile;
 - hand out only bytes that were put under that key in that namespace, verified where the medium can err. A
   block that cannot be verified is a miss with a reason, never wrong bytes and never an exception;
 - count every block that it refused, lost or failed to read, by `Outcome`;
 - when `durable`: have on the medium, findable after a crash, every block for which `complete_puts` said
   `DONE`.
 
-**What may block**
+**Calls that may block**
 - `match`, `prepare_put`, `prepare_get`, `complete_get`, `abort_put`, `stats`: index work only, microseconds
   per block; may be called from the scheduler's thread.
 - `put_layer`, `complete_puts`, `get_layer`, `drop`, `clear`, `check`, `close`: may do I/O; call them
@@ -55,7 +55,7 @@ class Outcome(enum.Enum):
 
     DONE = "done"
     ABSENT = "absent"
-    """Not here: never put, evicted, or dropped. Nobody needs to act."""
+    """Not here: never put, evicted, or dropped. No action is needed."""
     DAMAGED = "damaged"
     """Bytes, header or length do not verify; the tier has dropped the block. Look at the medium if it
     repeats.
@@ -121,7 +121,7 @@ class BlockMemory:
         return [array[i] for i in ids]
 
     def vectors(self, layer: int, ids: Ids) -> npt.NDArray[np.uint64]:
-        """Address and length of one layer of each block, shape (n, 2): what preadv and pwritev take.
+        """Address and length of one layer of each block, shape (n, 2): the arguments of preadv and pwritev.
 
         Raises:
             ValueError: an id is out of range.
@@ -159,8 +159,8 @@ class Put:
 class Get:
     """A read under way: the longest prefix of the keys that the tier had, pinned.
 
-    blocks: how many blocks can still be read; shrinks when one turns out to be unreadable, because what
-        follows it in the prefix is of no use without it.
+    blocks: how many blocks can still be read; shrinks when one turns out to be unreadable, because the blocks
+        after it in the prefix are of no use without it.
     """
 
     namespace: bytes
@@ -170,7 +170,7 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """What `get_layer` achieved.
+    """The result of `get_layer`.
 
     blocks: how many leading blocks lie in memory and verify.
     outcome: `DONE` when that is all that were asked for; else why the next one is missing.
@@ -182,10 +182,10 @@ class LayerRead:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What a tier holds and what it has seen. Counts are in blocks since the start, bytes where the name
+    """Contents and counters of a tier. Counts are in blocks since the start, bytes where the name
     says.
 
-    limit_bytes: the size it was given; used_bytes: what it takes of that, overhead included.
+    limit_bytes: the size it was given; used_bytes: the used part of the capacity, overhead included.
     put, got: blocks by outcome.
     """
 
@@ -217,7 +217,7 @@ class BlockTier(abc.ABC):
         return 0
 
     def sources(self, get: Get) -> list[tuple[Tier, int]]:
-        """Which tier has how many of the blocks of a get that has just been prepared, in order."""
+        """The tiers that serve a just prepared get, each with its number of blocks, in order."""
         return [(self.tier, get.blocks)]
 
     @abc.abstractmethod
@@ -226,7 +226,8 @@ class BlockTier(abc.ABC):
 
     @abc.abstractmethod
     def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> Put | Outcome:
-        """Announce blocks, in prefix order. Returns what the tier wants of them, or why it takes none."""
+        """Announce blocks, in prefix order. Returns a Put for the blocks that the tier wants, or an Outcome
+        with the reason why it takes none."""
 
     @abc.abstractmethod
     def put_layer(self, put: Put, layer: int, memory: BlockMemory, ids: Ids) -> Outcome:
@@ -255,7 +256,8 @@ class BlockTier(abc.ABC):
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
         """Bring one layer of the pinned blocks into memory, the first `len(ids)` of them.
 
-        On failure, `get.blocks` is lowered to what is still whole; bytes of the failed block are undefined.
+        On failure, `get.blocks` is lowered to the number of intact blocks; bytes of the failed block are
+        undefined.
         """
 
     @abc.abstractmethod
@@ -272,26 +274,27 @@ class BlockTier(abc.ABC):
 
     @abc.abstractmethod
     def stats(self) -> TierStats:
-        """What the tier holds now."""
+        """Contents and counters of the tier now."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Verify all invariants of the tier's own state. Raises AssertionError naming what is wrong."""
+        """Verify all invariants of the tier's own state. Raises AssertionError naming the violated
+        invariant."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End. What is durable stays; calls after this answer `CLOSED` or find nothing. May be repeated."""
+        """End. Durable blocks stay; calls after this answer `CLOSED` or find nothing. May be repeated."""
 
 
 def check_put_layer(put: Put, layer: int, memory: BlockMemory, ids: Ids, layout: BlockLayout) -> None:
-    """Verify the caller's side of `put_layer`. Raises ValueError naming what is wrong."""
+    """Verify the caller's side of `put_layer`. Raises ValueError naming the fault."""
     _check_layer(layer, memory, layout)
     if len(ids) != len(put.missing):
         raise ValueError(f"{len(ids)} block ids for {len(put.missing)} missing blocks")
 
 
 def check_get_layer(get: Get, layer: int, memory: BlockMemory, ids: Ids, layout: BlockLayout) -> None:
-    """Verify the caller's side of `get_layer`. Raises ValueError naming what is wrong."""
+    """Verify the caller's side of `get_layer`. Raises ValueError naming the fault."""
     _check_layer(layer, memory, layout)
     if len(ids) > len(get.keys):
         raise ValueError(f"{len(ids)} block ids for a get of {len(get.keys)} keys")
@@ -300,7 +303,7 @@ def check_get_layer(get: Get, layer: int, memory: BlockMemory, ids: Ids, layout:
 def check_names(namespace: bytes, keys: Sequence[bytes]) -> None:
     """Verify the sizes of a namespace and of keys, which tiers on a medium store in fixed places.
 
-    Raises ValueError naming what is wrong.
+    Raises ValueError naming the fault.
     """
     if len(namespace) != BLOCK_KEY_BYTES:
         raise ValueError(f"a namespace of {len(namespace)} bytes; `Namespace.digest()` has {BLOCK_KEY_BYTES}")

@@ -18,7 +18,7 @@ from sglang_ext.tiers import Tier
 
 
 class WrappedTier(BlockTier):
-    """Passes every call on to `inner`; subclasses override what they change."""
+    """Passes every call on to `inner`; subclasses override the calls that they change."""
 
     def __init__(self, inner: BlockTier) -> None:
         self.inner = inner

@@ -50,7 +50,7 @@ class Problem:
 
 @dataclass
 class CheckReport:
-    """What a check found.
+    """The findings of a check.
 
     recoverable: blocks in segments of a lost index, which `repair_directory` brings back.
     dead: blocks that were dropped, or put twice, and whose bytes are still there; that is no problem.
@@ -77,7 +77,7 @@ class CheckReport:
 
 @dataclass
 class RepairReport:
-    """What a repair did. lost: damaged blocks, by reason."""
+    """The changes that a repair made. lost: damaged blocks, by reason."""
 
     runs: int = 0
     blocks: int = 0

@@ -24,7 +24,8 @@ Vectors = npt.NDArray[np.uint64]
 IOV_MAX = 1024  # Linux's limit per call
 PAGE_CACHE_PAGE = os.sysconf("SC_PAGE_SIZE")
 DIRECT_ALIGN = 512
-"""What O_DIRECT asks of addresses, lengths and offsets on the devices in use; larger ones answer EINVAL."""
+"""The alignment of addresses, lengths and offsets that O_DIRECT needs on the devices in use; larger ones
+answer EINVAL."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _name in ("preadv", "pwritev"):
@@ -57,7 +58,7 @@ class Files:
     """The real thing. Every method raises OSError as the system call does."""
 
     def mountinfo(self) -> str:
-        """What is mounted where, as this process sees it (/proc/self/mountinfo)."""
+        """The mount table as this process sees it (/proc/self/mountinfo)."""
         return os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
 
     def open(self, path: Path, *, write: bool = False, create: bool = False, direct: bool = False) -> int:
@@ -178,7 +179,7 @@ def _fully(call: Callable[[int, Vectors, int], int], fd: int, vectors: Vectors, 
 
 
 def _after(vectors: Vectors, count: int) -> Vectors:
-    """What is left of vectors after a transfer of `count` bytes."""
+    """The rest of the vectors after a transfer of `count` bytes."""
     ends = np.cumsum(vectors[:, 1])
     first = int(np.searchsorted(ends, count, side="right"))
     rest = vectors[first:].copy()

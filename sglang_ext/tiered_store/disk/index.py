@@ -1,8 +1,8 @@
-"""The index of a disk tier: which block lies in which run, in LMDB.
+"""The index of a disk tier: the run that holds each block, in LMDB.
 
 Tables:
 
-    meta     b"stores" -> id of this store (16 bytes), then of those whose segments it has taken over
+    meta     b"stores" -> id of this store (16 bytes), then ids of stores whose segments it took over
              b"next" -> next run, next segment
     runs     run -> where the run lies, its namespace, its keys, and a checksum over all of that
     use      run -> last use, times used, blocks alive
@@ -55,8 +55,8 @@ _MAP_SIZES = (64 << 30, 4 << 30, 256 << 20)
 
 
 class IndexDamagedError(Exception):
-    """The index cannot be used as it is; the text says why. The medium, or whoever touched the file, must
-    act.
+    """The index cannot be used as it is; the text says why. An operator must repair the medium, or undo a
+    change made to the file.
     """
 
 
@@ -98,7 +98,8 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the index holds at start: all runs, without their keys. bad_rows: rows that did not verify."""
+    """The contents of the index at start: all runs, without their keys. bad_rows: rows that did not
+    verify."""
 
     stores: tuple[bytes, ...]
     next_run: int
@@ -126,7 +127,7 @@ class Index:
         self.readonly = readonly
         self._step = step
         self.watch: Watch | None = None
-        """Told of every change that was committed, by the thread that made it."""
+        """Called after every committed change, in the thread that made it."""
         self._changed: tuple[list[bytes], list[bytes]] = ([], [])
         if not readonly:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -462,7 +463,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def verify_file(path: Path) -> list[str]:
-    """What is structurally wrong with an index's file; empty when nothing is."""
+    """Structural faults of an index's file; empty when there are none."""
     try:
         return [str(problem) for problem in lmdb.verify.verify(str(path))]
     except lmdb.verify.VerifyError as error:

@@ -1,4 +1,4 @@
-"""Rows of a disk tier's index: what is stored under each key, and how it proves itself."""
+"""Rows of a disk tier's index: the value stored under each key, and its checksum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class RunRow:
 
 @dataclasses.dataclass(slots=True)
 class RunUse:
-    """What changes about a run. last: wall-clock seconds; alive: blocks that the index still leads to."""
+    """The part of a run's row that changes with use. last: wall-clock seconds; alive: blocks that the index
+    still leads to."""
 
     last: float
     hits: int

@@ -28,7 +28,8 @@ LMDB, a mapping that processes share, is damaged by the second machine that writ
 
 
 class OwnerNote(msgspec.Struct, frozen=True):
-    """Who holds a directory. since: wall-clock seconds. path: the directory, as its server was told."""
+    """The instance that holds a directory. since: wall-clock seconds. path: the directory, as given on its
+    server's command line."""
 
     pid: int
     instance: str
@@ -99,8 +100,8 @@ class Place:
 
 
 def take_anew(lost: DirectoryOwner, place: Place, instance: str) -> DirectoryOwner:
-    """Hold the directory that takes the place of one that was removed, emptied or replaced; makes it where
-    there is none. Nothing of others is touched: it has to be empty, this user's, and on the same disk.
+    """Replace a directory that was removed, emptied or swapped, and hold the new one; creates it if it is
+    missing. Nothing of others is touched: it has to be empty, this user's, and on the same disk.
 
     Returns `lost` where only its lock was left there.
 
@@ -161,7 +162,7 @@ def _same(link: Path, note: OwnerNote) -> bool:
 
 
 def refuse_network(path: Path, kind: str) -> None:
-    """Refuse a directory that is on a file system of this kind, if that is one that machines share.
+    """Refuse a directory on a file system of this kind if machines share that kind.
 
     Raises:
         ConfigError: it is.
@@ -193,7 +194,7 @@ def mounted_kind(path: Path, mountinfo: str) -> str:
 
 
 def read_owner(path: Path) -> OwnerNote | None:
-    """The note of whoever holds, or last held, a directory."""
+    """The note of the instance that holds, or last held, a directory."""
     try:
         return msgspec.json.decode((path / LOCK_FILE).read_bytes(), type=OwnerNote)
     except (OSError, msgspec.DecodeError):

@@ -155,8 +155,8 @@ class DiskReader:
         return count, Outcome.DONE if count == wanted else Outcome.DAMAGED
 
     def _fd(self, run: Run, vectors: Vectors, offset: int) -> int:
-        """Past the page cache where that can be done and the bytes are not in it: what was written or read
-        lately comes from memory in either mode.
+        """Past the page cache where that can be done and the bytes are not in it: recently written or read
+        bytes come from memory in either mode.
         """
         direct, buffered = run.segment.direct_fd, run.segment.fd
         if direct < 0 or not can_be_direct(vectors, offset):
@@ -175,7 +175,7 @@ class DiskReader:
         return last - first
 
     def _fail(self, get: DiskGet, piece: Piece, good: int, outcome: Outcome) -> None:
-        """Shorten a get to what is whole, and see to it that the bad part is not found again."""
+        """Shorten a get to its intact blocks, and make sure that later lookups do not find the bad part."""
         state = self._state
         end = piece.start + max(good, 0)
         with get.lock:

@@ -1,7 +1,7 @@
-"""Which segments of a full disk tier go. A plain function on plain data: no I/O, no clock.
+"""Choose the segments that a full disk tier drops. A plain function on plain data: no I/O, no clock.
 
-The value of a run is what its blocks save, weighed by how likely they are asked for again: bytes alive x
-times used, over the time since the last use. Runs of a segment that are worth far more than the rest of the
+The value of a run is the work that its blocks save, weighted by the likelihood of their next use: bytes alive
+x times used, over the time since the last use. Runs of a segment that are worth far more than the rest of the
 tier may be moved to the newest segment, as far as there is room: a hot system prompt must not go down with
 the cold prompts that were written beside it. The segment goes first that loses the least value for each byte
 gained, so age and dead space both count against it.
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HITS_CAP = 15
-"""Uses that count: beyond them, a run that was popular long ago would outlive what is popular now."""
+"""Maximum number of uses that count: without it, a run that was popular long ago would outlive runs that are
+popular now."""
 FRESH_SECONDS = 60.0
 """Runs used within this time count as equally recent."""
 MOVE_FACTOR = 4.0
@@ -24,7 +25,7 @@ MOVE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What is known of a run. nbytes: its length; alive: the part of its blocks still in the index, 0 to
+    """Facts about a run. nbytes: its length; alive: the part of its blocks still in the index, 0 to
     1.
     """
 
@@ -42,7 +43,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFacts:
-    """What is known of a segment. busy: being read or written, so that it cannot go now."""
+    """Facts about a segment. busy: being read or written, so that it cannot go now."""
 
     segment: int
     nbytes: int

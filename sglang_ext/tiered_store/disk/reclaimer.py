@@ -1,5 +1,4 @@
-"""Making room in a disk tier: drop the segments that are worth least, and move out of them what is worth
-most.
+"""Making room in a disk tier: drop the least valuable segments, after moving their most valuable runs out.
 
 Moved runs are written, synced and committed in the same transaction that forgets the old segment; the old
 file goes after that. So no block is ever nowhere, and a crash in between leaves either the old state or the
@@ -25,9 +24,9 @@ from sglang_ext.tiered_store.disk.segments import Segment
 from sglang_ext.tiered_store.disk.state import DiskState, Run
 
 _SPARE_PART = 64
-"""Part of the limit that is freed beyond what is asked for."""
+"""Fraction of the limit that is freed beyond the requested bytes."""
 _INDEX_BYTES = 256 << 10
-"""What a change of the index may need of a full disk: LMDB writes each page that it changes anew."""
+"""Bytes that a change of the index may need on a full disk: LMDB writes each page that it changes anew."""
 
 
 class Reclaimer:
@@ -152,7 +151,8 @@ class Reclaimer:
                 state.segments.release(target, row.offset, row.length, keep=keep)
 
     def _move(self, runs: list[Run]) -> list[tuple[RunRow, RunHeader, Segment]]:
-        """Copy the living blocks of runs to the newest segment, synced. What cannot be copied is left out."""
+        """Copy the living blocks of runs to the newest segment, synced. Runs that cannot be copied are left
+        out."""
         added: list[tuple[RunRow, RunHeader, Segment]] = []
         for run in runs:
             try:

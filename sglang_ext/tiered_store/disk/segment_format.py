@@ -1,4 +1,4 @@
-"""What is written in a segment file, byte by byte. No I/O here.
+"""The byte layout of a segment file. No I/O here.
 
 A segment is a file of runs. A *run* is a number of blocks that were put together (usually consecutive blocks
 of a prefix), laid out layer-major, so that one layer of a long prefix is one sequential read:
@@ -8,8 +8,8 @@ of a prefix), laid out layer-major, so that one layer of a long prefix is one se
                                                                       each part padded to a multiple of 4 KiB
 
 A run header names the store, the segment and its own offset, the namespace, and for each (block, layer) the
-checksum of its bytes (XXH3, 64 bits). It ends with a checksum over itself. So a run proves on its own what it
-is: the index can be rebuilt from headers, and a stale or misplaced read cannot pass.
+checksum of its bytes (XXH3, 64 bits). It ends with a checksum over itself. So a run identifies itself: the
+index can be rebuilt from headers, and a stale or misplaced read cannot pass.
 
 All integers are little-endian.
 """
@@ -44,7 +44,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 class FormatError(ValueError):
-    """Bytes that are not what this module writes; the text says in which respect."""
+    """Bytes that do not follow this module's format; the text says in which respect."""
 
 
 def checksum(data: bytes | memoryview) -> int:

@@ -1,4 +1,4 @@
-"""The segment files of a disk tier: which there are, where the next run goes, and how they end.
+"""The segment files of a disk tier: the list of them, the place of the next run, and their removal.
 
 Not safe for threads on its own: the tier calls it under its lock, or its write lock where files are touched.
 """
@@ -29,7 +29,7 @@ SUFFIX = ".seg"
 class Segment:
     """One file. end: where the next run would go; all that is durable lies below.
 
-    capacity: what the file may grow to. readers, writers: gets and puts under way in it.
+    capacity: the maximum size of the file. readers, writers: gets and puts under way in it.
     retired: takes no more runs. removed: unlinked; open only for its readers.
     """
 
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """What was found at start, of the segments that the index needs.
+    """Result of the scan at start, for the segments that the index needs.
 
     lost: those that are gone or are something else now, with the reason.
     unreadable: those that may be there, but cannot be read now.
@@ -93,7 +93,7 @@ class SegmentFiles:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that runs take, with what was given up inside of files."""
+        """Bytes of runs and of the dead space inside files."""
         used = sum(segment.end for segment in self.by_number.values())
         return used + sum(size for _, size in self.foreign)
 
@@ -112,7 +112,7 @@ class SegmentFiles:
     # --- at start ---
 
     def scan(self, stores: Sequence[bytes], next_number: int, ends: Mapping[int, int]) -> ScanResult:
-        """Open the segments that the index knows; remove what a crash has left.
+        """Open the segments that the index knows; remove the remains of a crash.
 
         Args:
             stores: id of the store, and of stores whose segments it has taken over; files of others are left
@@ -156,7 +156,7 @@ class SegmentFiles:
         return ScanResult(lost, unreadable, short, tuple(foreign))
 
     def _problem(self, path: Path, number: int, *, needed: bool) -> str | None:
-        """Why a file is not one of ours; None when it is. Raises OSError where that cannot be told.
+        """Why a file is not one of ours; None when it is. Raises OSError if the file cannot be examined.
 
         A damaged first page is no reason to give up a segment that the index needs: runs prove themselves.
         """
@@ -234,8 +234,8 @@ class SegmentFiles:
         return active, offset
 
     def release(self, segment: Segment, offset: int, length: int, *, keep: bool) -> None:
-        """End a reservation. What is not kept is given back if it is the last, else it stays as dead
-        space.
+        """End a reservation. Space that is not kept is returned if it is the file's last, else it stays as
+        dead space.
         """
         segment.writers -= 1
         if not keep and segment.end == offset + length and not segment.removed:
@@ -262,8 +262,8 @@ class SegmentFiles:
     def sync(self, segment: Segment) -> None:
         """Make all that was written to a segment durable, its name included. Raises OSError.
 
-        After a failed sync the kernel may have dropped what it could not write: the caller gives up every put
-        in the segment, and nothing is added to it any more.
+        After a failed sync the kernel may have dropped the pages that it could not write: the caller gives up
+        every put in the segment, and nothing is added to it any more.
         """
         try:
             if not segment.path.exists():
@@ -288,7 +288,7 @@ class SegmentFiles:
         self.finish(segment)
 
     def finish(self, segment: Segment) -> None:
-        """Close a removed segment if nobody is in it."""
+        """Close a removed segment if no read or write is using it."""
         if segment.removed and not segment.busy and segment.fd >= 0:
             close_quietly(self.files, segment.fd)
             close_quietly(self.files, segment.direct_fd)

@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 READERS = 4
 """Reads of a piece under way at once, as the loader has them."""
 CHOOSING_BYTES = 64 << 20
-"""What `choose_io` writes, and reads twice in each way: half a second on an SSD."""
+"""Bytes that `choose_io` writes, and reads twice in each mode: half a second on an SSD."""
 ROUNDS = 2
 """Of reading in each way, by turns; the faster one counts, because others may use the disk meanwhile."""
 CLEARLY = 1.2
@@ -29,8 +29,8 @@ CLEARLY = 1.2
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
     """Bytes per second. write: one large sequential write, synced. buffered: reading it back through the page
-    cache, which has been told to forget it. direct: reading it back with O_DIRECT; None where the file system
-    has no such thing.
+    cache, after its pages were dropped from there. direct: reading it back with O_DIRECT; None where the file
+    system has no such thing.
     """
 
     write: float

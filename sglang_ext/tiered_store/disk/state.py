@@ -1,8 +1,8 @@
-"""What the parts of a disk tier share: its configuration, its runs, its counters and its health.
+"""The state that the parts of a disk tier share: its configuration, its runs, its counters and its health.
 
 Two locks. `lock` guards memory and is held for microseconds. `write_lock` serialises everything that changes
-the index or the set of segments, and is held across syncs; whoever holds it may take `lock`, never the other
-way round.
+the index or the set of segments, and is held across syncs; a thread that holds it may take `lock`, never the
+other way round.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class IoMode(enum.Enum):
 
 
 class DiskHealth(enum.Enum):
-    """What the medium lets us do."""
+    """The operations that the medium allows."""
 
     OK = "ok"
     FULL = "full"
@@ -78,7 +78,7 @@ class DiskConfig:
     segment_bytes: size of a segment file. 0 for a sixteenth of the limit, at most 256 MiB, but no less than
         makes 512 of them: each is an open file.
     io: how segments are read.
-    instance: who we are, for the owner's note.
+    instance: this instance's name, for the owner's note.
     retry_seconds: how long to leave a medium alone that was full or failed to read a run.
     """
 
@@ -97,7 +97,7 @@ class DiskConfig:
 
     @property
     def soft_limit_bytes(self) -> int:
-        """Where reclaiming starts: what is left above it is room to move runs that are worth keeping."""
+        """Where reclaiming starts: the space above it is room to move runs that are worth keeping."""
         return self.limit_bytes - self.segment_size // 4
 
 
@@ -152,9 +152,9 @@ class DiskState:
         self.clock = clock or SystemClock()
         self.step = step
         self._in_place = in_place
-        """Whether the directory is the one that was opened."""
+        """Whether the directory is still the directory that was opened."""
         self._made_anew = made_anew
-        """Makes a directory in the place of one that is lost, or says why not by an exception."""
+        """Makes a directory in place of a lost one, or raises an exception with the reason."""
         self._try_at = 0.0
         """When to try that again."""
         self.renewals = 0
@@ -278,7 +278,7 @@ class DiskState:
                 self._logged.pop("full", None)
 
     def become_read_only(self) -> None:
-        """The file system takes no writes any more; what is there is still read."""
+        """The file system takes no writes any more; its contents are still read."""
         with self.lock:
             if self.health in (DiskHealth.OK, DiskHealth.FULL):
                 self.health = DiskHealth.READ_ONLY
@@ -394,7 +394,7 @@ class DiskState:
             self.remove_empty_segments()
 
     def note_index_failure(self, error: IndexFailedError) -> Outcome:
-        """A change could not be committed. What it was about stays as it was."""
+        """A change could not be committed. The rows concerned stay unchanged."""
         if error.full:
             self.note_full("index")
             return Outcome.FULL

@@ -15,7 +15,7 @@ What fails becomes misses, counted by reason, with a log line that says what to 
     no room (ENOSPC)                     gives up old segments, then refuses puts for a while
     a write or sync error                fails the puts concerned, adds nothing to that segment any more
     read-only                            goes on reading
-    the directory is gone or replaced    goes on in a new one, without what was there; where that is not safe,
+    the directory is gone or replaced    goes on in a new, empty one; where that is not safe,
                                          reads open files, refuses puts, and has a limit of 0
     the index is damaged or gone         sets it aside and starts empty; `repair` rebuilds it from the
     segments
@@ -84,7 +84,7 @@ class DiskTier(BlockTier):
         layout: of the blocks that will be put and got. Blocks of other layouts on the disk belong to other
             namespaces; they age and go like the rest.
         files, clock: the system's, or a test's.
-        tier: which of the tiers below memory it is.
+        tier: its number among the tiers below memory.
         step: told the name of each step of a put and of reclaiming as it is done; for crash tests.
 
     Raises:
@@ -180,7 +180,7 @@ class DiskTier(BlockTier):
         return self._state.renewals
 
     def _load(self, snapshot: Snapshot) -> None:
-        """Bring runs into memory, and drop from the index what the segments do not have."""
+        """Load the runs' rows into memory, and drop rows from the index whose runs the segments lack."""
         state = self._state
         ends: dict[int, int] = {}
         for row, _ in snapshot.runs:
@@ -251,15 +251,15 @@ class DiskTier(BlockTier):
             state.remove_empty_segments()
             return before - state.index.blocks
 
-    # --- what is here, for others ---
+    # --- contents, for other parts ---
 
     def watch(self, watch: Watch) -> None:
-        """From now on, tell of every block that comes or goes, by key, after it has."""
+        """From now on, call `watch` with the key of every block after it was added or removed."""
         self._state.index.watch = watch
 
     def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
         """Up to ``limit`` keys of blocks, and the place to go on from; ``b""`` to begin with, ``None`` at the
-        end. From any thread. What comes or goes between two calls may be missed: ``watch`` tells of it.
+        end. From any thread. Blocks added or removed between two calls may be missed: ``watch`` reports them.
         """
         try:
             return self._state.index.names_after(place, limit)
@@ -296,7 +296,7 @@ class DiskTier(BlockTier):
 
     @property
     def health(self) -> DiskHealth:
-        """What the medium lets us do now."""
+        """The operations that the medium allows now."""
         return self._state.health
 
     def check(self) -> None:
@@ -390,8 +390,8 @@ def _take(config: DiskConfig, files: Files) -> tuple[DirectoryOwner | None, bool
 
 
 def entries_of(path: Path) -> list[Path]:
-    """What a disk tier reads in its directory: the lock, the segments, the index and its files. Not all of
-    them need be there.
+    """The files that a disk tier reads in its directory: the lock, the segments, the index and its files. Not
+    all of them need be there.
     """
     index = path / INDEX_DIRECTORY
     return [path / LOCK_FILE, *path.glob(f"*{SUFFIX}"), index, *index.glob("*")]
@@ -426,7 +426,7 @@ def _fitted(config: DiskConfig, files: Files) -> DiskConfig:
 def _open_index(
     config: DiskConfig, *, readonly: bool, step: Callable[[str], None]
 ) -> tuple[Index, Snapshot | None]:
-    """The index and what is in it; a fresh one when the old is damaged, None where none can be used."""
+    """The index and its contents; a fresh one when the old is damaged, None if no index can be used."""
     path = config.path / INDEX_DIRECTORY
     try:
         return _loaded(path, readonly=readonly, step=step)

@@ -55,7 +55,7 @@ class NewRun:
 @dataclass(slots=True, eq=False)
 class DiskPut(Put):
     """A put to disk. layers: those written so far. renewals: of the tier when it was prepared; a directory
-    that was made anew since then has nothing of what the put relies on.
+    that was made anew since then lacks the blocks that the put relies on.
     """
 
     runs: list[NewRun]

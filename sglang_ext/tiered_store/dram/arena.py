@@ -3,13 +3,13 @@
 All blocks have one size, so there is no fragmentation: any free block serves any request, however long the
 arena has been in use. Handing out and taking back cost O(1) per block. Each block has a generation, which
 grows when the block is taken back; it lies in the same mapping as the bytes, so that a one-sided reader can
-check it before and after its read and discard what was overwritten in between.
+check it before and after its read and discard bytes that were overwritten in between.
 
     mapping = [block 0][block 1] ... [block n-1][pad to 8][generation 0] ... [generation n-1]
     block   = [plane 0: token rows][plane 1: token rows] ...        (BlockLayout)
 
 The arena's bookkeeping is guarded by a lock and may be called from any thread; the bytes of a block belong to
-whoever allocated it.
+the caller that allocated it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class DramArena:
     # --- whole ---
 
     def check(self) -> None:
-        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        """Verify the bookkeeping. Raises AssertionError naming the violated invariant."""
         with self._lock:
             free = self._stack[: self._free]
             if np.unique(free).size != free.size:

@@ -3,7 +3,8 @@
 Private memory gets transparent huge pages. Shared memory is a memfd: it has no name, so nothing is left
 behind by a process that is killed, and another process of the host maps it through `/proc/PID/fd/FD` or by
 receiving the descriptor. Linux gives a memfd huge pages only where the administrator allows it
-(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), which is why `huge_bytes()` reports what was got.
+(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), which is why `huge_bytes()` reports the bytes that huge
+pages really back.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ArenaMemory:
                 self._fd = os.memfd_create(f"sglang-ext-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.fchmod(self._fd, 0o600)
                 os.ftruncate(self._fd, length)
-                # Who maps memory that could still shrink would be killed by reading past its new end.
+                # A process that maps memory which then shrinks would be killed by reading past its new end.
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
                 self._map = mmap.mmap(self._fd, length, mmap.MAP_SHARED)
             else:

@@ -5,8 +5,8 @@ hand it begins at once, while the rest streams from the tier below (Symphony, se
 holds a layer of many more sessions than it could hold whole.
 
 Bytes come in when they are put, or when the tier below has read and verified them; blocks never change under
-their key, so a copy is never stale. What was used least recently goes first. The copies are no placements: a
-block is found where the tier below finds it, and nowhere else.
+their key, so a copy is never stale. The least recently used copies are dropped first. The copies are no
+placements: a block is found where the tier below finds it, and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layer of which request is read next: no I/O, no threads, no clock.
+"""Choose the next layer and request to read: no I/O, no threads, no clock.
 
 Requests compute layer by layer, so what keeps them waiting is always their lowest missing layer. Reads are
 therefore ordered lowest layer first across all requests, then by the request's priority, then by arrival
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 Request = Hashable
 
 AHEAD = -(1 << 30)
-"""The priority of what nobody waits for yet: it is read when nothing else wants to be."""
+"""The priority of loads that no forward pass waits for yet: they are read when no other load is waiting."""
 
 
 class ByteBudget:
@@ -89,7 +89,7 @@ class _Entry:
 
 
 class LayerQueue:
-    """Requests that wait for layers, and what is being read for them.
+    """Requests that wait for layers, and the reads under way for them.
 
     Args:
         budget: most bytes in flight.
@@ -133,7 +133,7 @@ class LayerQueue:
     def start(self) -> LayerTask | None:
         """The next layer to read, now in flight; None when nothing waits or the budget is used up.
 
-        What is next is never overtaken by something smaller, or a large layer might wait for ever.
+        A smaller layer never overtakes the next one, or a large layer might wait for ever.
         """
         waiting = self._head()
         if waiting is None:
@@ -192,12 +192,12 @@ class LayerQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of layers not started, but for what is read ahead and gives way."""
+        """Bytes of layers not started, without read-ahead, which gives way to other loads."""
         waiting = (w for w in self._requests.values() if not w.cancelled and w.priority != AHEAD)
         return sum(sum(w.sizes[w.next_layer :]) for w in waiting)
 
     def bytes_left(self, request: Request) -> int:
-        """Bytes of a request's layers that have not been started; 0 for one that is not here."""
+        """Bytes of a request's layers that have not been started; 0 for an unknown request."""
         waiting = self._requests.get(request)
         return 0 if waiting is None or waiting.cancelled else sum(waiting.sizes[waiting.next_layer :])
 
@@ -221,7 +221,7 @@ class LayerQueue:
         return None
 
     def check(self) -> None:
-        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        """Verify the bookkeeping. Raises AssertionError naming the violated invariant."""
         in_flight = sum(w.in_flight for w in self._requests.values())
         if in_flight != self.budget.holders:
             raise AssertionError(f"{in_flight} tasks in flight, {self.budget.holders} hold budget")

@@ -6,8 +6,8 @@
     load.result()     # how many blocks came, and if not all, why
 
 A layer counts as in once its bytes verify in memory and `on_layer` has returned. Where a block cannot be
-read, the prefix ends before it: `wait` says so to a forward pass that counted on it, and the rest of the load
-goes on with what is left, which a load ahead of its request can still use.
+read, the prefix ends before it: `wait` reports this to a forward pass that counted on it. The rest of the
+load continues with the remaining blocks, which a load ahead of its request can still use.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Loader:
             assert isinstance(load, Load)
             try:
                 goes_on = self._read(load, task)
-            except BaseException as error:  # noqa: BLE001 - carried to whoever waits, never lost in a thread
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 load._fail(error)
                 goes_on = False
             with self._work:
@@ -257,7 +257,7 @@ class Loader:
                 self._spare += taken
 
     def _take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """A page-aligned buffer of at least that size, one that was used before if there is any."""
+        """A page-aligned buffer of at least that size, reused if possible."""
         with self._work:
             self._spare.sort(key=lambda buffer: buffer.size)
             for i, buffer in enumerate(self._spare):
@@ -292,12 +292,12 @@ class Loader:
             return self._queue.waiting_bytes
 
     def check(self) -> None:
-        """Verify the queue. Raises AssertionError naming what is wrong."""
+        """Verify the queue. Raises AssertionError naming the violated invariant."""
         with self._work:
             self._queue.check()
 
     def close(self) -> None:
-        """Finish what has begun and end the threads. May be called twice."""
+        """Finish the reads under way and end the threads. May be called twice."""
         with self._work:
             self._closing = True
             self._work.notify_all()

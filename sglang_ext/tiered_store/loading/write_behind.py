@@ -1,7 +1,7 @@
 """Writing behind: blocks that lie in memory are put into a slower tier in the background, in groups.
 
 One thread writes: a disk's order of writing is the order of its segments, and one sync serves a whole group.
-What waits is bounded in bytes. When the writer lags, a submission waits for room or is skipped and counted,
+The queue is bounded in bytes. When the writer lags, a submission waits for room or is skipped and counted,
 as configured; nothing is dropped once it has been accepted.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class LagPolicy(enum.Enum):
-    """What a submission does when the writer is behind."""
+    """The behaviour of a submission when the writer lags."""
 
     WAIT = "wait"
     SKIP = "skip"
@@ -32,7 +32,7 @@ class LagPolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a submission.
+    """The result of a submission.
 
     outcomes: for each key `DONE` when the tier has it now, else why not.
     """
@@ -65,7 +65,7 @@ class WriteBehind:
 
     Args:
         backlog_bytes: most bytes that wait; a single submission larger than that is accepted alone.
-        lag: what happens when that is reached.
+        lag: the behaviour when that is reached.
         group_bytes: bytes that are completed with one sync, if so many wait.
         threaded: without a thread, `step` writes a group when it is called; for tests.
 
@@ -258,13 +258,13 @@ class WriteBehind:
     # --- whole ---
 
     def check(self) -> None:
-        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        """Verify the bookkeeping. Raises AssertionError naming the violated invariant."""
         with self._state:
             if self._waiting != sum(item.nbytes for item in self._queue):
                 raise AssertionError(f"{self._waiting} bytes are said to wait, which is not what is queued")
 
     def close(self) -> None:
-        """Write what has been accepted, and end. May be called twice."""
+        """Write all accepted submissions, and end. May be called twice."""
         with self._state:
             self._closing = True
             self._state.notify_all()
