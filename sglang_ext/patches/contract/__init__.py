@@ -1,1 +1,2 @@
-"""What the patches need of SGLang, found in our source and held to SGLang's, without importing either."""
+"""Everything of SGLang that the patches use, found in our source and compared with SGLang's, without
+importing either."""

@@ -93,7 +93,8 @@ def is_abstract(function: Function) -> bool:
 
 
 def construction(cls: Found, members: Members) -> Shape | None:
-    """What constructing a class takes: ``__init__``'s parameters, or its fields; None where neither shows."""
+    """The parameters for constructing a class: ``__init__``'s parameters, or its fields; None where neither
+    shows."""
     made = members.found.get("__init__")
     if made is not None and made.method is not None:
         return Shape.of(made.method, bound=True)

@@ -1,6 +1,6 @@
 """Whether the patches fit SGLang's source: every name, call, member, override and hook in our text.
 
-Nothing is listed by hand but what text cannot show: what a variable such as ``req`` holds where it is not
+Nothing is listed by hand but what text cannot show: the type of a variable such as ``req`` where it is not
 annotated (``_KNOWN``). From there types follow SGLang's own annotations.
 """
 
@@ -32,7 +32,7 @@ _DOTTED = re.compile(r"sglang(\.\w+)+")
 
 @dataclass(frozen=True)
 class Broken:
-    """Something that we need and SGLang has not: where we need it, what, and what is wrong."""
+    """Something that we need and SGLang has not: the place that needs it, its name, and the difference."""
 
     at: str
     need: str
@@ -44,12 +44,12 @@ class Broken:
 
 @dataclass
 class Report:
-    """What was looked at, counted by kind, and what does not hold."""
+    """The needs that were checked, by kind, and those that SGLang does not meet."""
 
     needs: dict[str, set[str]] = field(default_factory=dict)
     broken: list[Broken] = field(default_factory=list)
     targets: set[str] = field(default_factory=set)
-    """What patches replace or hook."""
+    """The functions that patches replace or hook."""
     classes: list[Found] = field(default_factory=list)
     """Ours."""
     below: dict[str, set[str]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class _Reader:
     # -- hooks and targets --------------------------------------------------------------------------------
 
     def read_hooks(self, hooked: dict[tuple[str, str], dict[str, Found]]) -> None:
-        """Targets, and what SGLang's parameters tell of our hooks' parameters."""
+        """Read the hooks' targets, and take the types of our hooks' parameters from SGLang's."""
         for node in ast.walk(self._module.tree):
             if isinstance(node, ast.ClassDef):
                 name = f"{self._module.name}.{node.name}"
@@ -136,7 +136,7 @@ class _Reader:
         self._report.targets.add(path)
         target = self._source.find(path)
         if not isinstance(target, Found) or not isinstance(target.node, Function):
-            return  # a name that is gone is told with the other names
+            return  # a name that is gone is reported with the other names
         if not isinstance(ours, Found) or not isinstance(ours.node, Function):
             return
         mine, theirs = ours.node, target.node
@@ -267,7 +267,7 @@ class _Reader:
         else:
             scope[name] = self._types.annotated(self._module, annotation, local)
 
-    # -- what has to hold ---------------------------------------------------------------------------------
+    # -- the checks ---------------------------------------------------------------------------------------
 
     def _theirs(self, cls: Found) -> bool:
         """Whether a class is SGLang's, or built on one of SGLang's."""
@@ -276,7 +276,7 @@ class _Reader:
         )
 
     def _below(self, owner: Found) -> set[str]:
-        """What its module adds from outside, and classes there and of ours that may stand for it."""
+        """Attributes that its module sets from outside, and classes there and of ours that may replace it."""
         if owner.path not in self._report.below:
             line = {owner.path, *(each.path for each in self._source.members(owner).bases)}
             beside = [
@@ -381,7 +381,8 @@ def _calls(name: str, theirs: Function) -> bool:
 
 
 def _with_first(shape: Shape, before: int, target: Found) -> Shape:
-    """What a hook gets: ``self`` and what else SGLang never gives by name come by position."""
+    """The arguments of a hook: ``self`` and other arguments that SGLang never passes by name come by
+    position."""
     names = [f"<{at}>" for at in range(before)]
     return Shape(
         [*names, *shape.positional],

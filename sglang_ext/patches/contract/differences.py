@@ -1,4 +1,5 @@
-"""What has to be read to follow SGLang from one version to another: what we touch, where its code differs."""
+"""The code to read when following SGLang from one version to another: the parts that we touch and that
+differ."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class NoSourceError(RuntimeError):
 
 
 def folder_of(package: str) -> Path:
-    """The folder of an importable package, without importing what is in it.
+    """The folder of an importable package, without importing its modules.
 
     Raises:
         NoSourceError: when there is none.
@@ -99,7 +99,7 @@ def source_with(sglang: Path) -> Source:
 
 
 def our_modules(source: Source) -> Iterator[Module]:
-    """What of ours touches SGLang: the patches with one seam, the engine that they hand requests to."""
+    """Our modules that touch SGLang: the patches with one seam, the engine that they hand requests to."""
     seam = source.find(f"{_SEAMS}.current")
     for each in modules_in(source, _PATCHES, folder_of(_PATCHES)):
         if each.name.rpartition(".")[0] != _SEAMS or each is seam:

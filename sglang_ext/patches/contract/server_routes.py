@@ -1,4 +1,4 @@
-"""The routes of SGLang's HTTP server, read from its source: what `sglang_ext.router` has to have a row for.
+"""The routes of SGLang's HTTP server, read from its source: each needs a row in `sglang_ext.router`.
 
 Decorators of the application and of the routers that it includes are read, and what functions that are given
 the application mount on it. A path that is named by an environment variable counts by its default.

@@ -1,6 +1,6 @@
-"""Python packages as source: what a dotted name is, what a class has, without importing anything.
+"""Python packages as source: resolve dotted names and members of classes, without importing anything.
 
-SGLang cannot be imported where torch is missing, and not in two versions at once. What is asked here is in
+SGLang cannot be imported where torch is missing, and not in two versions at once. All answers here come from
 the text: definitions, re-exports, bases, and attributes that methods set on ``self``.
 """
 
@@ -47,14 +47,15 @@ class Module:
 
     @cached_property
     def names(self) -> dict[str, Definition | Imported]:
-        """What it defines and imports, in ``if`` and ``try`` too; where there are several, the last."""
+        """The names that it defines and imports, in ``if`` and ``try`` too; where there are several, the
+        last."""
         found: dict[str, Definition | Imported] = {}
         for node in statements(self.tree.body):
             match node:
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                     found[node.name] = node
                 case ast.Assign():
-                    # A class that is made anew from itself (``defstruct``) stays the one that is written out.
+                    # A class that is made anew from itself (``defstruct``) keeps its written definition.
                     for each in node.targets:
                         if isinstance(each, ast.Name) and not isinstance(found.get(each.id), ast.ClassDef):
                             found[each.id] = node
@@ -123,7 +124,7 @@ class Found:
 
 @dataclass
 class Member:
-    """What a class has by one name: a method, or a field with its annotation or the value it is given."""
+    """A member of a class: a method, or a field with its annotation or the value it is given."""
 
     owner: Found
     method: Function | None = None
@@ -212,7 +213,8 @@ class Source:
         return any(name == package or name.startswith(f"{package}.") for package, _ in self._packages)
 
     def find(self, path: str) -> Found | Module | None:
-        """What a dotted path is, through re-exports and bases; None when it is not there."""
+        """The definition or module of a dotted path, through re-exports and bases; None when it is not
+        there."""
         parts = path.split(".")
         for cut in range(len(parts), 0, -1):
             module = self.module(".".join(parts[:cut]))
@@ -253,7 +255,7 @@ class Source:
         return None
 
     def members(self, cls: Found, depth: int = 0) -> Members:
-        """What a class has, its bases' included."""
+        """The members of a class, its bases' included."""
         key = (cls.module.name, cls.path)
         if key not in self._members:
             self._members[key] = self._collect(cls, depth)
@@ -281,7 +283,7 @@ class Source:
         all_of.open |= "__getattr__" in own
         for name, member in own.items():
             before = all_of.found.get(name)
-            # What a class says of a field counts before what a method sets it to.
+            # A class's declaration of a field takes precedence over the value that a method sets.
             if before is None or member.declared or before.method is not None:
                 all_of.found[name] = member
         return all_of
@@ -299,7 +301,7 @@ class Source:
     def resolve(
         self, module: Module, node: ast.expr, local: Mapping[str, Imported] = {}
     ) -> Found | Module | None:
-        """What an expression of names and dots means in a module, and its function's own imports."""
+        """Resolve an expression of names and dots in a module, with the function's own imports."""
         match node:
             case ast.Subscript(value=value):
                 return self.resolve(module, value, local)

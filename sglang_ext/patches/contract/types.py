@@ -1,4 +1,4 @@
-"""What expressions of ours hold, as far as names and annotations tell, ours and SGLang's."""
+"""Types of our expressions, as far as names and annotations, ours and SGLang's, give them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _KNOWN: Final = {
     "kvcache": "sglang.srt.mem_cache.memory_pool.KVCache",
     "decode_req": "sglang.srt.disaggregation.decode.DecodeRequest",
 }
-"""What variables and attributes of these names hold where no annotation says it, underscores aside."""
+"""Types of variables and attributes of these names where no annotation gives one; leading underscores are
+ignored."""
 
 
 class Types:
@@ -35,7 +36,7 @@ class Types:
         self._source = source
         self._module = module
         self.inside: list[Found] = []
-        """The classes around what is being read."""
+        """The classes around the code being read."""
 
     def knows(self, name: str) -> bool:
         """Whether a name says what it holds."""
@@ -90,7 +91,7 @@ class Types:
         return found if isinstance(found, Found) else None
 
     def _held(self, member: Member) -> Found | None:
-        """What a field or property holds."""
+        """The type of a field or property."""
         module = member.owner.module
         if member.method is not None:
             return self.annotated(module, member.method.returns) if is_property(member.method) else None

@@ -1,4 +1,4 @@
-"""Attention on a CPU that costs what is new, not what is cached.
+"""Attention on a CPU whose cost grows with the new tokens, not with the cached ones.
 
 What: two methods of the attention backend ``torch_native``. For a prompt of which a part is cached, SGLang's
 ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and throws away those of the
@@ -9,7 +9,7 @@ worth far less than on a GPU, whose backends do not do this. Ours attends with t
 
 Keys, values and what each query sees are the same; results differ by rounding at most (a few 1e-7 in float32:
 how many queries are multiplied at once decides that, as it does in SGLang between a hit and a miss). Encoders
-and cross-attention stay SGLang's own, and so does what is not on a CPU.
+and cross-attention stay SGLang's own, and so does attention on other devices.
 
 Why no extension point serves: an attention backend of a name of our own could be registered, but the models'
 tables of what to do for which backend know ``torch_native``.
@@ -39,7 +39,8 @@ Method = Callable[..., torch.Tensor]
 
 
 def _ours(stock: Method, *, extends: bool) -> Method:
-    """Ours for one of the two: with new queries behind a prefix, or with one that sees all before it."""
+    """Ours for one of the two: with new queries behind a prefix, or with a single query that sees all tokens
+    before it."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -74,12 +75,12 @@ def _ours(stock: Method, *, extends: bool) -> Method:
 
 
 def _gathered(pool: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a pool (slots, heads, size) has of a request's tokens, as (heads, tokens, size)."""
+    """A request's tokens, gathered from a pool (slots, heads, size), as (heads, tokens, size)."""
     return pool.index_select(0, tokens).to(dtype).movedim(0, 1)
 
 
 def _mask(backend: Any, new: int, length: int, prefix: int, window: int | None) -> torch.Tensor | str | None:
-    """Which keys each new query sees: ``"causal"`` where the queries are all of the prompt's."""
+    """The keys that each new query sees: ``"causal"`` where the queries are all of the prompt's."""
     if window is not None and window > -1:
         mask: torch.Tensor = backend._make_sliding_window_mask(
             q_len=new,

@@ -3,9 +3,8 @@
 What: SGLang starts its processes by spawn, because CUDA does not survive a fork. Each then imports torch,
 transformers and SGLang again: on a CPU that is most of a small server's start, twice over, and the memory of
 the modules three times. Without CUDA nothing stands against a fork at the point where SGLang starts them: the
-server has imported, parsed its arguments and started no thread. A child gets the default handlers of those
-signals for which SGLang has given the server one that ends all of it, and a thread pool of torch's that is
-its own.
+server has imported, parsed its arguments and started no thread. A child gets the default handlers of the
+signals for which SGLang's handler ends the whole server, and a torch thread pool of its own.
 
 Why no extension point serves: the start method is fixed in the function.
 
@@ -38,8 +37,8 @@ _FUNCTION = "_set_envs_and_config"
 def possible(metrics: bool) -> bool:
     """Whether this process may be forked, now that SGLang is about to set it up.
 
-    Nobody asked for spawn; no other thread could hold a lock; and with ``metrics``, prometheus_client has not
-    been imported: it decides then whether it writes files that all processes share, by an environment
+    The user did not ask for spawn; no other thread could hold a lock; and with ``metrics``, prometheus_client
+    has not been imported: it decides then whether it writes files that all processes share, by an environment
     variable that SGLang is going to set.
     """
     return (
@@ -62,7 +61,8 @@ def apply() -> None:
         stock(server_args)
         if fork:
             multiprocessing.set_start_method("fork", force=True)
-            # Neither the collector nor reference counts of what is only read should copy shared pages.
+            # Neither the collector nor reference counts of objects that are only read should copy shared
+            # pages.
             gc.collect()
             gc.freeze()
 
@@ -79,9 +79,9 @@ def _begin_child(_module: Any) -> None:
 def renew_thread_pool(threads: int | None = None) -> None:
     """Give a forked process a thread pool of torch's that works, while it has one thread only.
 
-    torch replaces the pool of its parent, whose threads do not exist here, as soon as somebody uses it, and
-    without a lock: of several threads that are the first together - SGLang loads weights with eight - one
-    finds no pool, and raises "pool INTERNAL ASSERT FAILED ... Invalid thread pool!".
+    torch replaces the pool of its parent, whose threads do not exist here, at its first use, and without a
+    lock: of several threads that are the first together - SGLang loads weights with eight - one finds no
+    pool, and raises "pool INTERNAL ASSERT FAILED ... Invalid thread pool!".
 
     Args:
         threads: how many torch is to use from now on; as many as before, if None.

@@ -21,7 +21,7 @@ USAGE_STATUS = 2
 def main(arguments: Sequence[str]) -> int:
     """Run a script or a module as Python would; returns the exit status for a wrong command line.
 
-    What the program raises, ``SystemExit`` included, passes through.
+    Exceptions of the program, ``SystemExit`` included, pass through.
     """
     words = list(arguments)
     if words[:1] in (["-h"], ["--help"]):

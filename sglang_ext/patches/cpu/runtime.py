@@ -1,4 +1,4 @@
-"""The CPU runtime: what has to be in place before SGLang is imported on a host without an accelerator."""
+"""The CPU runtime: the setup needed before SGLang is imported on a host without an accelerator."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COMPILING_FLAG = "--enable-torch-compile"
 """SGLang's, with which it compiles the model before it is ready."""
 
 ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", COMPILING: "1"}
-"""Environment of a CPU server; what the user has set stays."""
+"""Environment of a CPU server; variables that the user has set stay."""
 
 NCCL_LIBRARY = "SGLANG_NCCL_SO_PATH"
-"""From where SGLang loads NCCL. A CUDA build of torch brings one that loads without a GPU; with several ranks
-SGLang would then take the CPU for a CUDA device."""
+"""From where SGLang loads NCCL. A CUDA build of torch brings an NCCL that loads without a GPU; with several
+ranks SGLang would then take the CPU for a CUDA device."""
 
 FLAG_DEFAULTS: Mapping[str, Any] = {
     "device": "cpu",

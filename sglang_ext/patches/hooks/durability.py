@@ -2,13 +2,13 @@
 
 What: SGLang keeps a finished request's KV before it streams its end. Four hooks:
 
-- around ``stream_output``: of requests that have finished, only those go on to the detokenizer whose end may
-  be told (`engine/tiers/acked_answers.py`). Tokens before the last chunk have gone on already, as always;
+- around ``stream_output``: of requests that have finished, only requests whose end may be sent go on to the
+  detokenizer (`engine/tiers/acked_answers.py`). Tokens before the last chunk have gone on already, as always;
 - after ``ingest_requests``, in each pass: those go on that have become durable, or have waited too long;
 - after ``get_cached_tokens_details``: the answer says which of the two;
 - after ``init_running_status``: the cache tells whose KV is in the tree.
 
-Answers that were aborted, and what a prefill server hands over, are never held back: their ends promise
+Aborted answers, and requests that a prefill server hands over, are never held back: their ends promise
 nothing.
 
 Why no extension point serves: nothing stands between a request's end and its answer.
@@ -31,11 +31,11 @@ from sglang_ext.patches.process import PROCESS
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _ACKED: Final = "sglang_ext_acked"
-"""Attribute of a request: what is known of its durability."""
+"""Attribute of a request: the state of its durability."""
 
 
 class HeldEnds(Listener):
-    """The finished requests whose end was not told yet.
+    """The finished requests whose end was not sent yet.
 
     Args:
         cache: ours, with `answers`.
@@ -54,7 +54,7 @@ class HeldEnds(Listener):
             setattr(req, _ACKED, self._cache.answers.ended(namespace, encode_tokens(tokens)))
 
     def passing(self, reqs: Sequence[Any]) -> list[Any]:
-        """Those of which something may be told now; the others are kept until that is so."""
+        """The requests whose output may be sent now; the others are kept until then."""
         return [req for req in reqs if self._passes(req)]
 
     def _passes(self, req: Any) -> bool:
@@ -75,7 +75,7 @@ class HeldEnds(Listener):
         return False
 
     def due(self) -> list[Any]:
-        """Those kept whose end may be told by now."""
+        """The kept requests whose end may be sent by now."""
         return self.passing(list(self._held.values())) if self._held else []
 
 

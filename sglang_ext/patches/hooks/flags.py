@@ -1,7 +1,7 @@
 """Our flags on SGLang's command line, and their way to the scheduler processes.
 
 What: a hook after ``ServerArgs.add_cli_args`` adds a group of our own; a hook after
-``ServerArgs.from_cli_args`` validates what the user gave and puts it on the record as a bookkeeping attribute
+``ServerArgs.from_cli_args`` validates the user's flags and puts them on the record as a bookkeeping attribute
 (leading underscore), which SGLang's pickling carries to every child beside the fields.
 
 Why no extension point serves: ``ServerArgs`` takes fields from its own class only.
@@ -45,7 +45,7 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvConfig | None:
     """The settings that the arguments and the environment make; None without a global backend.
 
-    As in SGLang's own ``from_cli_args``, what the namespace lacks keeps its default.
+    As in SGLang's own ``from_cli_args``, flags that the namespace lacks keep their defaults.
 
     Raises:
         ConfigError: naming the flag.

@@ -1,4 +1,4 @@
-"""Put into a request's answer what was decided about loading its KV, with the numbers.
+"""Put the decision about loading a request's KV into its answer, with the numbers.
 
 What: ``meta_info["cached_tokens_details"]`` says how many tokens came from which tier. Where our cache has
 weighed loading against computing for the request, it says so there too (``engine/tiers/load_report.py``): for

@@ -5,7 +5,7 @@ What: three hooks.
 - after rank 0 has pulled what arrived: the commands in the command queue (``engine/commands.py``) are added,
   and are broadcast over the ranks with the requests;
 - after the table of request types was made: it learns the type of a command, which goes to the cache;
-- before an idle scheduler sleeps: it is told to wake when a command comes.
+- before an idle scheduler sleeps: it is set to wake when a command comes.
 
 Why no extension point serves: SGLang's table of request types is closed, and its control requests come from
 its own tokenizer process only.
@@ -31,9 +31,9 @@ _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.Scheduler
 
 
 def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
-    """After ``_pull_raw_reqs``: None on ranks that are told by others."""
+    """After ``_pull_raw_reqs``: None on ranks that receive the requests from another rank."""
     if requests is not None and PROCESS.commands is not None:
-        # Before the requests: what prepares for one is said before it is sent.
+        # Before the requests: a command that prepares for a request is sent before it.
         from sglang_ext.patches.adapter.command import KvCommand
 
         requests[:0] = [KvCommand(payload=each.payload, at=each.at) for each in PROCESS.commands.take()]

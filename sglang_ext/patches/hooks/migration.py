@@ -2,11 +2,11 @@
 
 What: five hooks, all for ``patches/adapter/migration.py``.
 
-- before ``handle_generate_request``: what a request is to be gone on with from is taken out of its
+- before ``handle_generate_request``: the state that a request resumes from is taken out of its
   ``custom_params``, before SGLang's batch and logit processors see it;
 - before ``_add_request_to_queue``: such a request is given its output ids;
-- after decode's ``_commit_transfer_to_req``: it is made what it was, its KV being there;
-- before ``abort_request``: one that was stopped is found, though no queue of SGLang has it;
+- after decode's ``_commit_transfer_to_req``: the request's state is restored, since its KV is there;
+- before ``abort_request``: a stopped request is found, though no queue of SGLang has it;
 - around ``is_fully_idle``: memory of stopped requests is no leak, and a scheduler that has some is not idle.
 
 Why no extension point serves: SGLang resumes requests that it has retracted itself, and no others.

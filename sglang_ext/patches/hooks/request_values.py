@@ -3,8 +3,8 @@
 What: hooks at four places.
 
 - around the reading of a request's shape: ``n`` is bounded, as the request is repeated in memory so many
-  times before anything of it is checked. What raises anything but ``ValueError``, and ids of the request that
-  are no strings, are answered with a 400 instead of a 500;
+  times before anything of it is checked. Errors other than ``ValueError``, and request ids that are no
+  strings, are answered with a 400 instead of a 500;
 - around the making of a tokenized request: a request to generate ends the scheduler of a model that embeds or
   classifies; it is refused. SGLang compares values as they came (``"8" <= 4``), so that a wrong type raises
   ``TypeError``. It becomes a ``ValueError``, a 400 that names the field;
@@ -13,10 +13,10 @@ What: hooks at four places.
   apart are bounded: schedulers keep them as long as the KV. The scheduler decodes messages, and
   builds the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
 - around the admission of a request in the scheduler: its sampling is built once for it alone, as it would
-  be for a batch. The prompt of a request to embed or classify is checked, because SGLang goes on with one
-  that is empty, too long or outside the vocabulary. So are vectors in place of embeddings, which must have
-  the model's width. A half of a pair refuses more log probabilities than prefill hands over. What
-  raises is reported as the end of that request.
+  be for a batch. The prompt of a request to embed or classify is checked, because SGLang accepts prompts that
+  are empty, too long or outside the vocabulary. So are vectors in place of embeddings, which must have the
+  model's width. A half of a pair refuses more log probabilities than prefill hands over. An exception is
+  reported as the end of that request.
 
 Why no extension point serves: there is none for the validation of requests.
 
@@ -75,7 +75,7 @@ def check_message(
         encode, decode: as sender and scheduler do.
 
     Raises:
-        ValueError: naming the field and what it may be.
+        ValueError: naming the field and its permitted values.
     """
     for name in NAMES:
         value = getattr(message, name, None)
@@ -96,7 +96,7 @@ def check_message(
 
 
 def number_problem(path: str, value: float) -> str:
-    """What is wrong with a number of a request; empty when nothing is.
+    """The fault of a number of a request; empty when it has none.
 
     Args:
         path: of the field, as ``sampling_params.top_k``.
@@ -155,7 +155,7 @@ def explained(message: msgspec.Struct, error: str) -> str:
 
 
 def wrong_types(values: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
-    """Which of the values by name do not have the type that the struct declares; empty when all have it."""
+    """The names of values that do not have the type that the struct declares; empty when all have it."""
     problems = []
     for field in msgspec.structs.fields(kind):
         value = values.get(field.name)
@@ -317,7 +317,7 @@ class Alone:
 
     Args:
         message: the tokenized request.
-        scheduler: gives what a request gets from it.
+        scheduler: gives the tokenizer and the EOS ids, as it would to a request.
     """
 
     def __init__(self, message: Any, scheduler: Any) -> None:
@@ -333,7 +333,7 @@ class Alone:
 
 
 class BatchOfOne:
-    """What SGLang looks at of a batch whose sampling it builds. It keeps a weak reference to it.
+    """The part of a batch that SGLang reads when it builds the sampling. It keeps a weak reference to it.
 
     Args:
         request: the one request.
@@ -363,7 +363,7 @@ def asks_of_sampling(message: Any) -> bool:
 
 
 def check_sampling(message: Any, scheduler: Any) -> None:
-    """Build what a request asks of sampling for it alone, as a batch with it would.
+    """Build a request's sampling for it alone, as a batch with it would.
 
     On the CPU, whatever the server's device is, and only for requests that ask for more than a temperature
     and bounds, which `check_message` has checked.

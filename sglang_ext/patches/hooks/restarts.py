@@ -12,14 +12,14 @@ enters the tree, its slots are freed, and its result is skipped. Three hooks:
   its own. With overlap, the result of an earlier batch, a chunk of the same request, comes first;
 - before the last batch is merged into the running one: take them out of it.
 
-A prefill server does not skip results of retracted requests, and takes a request whose chunk it does not go
-on with for one that gives way. There the result of the whole batch is skipped, its requests are taken back
-when the next batch is chosen, after the results before it were processed, and what was collected of them for
-decode is forgotten (nothing is offered before the last chunk). What was aborted meanwhile ends as always.
-Decode computes nothing of a prompt: what fails to verify there is found before slots are set aside, and comes
-from prefill.
+A prefill server does not skip results of retracted requests, and treats a request whose chunk it does not
+continue as one giving way. There the result of the whole batch is skipped, its requests are taken back when
+the next batch is chosen, after the results before it were processed, and the parts collected of them for
+decode are forgotten (nothing is offered before the last chunk). Requests aborted meanwhile end as always.
+Decode computes nothing of a prompt: blocks that fail to verify there are found before slots are set aside,
+and come from prefill.
 
-Why no extension point serves: SGLang's caches load only what is complete.
+Why no extension point serves: SGLang's caches load only complete entries.
 
 Can go: when SGLang can run a batch again.
 """
@@ -46,7 +46,8 @@ _TAKEN = "_sglang_ext_taken_back"
 
 
 def take_back(reqs: Sequence[Any], tree_cache: Any) -> list[Any]:
-    """Give back everything that requests of a batch hold, as if they had not been admitted; which those are.
+    """Give back everything that requests of a batch hold, as if they had not been admitted; returns the
+    requests given back.
 
     A request that has not generated anything yet is accounted for anew when it runs again.
     """
@@ -83,7 +84,7 @@ def after_run_batch(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kw
 
 
 def _take_back(scheduler: Any, batch: Any) -> None:
-    """Give back what a batch's requests hold; they wait for its result to be skipped."""
+    """Give back everything that a batch's requests hold; they wait for its result to be skipped."""
     if scheduler.chunked_req in batch.reqs:
         scheduler.chunked_req = None
     taken = take_back(batch.reqs, scheduler.tree_cache)

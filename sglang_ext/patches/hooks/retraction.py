@@ -5,13 +5,15 @@ priority finds no place among them, frees their KV, and computes it again. Four 
 ``patches/adapter/retracting.py``:
 
 - around ``PrefillAdder.preempt_to_schedule``, where no place is free: ours decides, and retracts;
-- around ``PrefillAdder.add_one_req``: so it does where slots are lacking, for which SGLang retracts nobody;
+- around ``PrefillAdder.add_one_req``: so it does where slots are lacking, for which SGLang retracts no
+  request;
 - after ``_get_new_batch_prefill_raw``: those retracted wait; those that run again are counted;
-- before ``process_batch_result``: what a decode step takes is learnt.
+- before ``process_batch_result``: the duration of a decode step is measured.
 
 Why no extension point serves: SGLang's scheduler decides by priority alone, and frees KV by itself.
 
-Can go: when SGLang weighs the wait against the retraction, and inserts what it preempts.
+Can go: when SGLang weighs the wait against the retraction, and inserts the KV of the requests that it
+preempts.
 """
 
 from __future__ import annotations

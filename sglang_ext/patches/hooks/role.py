@@ -1,10 +1,10 @@
 """Keep the cache when a server changes between prefill and decode, and let its routers know.
 
 What: two hooks. Around the place where SGLang empties the cache between the two roles, ours is left as it
-is: what a token's KV is does not depend on who computed it, and the tree's slots belong to the tree in both
-roles. After the switch the cache is told the role, which the instance registers with from then on.
+is: a token's KV does not depend on the role that computed it, and the tree's slots belong to the tree in both
+roles. After the switch the cache receives the role, which the instance registers with from then on.
 
-Why no extension point serves: SGLang empties whatever cache there is, and tells nobody of the new role.
+Why no extension point serves: SGLang empties any cache, and does not announce the new role.
 
 Can go: when a cache may say that it outlives the switch.
 """

@@ -5,13 +5,13 @@ without output, which computes the prefix that all samples share, then one reque
 the prompt's ``bootstrap_room``, but a room is one hand-over between prefill and decode: the second request
 of a room was refused. Two hooks, in the tokenizer process of either server:
 
-- after ``GenerateReqInput.__getitem__``, which makes the request of one prompt of a batch: one that will be
-  sampled several times gets a counter, which the copies that SGLang makes of it share;
+- after ``GenerateReqInput.__getitem__``, which makes the request of one prompt of a batch: a request that
+  will be sampled several times gets a counter, which the copies that SGLang makes of it share;
 - before ``_send_one_request``: the first request of a room keeps it, the others get rooms derived from it.
   Both servers expand the same body in the same order, and so derive the same rooms.
 
 Where decode keeps KV (``--kv-pd-caching`` 2 and 3), it keeps that of the first request; the samples then
-transfer only what follows the last whole block.
+transfer only the tokens after the last whole block.
 
 Why no extension point serves: the requests of a batch are made inside the tokenizer manager.
 

@@ -44,7 +44,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 class CalledCache(Protocol):
-    """What the hooks call. All calls come from the scheduler's thread and must not block it for long."""
+    """The cache's methods that the hooks call. All calls come from the scheduler's thread and must not block
+    it for long."""
 
     def check_hicache_events(self) -> None:
         """Take note of copies that have finished on every rank. Once per pass of the scheduling loop."""
@@ -70,7 +71,7 @@ class CalledCache(Protocol):
         """The same of the batch's requests: their slots are in the request table."""
 
     def streams_hold(self) -> bool:
-        """A prefill batch has run: whether everything that streamed into it was what it should have been."""
+        """A prefill batch has run: whether everything that streamed into it was verified."""
 
     def prefill_ended(self) -> None:
         """The result of the oldest such batch was processed."""
@@ -84,7 +85,7 @@ class CalledCache(Protocol):
 
     def weights_changing(self) -> None:
         """The model's weights are about to change, and may until ``weights_changed``: KV from before must
-        not match afterwards, and what is computed meanwhile must not be cached.
+        not match afterwards, and KV computed meanwhile must not be cached.
         """
 
     def weights_changed(self) -> None:
@@ -129,7 +130,7 @@ def before_embedding(worker: Any, batch: Any) -> None:
 
 
 def around_beam(stock: Callable[..., str | None], coordinator: Any, req: Any, recv_req: Any) -> str | None:
-    """Around ``BeamCoordinator.validate_and_init``; returns what is wrong with the request, or None."""
+    """Around ``BeamCoordinator.validate_and_init``; returns the request's fault, or None."""
     cache = called_cache(coordinator)
     if cache is not None and cache.dram is not None:
         return BEAMS_REFUSED

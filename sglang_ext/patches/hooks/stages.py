@@ -2,8 +2,8 @@
 
 What: once a request has ended, ``meta_info["cached_tokens_details"]`` has its stages (``stage_prefill_us``
 and so on, see `sglang_ext.stages`), also in the ``sglext`` of OpenAI answers, whose models have fixed fields.
-Before decode's ``_commit_transfer_to_req``, what came with the KV is kept. ``--kv-stage-times off`` leaves
-answers as they are; metrics are always kept.
+Before decode's ``_commit_transfer_to_req``, the stages that came with the KV are kept. ``--kv-stage-times
+off`` leaves answers as they are; metrics are always kept.
 
 Why no extension point serves: SGLang's own time stats reach an answer as times of day, of the last instance
 only, and only with ``--enable-metrics``.
@@ -43,7 +43,8 @@ _HOLDERS = (
 
 
 class Teller:
-    """What this scheduler process does with stages. The first rank counts; all ranks' stages are alike."""
+    """Collects and reports stages in this scheduler process. The first rank counts; all ranks' stages are
+    alike."""
 
     def __init__(self, server_args: Any) -> None:
         from sglang.srt.runtime_context import get_parallel

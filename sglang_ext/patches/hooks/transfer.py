@@ -4,14 +4,14 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
 ``patches/adapter/kv_manager.py``. Before the command line is made into a server's settings,
 ``--kv-pd-caching`` chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our
-classes are told the scheduler, whose pool they serve; around ``run_batch`` they send layers while the next
-are computed (push by layer). After decode's ``_update_handshake_waiters``, which says who may be given slots,
-those wait for whom decode's own disk or DRAM brings something; around its ``_match_prefix_and_lock``, which
-would count on HiCache for what is in DRAM, only what is in HBM counts. Around its
-``_required_admission_tokens`` no more is reserved for an answer than it can take. Around
+classes receive the scheduler, whose pool they serve; around ``run_batch`` they send layers while the next are
+computed (push by layer). After decode's ``_update_handshake_waiters``, which selects the requests that may
+get slots, requests wait while decode's own disk or DRAM loads blocks for them; around its
+``_match_prefix_and_lock``, which would count on HiCache for blocks in DRAM, only blocks in HBM count.
+Around its ``_required_admission_tokens`` no more is reserved for an answer than it can take. Around
 ``_commit_transfer_to_req`` and the streamer's ``accept``, log probabilities of the prompt that prefill has
-computed become part of decode's answer. After ``on_idle`` a
-scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang spins.
+computed become part of decode's answer. After ``on_idle`` a scheduler that only waits for transfers sleeps
+until one of them moves, where stock SGLang spins.
 
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
 enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
@@ -55,7 +55,7 @@ def kv_class(stock: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def choose_caches(_cls: type, args: argparse.Namespace) -> None:
-    """Before ``from_cli_args``: what ``--kv-pd-caching`` means in SGLang's flags (MemServe, table 4)."""
+    """Before ``from_cli_args``: map ``--kv-pd-caching`` to SGLang's flags (MemServe, table 4)."""
     if getattr(args, "disaggregation_transfer_backend", None) != BACKEND:
         return
     mode = getattr(args, "disaggregation_mode", "null")
@@ -102,7 +102,8 @@ def keep_settings(server_args: Any, _cls: type, args: argparse.Namespace) -> Non
 
 
 def before_init_disaggregation(scheduler: Any) -> None:
-    """Before ``init_disaggregation``: whose pool our manager will serve, and the settings."""
+    """Before ``init_disaggregation``: note the scheduler, whose pool our manager will serve, and the
+    settings."""
     if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
         PROCESS.config = flags.carried_config(scheduler.server_args, os.environ)
         PROCESS.scheduler = scheduler
@@ -189,7 +190,7 @@ def add_member() -> None:
     enumeration = resolve(f"{_UTILS}.TransferBackend")
     if _MEMBER in enumeration.__members__:
         return
-    # What EnumType does for the members in the class's body.
+    # As EnumType does for the members in the class's body.
     member = object.__new__(enumeration)
     member._name_, member._value_ = _MEMBER, BACKEND
     member.__objclass__, member._sort_order_ = enumeration, len(enumeration.__members__)

@@ -21,7 +21,7 @@ _PENALTY = "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_pena
 
 
 def around_compiled(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a function that ``torch.compile`` has wrapped: call what it wraps."""
+    """Around a function that ``torch.compile`` has wrapped: call the wrapped function."""
     return getattr(compiled, "_torchdynamo_orig_callable", compiled)(*args, **kwargs)
 
 

@@ -1,13 +1,13 @@
 """Tell our cache when the model's weights or the KV pool's memory change under it.
 
-What: around any call that changes weights the cache is told that they are about to change
-(``weights_changing()``), and once they stand still that they have (``weights_changed()``), also when the call
-has failed: half an update changes weights too. KV of other weights then never matches, also where the caller
-asked SGLang not to flush its cache. In between, nothing is cached: in a session of updates (``begin`` to
-``end``) weights may be changed from outside at any time, and while their memory is released
-(``release_memory_occupation`` to ``resume_memory_occupation``) there are none. ``check_weights`` overwrites
-them when it is asked to reset tensors. Before memory is released the cache waits for copies that read or
-write the pool (``settle()``), because SGLang unmaps the pool before it flushes the cache.
+What: around any call that changes weights, ``weights_changing()`` of the cache is called before the change,
+and ``weights_changed()`` once they stand still, also when the call has failed: half an update changes weights
+too. KV of other weights then never matches, also where the caller asked SGLang not to flush its cache. In
+between, nothing is cached: in a session of updates (``begin`` to ``end``) weights may be changed from outside
+at any time, and while their memory is released (``release_memory_occupation`` to
+``resume_memory_occupation``) there are none. ``check_weights`` overwrites them when it is asked to reset
+tensors. Before memory is released the cache waits for copies that read or write the pool (``settle()``),
+because SGLang unmaps the pool before it flushes the cache.
 
 LoRA adapters need no hook: SGLang gives each load of an adapter an id of its own, which is part of the extra
 key of its requests.
@@ -30,7 +30,7 @@ from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 WEIGHTS: Final = "weights"
 """SGLang's tag of the weights' memory."""
 RESETS: Final = "reset_tensors"
-"""What ``check_weights`` is asked for when it overwrites."""
+"""The action of ``check_weights`` that overwrites weights."""
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -61,7 +61,7 @@ def around_release(release: Callable[..., Any], manager: Any, recv_req: Any) -> 
 
 
 def around_resume(resume: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Around ``resume_memory_occupation``: what comes back may be what was there, or anything."""
+    """Around ``resume_memory_occupation``: the memory may have its former contents, or any other."""
     result = resume(manager, recv_req)
     if _concerns_weights(recv_req):
         _stand_still(manager)

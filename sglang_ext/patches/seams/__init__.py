@@ -1,7 +1,7 @@
 """SGLang's shapes where versions differ: a module per generation, `current` being the installed one's.
 
 A seam has the class that our cache is built on (``CacheSeam``), and functions that mean the same in all of
-them. Nobody else asks for a version.
+them. No other module checks SGLang's version.
 """
 
 from importlib import import_module

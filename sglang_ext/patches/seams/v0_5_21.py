@@ -21,7 +21,7 @@ def prefix_tokens(req: Req) -> int:
 
 
 def computed_end(req: Req) -> int:
-    """Where what this pass computes of a request ends, in tokens from its beginning."""
+    """The end of the part of a request that this pass computes, in tokens from the request's beginning."""
     return int(req.extend_range.end)
 
 
@@ -31,10 +31,11 @@ def release(req: Req, cache: Any, *, keep: bool) -> None:
 
 
 class CacheSeam(BasePrefixCache):  # type: ignore[misc]
-    """What SGLang calls of a cache, in terms of what ours has."""
+    """SGLang's interface of a cache, mapped to the methods of ours."""
 
     def found(self, slots: Sequence[Any], device_node: Node, best: Node, below: int) -> MatchResult:
-        """A match: the slots of what is in HBM, the last node there, the last in memory, tokens below HBM."""
+        """A match: the slots of the part in HBM, the last node there, the last in memory, tokens below
+        HBM."""
         return MatchResult(
             device_indices=self.slot_ops.join(list(slots)),
             last_device_node=device_node,

@@ -27,7 +27,7 @@ def prefix_tokens(req: Req) -> int:
 
 
 def computed_end(req: Req) -> int:
-    """Where what this pass computes of a request ends, in tokens from its beginning."""
+    """The end of the part of a request that this pass computes, in tokens from the request's beginning."""
     return int(req.extend_end)
 
 
@@ -37,10 +37,11 @@ def release(req: Req, cache: Any, *, keep: bool) -> None:
 
 
 class CacheSeam(BasePrefixCache):  # type: ignore[misc]
-    """What SGLang calls of a cache, in terms of what ours has."""
+    """SGLang's interface of a cache, mapped to the methods of ours."""
 
     def found(self, slots: Sequence[Any], device_node: Node, best: Node, below: int) -> MatchResult:
-        """A match: the slots of what is in HBM, the last node there, the last in memory, tokens below HBM."""
+        """A match: the slots of the part in HBM, the last node there, the last in memory, tokens below
+        HBM."""
         return MatchResult(
             device_prefix_len=sum(map(len, slots)),
             last_device_node=device_node,
@@ -50,8 +51,8 @@ class CacheSeam(BasePrefixCache):  # type: ignore[misc]
         )
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        # What SGLang releases is finished, also an aborted request: it says why before. So what is not
-        # finished is a chunk, or a prefill that is done, and has no end to tell of.
+        # A request that SGLang releases is finished, also an aborted one: its reason is set before. So an
+        # unfinished request is a chunk, or a prefill that is done, and has no end to report.
         if req.finished():
             self.keep_ended_req(req, up_to=up_to)
         else:
@@ -72,7 +73,7 @@ class CacheSeam(BasePrefixCache):  # type: ignore[misc]
         return self.slot_ops.join(self.slots_of_path(node))
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
-        """Also what streams in front of the forward pass, which is in nobody's tree yet."""
+        """Includes slots that stream in ahead of the forward pass and are in no tree yet."""
         path = self.path_device_indices(req.last_node)
         lacking = req.prefix_len - len(path)
         if lacking > 0:
