@@ -1,4 +1,4 @@
-"""Who holds which prefix: the radix tree that engine and router share."""
+"""The radix tree of prefixes and their holders, shared by engine and router."""
 
 from sglang_ext.keys import decode_tokens, encode_tokens
 from sglang_ext.radix_global.eviction import POLICIES, EvictionPolicy, policy_by_name

@@ -9,9 +9,9 @@ from sglang_ext.radix_global.placement import Holder
 
 
 def common_blocks(edge: bytes, key: bytes, position: int, block_bytes: int) -> int:
-    """Whole blocks that ``edge`` shares with ``key`` from byte ``position`` on; the first is known to be.
+    """Whole blocks that ``edge`` shares with ``key`` from byte ``position`` on; the first one matches.
 
-    Halves the part in question by comparing one half of it, so that all bytes are compared about once.
+    Bisects the rest, comparing only the half in question, so that each byte is compared about once.
     """
     shared = 1
     limit = min(len(edge), len(key) - position) // block_bytes
@@ -49,8 +49,9 @@ def walk(root: Node | None, key: bytes, block_bytes: int) -> Iterator[tuple[int,
 
 
 def ends(path: Sequence[Node]) -> list[tuple[int, list[Holder]]]:
-    """Who has which node of a path, and not the next: places on the path, the last first, each with those
-    that end there. Whoever has a node has those before it, so each holder is looked at only where it ends."""
+    """The last node of a path that each holder has: (index on the path, holders) pairs, last node first.
+
+    A holder of a node also has all nodes before it, so each holder is looked at only where it ends."""
     found: list[tuple[int, list[Holder]]] = []
     deeper: dict[Holder, Address] = {}
     for place in range(len(path) - 1, -1, -1):
@@ -65,7 +66,7 @@ def ends(path: Sequence[Node]) -> list[tuple[int, list[Holder]]]:
 def cut_node(node: Node, blocks: int, block_bytes: int) -> Node:
     """Put the first ``blocks`` blocks of ``node`` into a new parent, and return that.
 
-    ``node`` itself stays the tail: whoever holds or has locked it still stands for the whole path.
+    ``node`` itself stays the tail: its holders and locks still cover the whole path.
     """
     parent = node.parent
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Eviction: what one holder has, which block of it goes first, and the queue that finds it.
+"""Eviction: per-holder usage, the policies that order nodes, and the queue that finds the next victim.
 
 A policy maps a node to a sort key; the smallest goes first. The queue re-reads a key only when its node
 comes up, so a node's key may grow over time but never shrink.
@@ -18,7 +18,7 @@ from sglang_ext.radix_global.placement import Holder
 
 
 class Candidate(Protocol):
-    """What a policy may look at."""
+    """Fields of a node that a policy may read."""
 
     last_access: float
     hits: int
@@ -37,9 +37,9 @@ def lru(node: Candidate) -> SortKey:
 
 
 def slru(node: Candidate) -> SortKey:
-    """Segmented LRU: what was used only once goes before what was used again.
+    """Segmented LRU: nodes used only once go before nodes used again.
 
-    A scan of prompts that never come back then cannot push out what is shared.
+    A scan of one-off prompts then cannot evict shared prefixes.
     """
     return (float(node.hits >= PROTECTED_HITS), node.last_access)
 
@@ -68,8 +68,8 @@ SLACK: Final = 64
 class EvictionQueue:
     """The nodes of one holder in the order in which a policy gives them up.
 
-    Lazy: any node may be offered at any time, and whether it can go, and how late, is looked at when it
-    comes up. A node that cannot go then is dropped; whoever makes it able to go offers it again.
+    Lazy: any node may be offered at any time; its key and whether it can go are checked when it comes up. A
+    node that cannot go then is dropped, and the operation that later makes it evictable offers it again.
     """
 
     __slots__ = ("_heap", "_holder", "_sequence", "policy")

@@ -1,4 +1,4 @@
-"""What must be true of a tree at any time, found out by a walk over all of it."""
+"""Invariants of the tree, verified by a walk over all nodes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def violations(
     usage: Mapping[Holder, Usage],
     node_count: int,
 ) -> Iterator[str]:
-    """Yield a sentence for everything that is wrong; nothing when the tree is sound.
+    """Yield a sentence for each violation; nothing when the tree is sound.
 
     Args:
         block_bytes: bytes of one encoded block.
-        empty_root: what a match of nothing ends at.
+        empty_root: the node at which an empty match ends.
         roots: by namespace.
         usage: by holder.
         node_count: nodes below the roots, as the tree has counted them.
@@ -103,7 +103,7 @@ def _node_violations(block_bytes: int, parent: Node, first: bytes, node: Node) -
 
 
 def _queue_violations(holder: Holder, queue: EvictionQueue, believing: Mapping[int, Node]) -> Iterator[str]:
-    """What is wrong with a queue, given the nodes of the tree that take themselves to be in it, by id."""
+    """Violations in a queue. believing: nodes of the tree that are marked as queued, by id."""
     entries: set[int] = set()
     for key, node in queue.entries():
         if id(node) in entries:

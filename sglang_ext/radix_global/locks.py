@@ -29,8 +29,8 @@ def release(node: Node, holder: Holder) -> tuple[int, Node | None]:
     """Count one lock less from ``node`` up.
 
     Returns:
-        The holder's blocks that are not locked any more, and the one node among them that it may be able to
-        give up: the others are continued by what the holder has.
+        The holder's blocks that are no longer locked, and the last node among them. Only that node may be
+        evictable now: the holder also has a continuation of each of the others.
 
     Raises:
         ValueError: it is not locked.

@@ -1,4 +1,4 @@
-"""What the tree is made of, and what it answers with."""
+"""Nodes of the tree, and the results of its operations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang_ext.radix_global.placement import Holder
 
 Address = Any
 """Where a holder keeps the blocks of a node: ``None`` (unknown), or a sequence with the same number of
-entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The tree takes over
-what it is given: the caller does not change it any more."""
+entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The tree owns an
+address once it is passed in: the caller must not change it afterwards."""
 
 
 class Node:
@@ -58,17 +58,17 @@ class Node:
         return self.parent is None
 
     def adopt(self, first: bytes, child: Node) -> None:
-        """Make ``child`` the one that is found by its first block, in place of any other."""
+        """Add ``child`` under the bytes of its first block, replacing any other child there."""
         self.children[first] = child
         self.only_child = child if len(self.children) == 1 else None
 
     def disown(self, first: bytes) -> None:
-        """Drop the child that is found by this block."""
+        """Drop the child whose first block is ``first``."""
         del self.children[first]
         self.only_child = next(iter(self.children.values())) if len(self.children) == 1 else None
 
     def can_go(self, holder: Holder) -> bool:
-        """Whether ``holder`` may give up its copy: nothing it has continues it, and it is not locked."""
+        """Whether ``holder`` may give up its copy, which is not locked and has no continuation there."""
         if holder not in self.placements or self.locks.get(holder):
             return False
         return not any(holder in child.placements for child in self.children.values())
@@ -89,7 +89,7 @@ class Match(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """What an insertion changed."""
+    """Changes made by an insertion."""
 
     node: Node
     """The node at which the inserted prompt ends; a root when it is shorter than a block."""
@@ -129,7 +129,8 @@ def cut_address(address: Address, start: int, end: int) -> Address:
     """Entries ``start`` to ``end`` of an address.
 
     A view keeps the whole array alive for as long as one block of it is known, and every turn of a
-    conversation brings an array of its whole prompt. So a view it is only where it is most of the array.
+    conversation brings an array of its whole prompt. Therefore a view is returned only if it covers at least
+    half of the array.
     """
     if start == 0 and end == len(address):
         return address

@@ -1,4 +1,4 @@
-"""Who is told of every change of a tree: what is placed where, what is given up, what is cut in two."""
+"""Observer interfaces of a tree: callbacks for placements, evictions, splits and copies between tiers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class TreeObserver(Protocol):
     """Called in the middle of a change: must not change the tree."""
 
     def placed(self, node: Node, holder: Holder) -> None:
-        """``holder`` has ``node`` now; it had what is before it already."""
+        """``holder`` has ``node`` now. It already had the prefix before it."""
 
     def displaced(self, node: Node, holder: Holder) -> None:
-        """``holder`` no longer has ``node``, nor what continues it. The node still has its parent."""
+        """``holder`` no longer has ``node`` nor any continuation of it. The node still has its parent."""
 
     def split(self, upper: Node, lower: Node) -> None:
-        """``lower``, a node that was known, begins with ``upper`` no longer: that is its parent now."""
+        """The node ``lower`` was split: its first blocks are now ``upper``, its new parent."""
 
 
 class CopyObserver(Protocol):
-    """Who is told of copies between tiers, whose placement is in the tree before their bytes are there."""
+    """Observer of copies between tiers: a copy's placement is in the tree before its bytes have arrived."""
 
     def copy_begins(self, node: Node, holder: Holder) -> None:
         """``node`` is about to be placed with ``holder``, whose copy is not there yet."""
@@ -32,7 +32,7 @@ class CopyObserver(Protocol):
 
 
 class Unobserved:
-    """Nobody is told of copies."""
+    """Ignores all copies."""
 
     def copy_begins(self, node: Node, holder: Holder) -> None:
         pass

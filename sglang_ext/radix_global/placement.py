@@ -1,4 +1,4 @@
-"""Holders: who keeps a copy of a block, and in which tier."""
+"""Holders: instance, epoch and tier in which a copy of a block lies."""
 
 from __future__ import annotations
 

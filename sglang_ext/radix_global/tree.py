@@ -1,4 +1,4 @@
-"""The radix tree over prompts: who holds which prefix, in which tier.
+"""The radix tree over prompts: maps each prefix to its holders, with their tiers.
 
 One implementation serves the engine (one instance, addresses are pool slots and arena blocks) and the
 router (many instances, addresses may be absent): MemServe section 4.2, where the tree refers to data
@@ -11,10 +11,10 @@ found by the bytes of their first block.
 Invariants, verified by ``check()``:
 
 - every node below a root is held by at least one holder;
-- the nodes of one holder are closed under parents: whoever has a block has the whole prefix before it.
-  A prefix therefore never has a hole, and a holder's last matching node tells how much of a prompt it has;
-- the counters of blocks and locked blocks per holder equal what a walk finds;
-- whatever may be evicted is in its holder's eviction queue.
+- the nodes of one holder are closed under parents: a holder of a block has the whole prefix before it. A
+  prefix therefore never has a hole, and a holder's last matching node tells how much of a prompt it has;
+- the counters of blocks and locked blocks per holder equal the sums over all nodes;
+- every node that may be evicted is in its holder's eviction queue.
 
 Single-threaded: the owner calls it from one thread.
 """
@@ -47,7 +47,7 @@ class RadixTree:
 
     Args:
         block_size: tokens per block; only whole blocks are indexed.
-        policy: what ``evict`` takes first.
+        policy: orders the nodes for ``evict``.
         clock: seconds, monotonic; orders accesses.
     """
 
@@ -70,12 +70,12 @@ class RadixTree:
         self._usage: dict[Holder, Usage] = {}
         self.node_count = 0
         self.observer: TreeObserver | None = None
-        """Told of every placement and split; set it while the tree is empty."""
+        """Notified of every placement and split. Set it while the tree is empty."""
 
     # -- looking up -----------------------------------------------------------------------------
 
     def match(self, namespace: Hashable, key: bytes) -> Match:
-        """The longest known prefix of ``key``, whoever holds it.
+        """The longest known prefix of ``key``, with any holder.
 
         Splits the last node when the prompt parts from it, so that the path ends where the match does.
         Refreshes ``last_access`` on the path; ``hits`` count insertions only, because an engine matches a
@@ -138,12 +138,12 @@ class RadixTree:
         Args:
             namespace: prompts of different namespaces never match.
             key: the encoded prompt; a tail shorter than a block is left out.
-            holder: who has it.
+            holder: the owner of the new placements.
             address: where, for the whole blocks of ``key``; parts that the holder has already are not
                 replaced (the caller frees ``address`` up to ``held_blocks``).
             priority: raises the priority of the nodes on the path.
-            same_request: it has inserted a shorter part before (a chunk of its prompt, or the prompt before
-                the answer); what was known is then not counted as used once more.
+            same_request: the same request has inserted a shorter part before (a chunk of its prompt, or the
+                prompt before the answer); nodes known before then do not count a further use.
         """
         step = self._step
         end = len(key) // step * step
@@ -158,7 +158,7 @@ class RadixTree:
         return InsertResult(node, total, held, added)
 
     def extend(self, node: Node, key: bytes, holder: Holder, address: Address = None) -> InsertResult:
-        """Record that ``holder``, who has ``node``, has the whole blocks of ``key`` after it.
+        """Record that ``holder``, which has ``node``, has the whole blocks of ``key`` after it.
 
         As ``insert`` of everything up to there, which need not be known. ``InsertResult.blocks`` and
         ``held_blocks`` count from ``node`` on.
@@ -205,7 +205,7 @@ class RadixTree:
         return node, held, added
 
     def _descend(self, node: Node, key: bytes, end: int, priority: int, uses: int) -> Node:
-        """The node at which ``key[:end]`` ends, below ``node``; splits and creates what it takes for that."""
+        """The node at which ``key[:end]`` ends, below ``node``. Splits and creates nodes as needed."""
         step = self._step
         now = self._clock()
         position = 0
@@ -234,8 +234,8 @@ class RadixTree:
         """Record that ``holder`` has ``node`` too, at ``address``.
 
         Raises:
-            ValueError: the holder has it already, or lacks the prefix before it, or nobody has the node
-                any more.
+            ValueError: the holder already has the node or lacks the prefix before it, or the node is no
+                longer in the tree.
         """
         if holder in node.placements:
             raise ValueError(f"{holder!r} already has {node!r}")
@@ -251,7 +251,7 @@ class RadixTree:
     def split(self, node: Node, blocks: int) -> Node:
         """Cut ``node`` after its first ``blocks`` blocks; returns the new node that holds those.
 
-        ``node`` stays the tail, so that who holds or has locked it still stands for the whole path.
+        ``node`` stays the tail: its holders and locks still cover the whole path.
 
         Raises:
             ValueError: the cut is not inside the node.
@@ -261,10 +261,10 @@ class RadixTree:
         return self._split(node, blocks)
 
     def remove(self, node: Node, holder: Holder) -> list[Evicted]:
-        """``holder`` no longer has ``node``, nor anything that continues it. Locks do not prevent it.
+        """Remove ``node`` and all its continuations from ``holder``. Locks do not prevent it.
 
         Returns:
-            What it had, continuations before what they continue.
+            The removed placements, continuations first.
         """
         parent = node.parent
         if parent is None or holder not in node.placements:
@@ -286,7 +286,8 @@ class RadixTree:
         if usage is None:
             return 0
         dropped = usage.blocks
-        # One whose blocks were all evicted before is dropped without a look at the tree, which may be large.
+        # A holder whose blocks were all evicted before is dropped without a walk over the tree, which may be
+        # large.
         for root in list(self._roots.values()) if usage.nodes else ():
             for child in list(root.children.values()):
                 self.remove(child, holder)
@@ -305,10 +306,10 @@ class RadixTree:
     ) -> list[Evicted]:
         """Take up to ``blocks`` blocks from ``holder``, by policy, ends of prefixes first, never locked ones.
 
-        Takes exactly ``blocks`` where that many can go: the last node is split, and its tail goes.
+        Takes exactly ``blocks`` where that many can go: the last node is split, and its tail is evicted.
 
         Args:
-            holder: whose blocks.
+            holder: owner of the blocks.
             blocks: how many.
             only: take nodes for which it is true (those with another copy, for example) and no others.
             spare: nodes that stay. Whenever one comes up it counts as used, so that it does not come up again
@@ -392,7 +393,7 @@ class RadixTree:
         return [holder for holder, usage in self._usage.items() if usage.blocks]
 
     def now(self) -> float:
-        """What ``last_access`` of a node would be that is used now."""
+        """The tree's clock, in which ``last_access`` is kept."""
         return self._clock()
 
     @property
@@ -421,7 +422,7 @@ class RadixTree:
         """Verify every invariant.
 
         Raises:
-            TreeInvariantError: names the first that does not hold.
+            TreeInvariantError: names the first violation.
         """
         for what in violations(self._step, self.root, self._roots, self._usage, self.node_count):
             raise TreeInvariantError(what)
@@ -446,7 +447,7 @@ class RadixTree:
             self.observer.placed(node, holder)
 
     def _displace(self, node: Node, holder: Holder, usage: Usage) -> Address:
-        """Take ``holder`` off a node none of whose children it has; drop the node when nobody is left.
+        """Remove ``holder`` from a node of which it has no child; drop the node when no holder is left.
 
         The caller offers the parent for eviction.
         """
@@ -467,7 +468,7 @@ class RadixTree:
         return address
 
     def _offer(self, node: Node, holder: Holder, usage: Usage) -> None:
-        """Offer ``node`` for eviction after it has lost a child; whether it can go is found out later."""
+        """Offer ``node`` for eviction after it has lost a child; the queue checks later whether it can go."""
         if holder in node.placements and not node.locks.get(holder):
             usage.queue.offer(node, usage.nodes)
 

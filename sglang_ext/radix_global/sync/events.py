@@ -1,14 +1,14 @@
-"""Placement events: what changes in an instance's tree, told in few bytes to whoever keeps a copy of it.
+"""Placement events: changes in an instance's tree, encoded in few bytes for readers that keep a copy of it.
 
-`PlacementLog` watches the tree of one instance and says what it sees as events (``protocol/agent.py``), each
-after the tier's action is complete: a copy that is being made is not told before it is there. What lies in
-tiers of memory only is told here; the disk is told by names.
+`PlacementLog` observes the tree of one instance and publishes its changes as events (``protocol/agent.py``),
+each after the tier's action is complete: a copy between tiers is published when it has arrived. These events
+cover tiers in memory only; blocks on disk are published by name.
 
-A *run* is a node of the tree as others know it: a number, its blocks, and the tiers it is in. Nodes are split
-and go as the tree sees fit; the log keeps runs and nodes together, one to one, and says so.
+A *run* is a node of the tree as readers see it: a number, its blocks, and its tiers. The tree splits and
+drops nodes as it likes; the log keeps a one-to-one mapping between runs and nodes, and publishes its changes.
 
-`Walk` tells all there is, a little at a time, while the tree goes on changing: see `protocol/agent.py` on
-what that asks of the reader.
+`Walk` publishes the whole tree in small parts while it goes on changing: see `protocol/agent.py` on how
+readers must handle that.
 
 Pure: called by the tree's owner, in its thread.
 """
@@ -23,22 +23,22 @@ from sglang_ext.radix_global.placement import Holder
 from sglang_ext.radix_global.tree import RadixTree
 
 Tenant = tuple[str | None, str | None]
-"""(extra_key, cache_salt): whose prompts; other tenants never match."""
+"""(extra_key, cache_salt) of prompts; prompts of different tenants never match."""
 
 LONGEST_TAG = 4096
 LONGEST_RUN_BYTES = 8 << 20
-"""Runs and tenants beyond these are not told, nor is what continues them."""
+"""Longer runs and tags are not published, nor are their continuations."""
 
 
 class _Run:
-    """A node as it was told."""
+    """A node and its state as last published."""
 
     __slots__ = ("held", "number", "pending", "told")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.told = 0
-        """Tiers that were told; 0 while all copies are being made."""
+        """Tiers that were published; 0 while all copies are still being made."""
         self.held = 0
         self.pending = 0
         """Tiers into which it is being copied."""
@@ -49,9 +49,9 @@ class PlacementLog:
 
     Args:
         tree: empty; the log becomes its observer.
-        tiers: the holders of interest, and the bit that stands for each in events.
-        tenant_of: whose prompts a namespace of the tree has; ``None`` for a namespace that is not told, as
-            nothing will match it any more.
+        tiers: the holders to publish, and the bit that stands for each in events.
+        tenant_of: the tenant of a namespace of the tree; ``None`` for a namespace that is not published,
+            because no prompt will match it any more.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PlacementLog:
         tree.observer = self
 
     def close(self) -> None:
-        """Hear nothing of the tree any more."""
+        """Stop observing the tree."""
         self._tree.observer = None
 
     def take(self) -> list[PlacementEvent]:
@@ -78,7 +78,7 @@ class PlacementLog:
         events, self._events = self._events, []
         return events
 
-    # -- what the tree tells --------------------------------------------------------------------
+    # -- notifications from the tree ------------------------------------------------------------
 
     def placed(self, node: Node, holder: Holder) -> None:
         """See `TreeObserver`."""
@@ -125,7 +125,7 @@ class PlacementLog:
             for walk in self._walks:
                 walk.was_split(run.number, upper, first.number)
 
-    # -- what the tiers tell --------------------------------------------------------------------
+    # -- notifications from the tiers -----------------------------------------------------------
 
     def copy_begins(self, node: Node, holder: Holder) -> None:
         """``node`` is about to be placed with ``holder``, whose copy is not there yet."""
@@ -150,7 +150,7 @@ class PlacementLog:
                     self._tell(part, run, tier)
 
     def clear(self, weights: str) -> None:
-        """Nothing that is in the tree now matches any more; told in one event.
+        """Publish in one event that no block now in the tree matches any more.
 
         Args:
             weights: version of the weights from now on, for names of blocks.
@@ -163,19 +163,19 @@ class PlacementLog:
     # -- everything -----------------------------------------------------------------------------
 
     def walk(self) -> Walk:
-        """Tell all there is, from now on, in parts."""
+        """Publish the whole tree in parts, beginning now."""
         walk = Walk(self, self._tree)
         self._walks.append(walk)
         return walk
 
     def ended(self, walk: Walk) -> None:
-        """The walk is over, or nobody wants the rest of it."""
+        """Forget a walk that is complete, or whose reader has gone."""
         walk.stop()
         if walk in self._walks:
             self._walks.remove(walk)
 
     def stored(self, node: Node) -> Stored | None:
-        """The event that tells ``node`` as it is told now; ``None`` when it is not."""
+        """The event that publishes ``node`` in its present state; ``None`` when it is not published."""
         run = self._runs.get(node)
         if run is None or not run.told:
             return None
@@ -189,7 +189,7 @@ class PlacementLog:
         return Stored(run.number, 0, node.key, run.told, *tenant)
 
     def truth(self) -> list[Stored]:
-        """All that is told now, parents before children; for tests and for debugging."""
+        """All published runs as they are now, parents before children; for tests and for debugging."""
         return [event for node in self._tree.nodes() if (event := self.stored(node)) is not None]
 
     # -- inner workings -------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class PlacementLog:
         else:
             above = self._runs.get(parent)
             if above is None or not above.told:
-                return  # what it continues is not told
+                return  # its parent is not published
             before, extra_key, cache_salt = above.number, None, None
         if len(node.key) > LONGEST_RUN_BYTES:
             return
@@ -217,7 +217,7 @@ class PlacementLog:
         self._events.append(Stored(run.number, before, node.key, tier, extra_key, cache_salt))
 
     def _untell(self, node: Node, run: _Run) -> None:
-        """Nothing of ``node`` is told any more; what continues it goes first, where a copy is still told."""
+        """Withdraw ``node``; its published continuations are withdrawn first."""
         stack = [node]
         for current in stack:
             stack.extend(child for child in current.children.values() if self._is_told(child))
@@ -234,12 +234,12 @@ class PlacementLog:
         return run is not None and run.told != 0
 
     def _renumber(self, run: _Run) -> None:
-        """A number is never used again: what is told once more is a new run."""
+        """A number is never used again: a node that is published again gets a new run."""
         run.number = self._next
         self._next += 1
 
     def number_of(self, node: Node) -> int:
-        """The run of a node that is told; 0 for any other."""
+        """The run of a published node; 0 for any other."""
         run = self._runs.get(node)
         return run.number if run is not None and run.told else 0
 
@@ -247,10 +247,10 @@ class PlacementLog:
         return f"PlacementLog(runs={len(self._runs)}, events={len(self._events)}, walks={len(self._walks)})"
 
     def check(self) -> None:
-        """Verify that what was told is what the tree has.
+        """Verify that the published state agrees with the tree.
 
         Raises:
-            AssertionError: names the first node for which it is not.
+            AssertionError: names the first node for which it does not.
         """
         seen = 0
         for node in self._tree.nodes():
@@ -272,7 +272,7 @@ class PlacementLog:
 
 
 class Walk:
-    """Everything that is told, once. Made by `PlacementLog.walk`."""
+    """One pass over all published runs. Made by `PlacementLog.walk`."""
 
     def __init__(self, log: PlacementLog, tree: RadixTree) -> None:
         self._log = log
@@ -286,7 +286,7 @@ class Walk:
     def part(self, runs: int, nbytes: int) -> list[Stored]:
         """The next runs, parents before children: at most about so many, of so many bytes of tokens.
 
-        Together with the events taken before, a reader has what is true now of all runs so far.
+        Together with the events taken before, these give a reader the present state of all runs so far.
         """
         found: list[Stored] = []
         while self._stack and runs > len(found) and nbytes > 0:
@@ -296,18 +296,18 @@ class Walk:
         return found
 
     def was_split(self, lower: int, upper: Node, number: int) -> None:
-        """The run ``lower`` begins with the new run ``number`` no longer."""
+        """The first blocks of the run ``lower`` are now the new run ``number``."""
         if lower in self._visited:
-            self._visited.add(number)  # an event tells it to whoever knows ``lower``
+            self._visited.add(number)  # readers that have ``lower`` get a Split event
         elif not self.over:
             self._stack.append(upper)  # ``lower`` may be gone before it is visited
 
     def stop(self) -> None:
-        """Tell nothing more."""
+        """Yield no more runs."""
         self._stack.clear()
 
     def _visit(self, node: Node) -> Iterator[Stored]:
-        """Tell ``node``, and before it what has been split off from its beginning since it was noted down."""
+        """Yield ``node``, preceded by the nodes split off from its beginning since it was put on the stack."""
         path: list[Node] = []
         current = node
         while current.parent is not None:

@@ -9,8 +9,9 @@ PARTS = 64
 
 
 class Names(Set[bytes]):
-    """A set of names in parts, by their last byte: digests are spread evenly, and a part grows in a fraction
-    of a millisecond, where a set of 400,000 takes tens of them. It goes by `take`, some at a time."""
+    """A set of names in 64 parts, by the last byte: digests are spread evenly, and one part grows in a
+    fraction of a millisecond, where a set of 400,000 names takes tens of milliseconds. `take` empties it in
+    steps."""
 
     __slots__ = ("_parts",)
 

@@ -1,22 +1,22 @@
-"""A reader's copy of what an instance holds, made from its placement events.
+"""A reader's copy of an instance's tree, built from its placement events.
 
     state    on                                                     goes to
     -------  -----------------------------------------------------  --------------------------------------
     BLANK    SnapshotBegin                                          FILLING
     FILLING  SnapshotEnd, nothing missing                           LIVE
-    LIVE     anything that does not follow: a number left out, an   STALE (what is known stays, and is not
+    LIVE     anything that does not follow: a number left out, an   STALE (the index stays but is not
     FILLING  unknown run, a part missing                            trusted); the caller asks for a snapshot
     STALE    SnapshotBegin                                          FILLING
     any      another epoch                                          BLANK, and everything is forgotten
 
-What is repeated changes nothing. What comes too early leaves a number out, so it makes the copy stale and the
-next snapshot right again.
+Repeated messages change nothing. A message that comes too early leaves a number out: the copy becomes STALE,
+and the next snapshot corrects it.
 
-A copy may give up what is cold, to keep within its memory: it then knows less than there is, never more. It
-says so (`partial`), and events about what it gave up pass it by.
+A copy may evict cold blocks to keep within its memory: it then has less than the instance, never more.
+`partial` reports this, and events about evicted blocks are ignored.
 
-The tree is shared by many copies: each has one holder in it, whose address of a node says which run it is a
-piece of. Pure: one thread, no clock.
+The tree is shared by many copies: each has one holder in it, whose address of a node names the run of which
+the node is a piece. Pure: one thread, no clock.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FREED_NAMES: Final = 512
 
 
 class State(enum.StrEnum):
-    """How far a copy is to be believed."""
+    """How far a copy can be trusted."""
 
     BLANK = "blank"
     FILLING = "filling"
@@ -71,17 +71,17 @@ class State(enum.StrEnum):
 
 
 class Outcome(enum.Enum):
-    """What became of a message."""
+    """Result of applying a message."""
 
     APPLIED = "applied"
     IGNORED = "ignored"
-    """It was known already, or belongs to what is over."""
+    """It was applied before, or belongs to an epoch or a snapshot that is over."""
     BROKEN = "broken"
-    """It does not follow. Ask for a snapshot."""
+    """It does not follow the last one. Ask for a snapshot."""
 
 
 class _Unknown(Exception):
-    """An event does not follow from what is known."""
+    """An event refers to a run that is not in this copy."""
 
 
 class Replica:
@@ -91,9 +91,9 @@ class Replica:
         tree: shared by the copies of all instances of a role.
         instance: its name here.
         serial: numbers for holders.
-        abandon: takes over a holder whose placements are of no use any more. Not given: they are taken out of
-            the tree at once, which takes a while for many.
-        left: told when a run leaves a tier: its last node, its blocks, the tiers it left, and those it is
+        abandon: takes over a holder whose placements are obsolete. Without it, they are removed from the tree
+            at once, which takes a while for many.
+        left: called when a run leaves a tier: its last node, its blocks, the tiers it left, and those it is
             still in.
     """
 
@@ -128,7 +128,7 @@ class Replica:
         self._number = -1
         self._parts = 0
         self._gone: list[Names] = []
-        """Names that are of no use any more: each message frees some."""
+        """Obsolete names: each message frees some."""
 
     @property
     def holder(self) -> Holder:
@@ -157,7 +157,7 @@ class Replica:
     # -- messages -------------------------------------------------------------------------------
 
     def began(self, epoch: bytes, naming: Naming | None) -> None:
-        """The instance said in which epoch it is."""
+        """Record the instance's epoch, from `Welcome`."""
         if epoch != self.epoch:
             self._new_epoch(epoch)
         self.naming = naming
@@ -187,11 +187,11 @@ class Replica:
         return Outcome.APPLIED
 
     def forget(self) -> None:
-        """The instance is gone, or its index is not wanted any more."""
+        """Forget the index: the instance is gone, or its index is not needed any more."""
         self._new_epoch(b"")
 
     def lost_touch(self) -> None:
-        """Nobody knows what the instance does now: what is known is not to be trusted."""
+        """The channel to the instance is lost: the index stays but is no longer trusted."""
         if self.state is not State.BLANK:
             self.state = State.STALE
 
@@ -311,7 +311,7 @@ class Replica:
             tenant = (event.extra_key, event.cache_salt)
             result = self._tree.insert(tenant, event.tokens, self._holder, piece)
         if result.held_blocks:
-            # Two runs for the same blocks. What was placed is a piece of a run that is about to be gone.
+            # Two runs for the same blocks: the new placements belong to a run that is about to be removed.
             for node in result.added[:1]:
                 self._tree.remove(node, self._holder)
             raise _Unknown
@@ -383,7 +383,7 @@ class Replica:
     # -- memory ---------------------------------------------------------------------------------
 
     def give_up(self, blocks: int) -> list[Evicted]:
-        """Forget what was not asked for the longest, ends of prefixes first. Returns what was forgotten."""
+        """Evict the least recently matched blocks, ends of prefixes first. Returns the evicted placements."""
         gone = self._tree.evict(self._holder, blocks)
         for evicted in gone:
             run: Run = evicted.address.run
@@ -439,7 +439,7 @@ class Replica:
         """Verify that runs and tree agree.
 
         Raises:
-            AssertionError: names the first that does not.
+            AssertionError: names the first run or node that does not.
         """
         blocks: dict[int, int] = {}
         for node in self._tree.nodes():

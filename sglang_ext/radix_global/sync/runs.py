@@ -1,4 +1,4 @@
-"""Runs: what placement events are about, as pieces of nodes; and the small arithmetic around them."""
+"""Runs, the unit of placement events, and their pieces in the tree's nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run:
         self.tiers = tiers
         self.blocks = blocks
         self.cut = False
-        """Its end was given up here, so that nothing can be said of what continues it."""
+        """Its end was evicted here, so that its continuations cannot be placed."""
         self.node = node
         """The node at which it ends. Nodes of the tree may be shorter than the run."""
 

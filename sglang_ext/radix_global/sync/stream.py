@@ -1,10 +1,10 @@
 """An instance's events on their way to its readers: numbered, cut into messages, remembered for a while.
 
-A reader that lost its connection for a moment goes on where it was, if what it missed is still remembered;
-any other is sent a snapshot. The snapshot is made elsewhere (by whoever may look at the tree) and comes in
-through `begin`, `part` and `end`, in the order in which it was made among the events.
+A reader that lost its connection for a moment resumes where it was if the messages it missed are still
+remembered; any other reader is sent a snapshot. The owner of the tree makes the snapshot and passes it to
+`begin`, `part` and `end`, in the order in which it was made among the events.
 
-Pure: takes messages in, returns the bytes that are to be sent to whom.
+Pure: takes messages in, returns the bytes to send, each with its reader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_ext.protocol.agent import (
 )
 
 Reader = bytes
-"""Who reads: the identity of its connection."""
+"""Identity of a reader's connection."""
 Sends = list[tuple[Reader, bytes]]
 
 
@@ -80,7 +80,7 @@ class EventStream:
     # -- readers --------------------------------------------------------------------------------
 
     def hello(self, reader: Reader, message: Hello) -> tuple[Sends, int | None]:
-        """A reader says what it has: what to send it, and the number of the snapshot it needs, if any."""
+        """Answer a reader's `Hello`: messages to send, and the number of the snapshot it needs, if any."""
         self.goodbye(reader)
         spoken = message.protocol == AGENT_PROTOCOL
         missed = self._missed(message) if spoken else None
@@ -89,7 +89,7 @@ class EventStream:
         )
         sends = [(reader, FROM_AGENT.encode(welcome))]
         if not spoken:
-            # It learns from this which protocol is spoken here, and is told nothing that it would misread.
+            # The `Welcome` names the protocol spoken here; no message that the reader would misread follows.
             return sends, None
         self._readers.add(reader)
         if missed is not None:
@@ -99,7 +99,7 @@ class EventStream:
         return sends, self._number
 
     def goodbye(self, reader: Reader) -> list[int]:
-        """A reader is gone. Returns numbers of snapshots that nobody wants any more."""
+        """A reader is gone. Returns the numbers of its unfinished snapshots, which are dropped."""
         self._readers.discard(reader)
         unwanted = self.snapshots_of(reader)
         for number in unwanted:
@@ -107,20 +107,20 @@ class EventStream:
         return unwanted
 
     def wants(self, number: int) -> bool:
-        """Whether anybody waits for the rest of a snapshot."""
+        """Whether a reader still waits for the rest of a snapshot."""
         return number in self._snapshots
 
     def reader_of(self, number: int) -> Reader | None:
-        """Who waits for a snapshot."""
+        """The reader that waits for a snapshot."""
         snapshot = self._snapshots.get(number)
         return None if snapshot is None else snapshot.reader
 
     def snapshots_of(self, reader: Reader) -> list[int]:
-        """Snapshots that a reader waits for."""
+        """Snapshots for which a reader waits."""
         return [number for number, snapshot in self._snapshots.items() if snapshot.reader == reader]
 
     def _missed(self, message: Hello) -> list[bytes] | None:
-        """Messages that the reader lacks; ``None`` when they are not known any more."""
+        """Messages that the reader lacks; ``None`` when they are no longer remembered."""
         if message.epoch != self.epoch or message.next > self.next:
             return None
         if message.next == self.next:
@@ -145,7 +145,7 @@ class EventStream:
         return sends
 
     def left_out(self, events: int) -> None:
-        """So many events were dropped: every reader will see that numbers are missing."""
+        """So many events were dropped: every reader will see the gap in the numbers."""
         self.next += events
         self._past.clear()
         self._past_bytes = 0
@@ -160,7 +160,7 @@ class EventStream:
         return [(snapshot.reader, FROM_AGENT.encode(SnapshotBegin(self.epoch, number, self.next)))]
 
     def part(self, number: int, events: Sequence[PlacementEvent]) -> Sends:
-        """Some of a snapshot, as of here in the stream."""
+        """A part of a snapshot, as of this place in the stream."""
         snapshot = self._snapshots.get(number)
         if snapshot is None:
             return []
@@ -187,7 +187,7 @@ class EventStream:
 
 
 def _batches(events: Sequence[PlacementEvent]) -> Iterator[Sequence[PlacementEvent]]:
-    """Cut events into what fits into one message each."""
+    """Cut events into batches of one message each."""
     start, size = 0, 0
     for index, event in enumerate(events):
         size += _bytes_of(event)
