@@ -1,1 +1,1 @@
-"""Messages between processes: what instances, routers and people say to each other."""
+"""Messages between processes: instances, routers, and clients of the cluster's HTTP interface."""

@@ -1,8 +1,8 @@
-"""What an instance's agent and a router say to each other, over one ZeroMQ channel with CURVE.
+"""Messages between an instance's agent and a router, over one ZeroMQ channel with CURVE.
 
-The router connects (DEALER) to the agent (ROUTER) in rank 0 of an instance and says `Hello` with what it has.
-The agent answers `Welcome`; either the router's place in the stream of events is still known, and the stream
-goes on there, or a snapshot follows:
+The router connects (DEALER) to the agent (ROUTER) in rank 0 of an instance and sends `Hello` with its
+position. The agent answers `Welcome`; either the router's place in the stream of events is still known, and
+the stream goes on there, or a snapshot follows:
 
     router                            agent
     Hello(epoch, next) -------------> Welcome(epoch, names, resumed)
@@ -10,15 +10,15 @@ goes on there, or a snapshot follows:
                        <------------- Events(epoch, first, ...)            contiguous numbers, a few ms apart
                        <------------- Beat(epoch, next, load, tiers)       every second
     Ping               -------------> (every second)
-    PeerDead           -------------> (an instance died: free what it held)
-    PrefillServers     -------------> (to decode: who prefills, again and again; connect to them)
+    PeerDead           -------------> (an instance died: free its resources)
+    PrefillServers     -------------> (to decode: all prefill servers, repeated; connect to them)
     Advise, Withdraw   -------------> (a request is expected, or no more)
     Export               -------------> (a peer will read a prompt's blocks from DRAM)
     Fetch              -------------> (read them from there, for a request that is on its way)
                        <------------- Expecting(id)                       (its request may be sent now)
-    Park               -------------> (stop a request where it is: another instance shall go on with it)
-                       <------------- Parked(id, resume)                  what the other one needs for that
-    Watch              -------------> (to the other one: who comes with this ticket resumes from this state)
+    Park               -------------> (stop a request where it is: another instance continues it)
+                       <------------- Parked(id, resume)                  state that the other one needs
+    Watch              -------------> (to the other one: the request with this ticket resumes from this state)
                        <------------- Expecting(ticket)                   (its request may be sent now)
                        <------------- Running(id)
     Unpark             -------------> (end it here, or go on with it after all)
@@ -26,13 +26,14 @@ goes on there, or a snapshot follows:
                        <------------- Advised(id, tokens)                 when all was brought that could be
 
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
-instance and never used again in its epoch. What a run stands for is told once, by its parent run and its
-tokens, so an event costs a few bytes however long the prefix is. `radix_global.events` makes them and applies
-them. Blocks below memory are told by their names (``keys.block_keys``), because a disk outlives the process
-and knows nothing else.
+instance and never used again in its epoch. A run is defined once, by its parent run and its tokens, so that
+every further event costs a few bytes however long the prefix is. `radix_global.sync` makes and applies
+events. Blocks below memory are published by name (``keys.block_keys``): a disk outlives the process, and
+names are all that it keeps.
 
-During a snapshot, events concern runs that may not have been told yet: those are left out, as the part that
-tells them comes later and is as of then. After `SnapshotEnd`, an unknown run means that something was lost.
+During a snapshot, events may refer to runs that have not been published yet. The reader skips these: the part
+that publishes the run comes later and is up to date. After `SnapshotEnd`, an unknown run means a lost
+message.
 """
 
 from __future__ import annotations
@@ -46,49 +47,49 @@ from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
 AGENT_PROTOCOL: Final = 8
-"""Changes when one side would misunderstand the other. `Hello` and `Welcome` keep their form whatever
-changes, so that each side can say by name what the other speaks."""
+"""Changes when one side would misunderstand the other. `Hello` and `Welcome` keep their form across all
+versions, so that each side can name the other's version."""
 MAX_SECONDS: Final = 86_400
-"""Of what is expected, or waited for: a day."""
+"""Longest time that a request may be expected or waited for: a day."""
 
 MAX_EVENTS: Final = 20_000
 """Events of one message."""
 BATCH_EVENTS: Final = 64
 BATCH_BYTES: Final = 4 << 10
-"""A message is sent when its events, or their tokens and names, pass this: well below a millisecond of
-a reader's time, who has requests to send on between two messages."""
+"""A message is sent when its events, or their tokens and names, exceed this. Reading one then takes well
+below a millisecond of the router's time, which also has requests to forward between two messages."""
 
 Tag = Annotated[str, msgspec.Meta(max_length=4096)]
-"""A tenant's ``extra_key`` or ``cache_salt``; KV of longer ones is not told."""
+"""A tenant's ``extra_key`` or ``cache_salt``; KV of tenants with longer ones is not published."""
 Level = Annotated[int, msgspec.Meta(ge=0, le=MAX_LEVEL)]
-"""Of a tier (``tiers``). What is told of a level that the reader does not know is left out."""
+"""Level of a tier (``tiers``). Readers skip events of levels that they do not have."""
 Tiers = Annotated[int, msgspec.Meta(ge=0, lt=1 << (MAX_LEVEL + 1))]
-"""Where a run is: the bits (`Tier.bit`) of tiers in memory."""
+"""The tiers in memory that hold a run, as bits (`Tier.bit`)."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Of what a router says to an agent."""
+"""Longest message from a router to an agent."""
 MAX_PROMPT_BYTES: Final = MAX_MESSAGE_BYTES - (64 << 10)
-"""Of an encoded prompt that one message can carry, with all else in it: about 245,000 tokens."""
+"""Longest encoded prompt that fits into one message with all other fields: about 245,000 tokens."""
 MAX_TAG: Final = 4096
 MAX_OUTPUT_BYTES: Final = 1 << 19
-"""Of a request that moves: what was generated, encoded. Longer answers end where they are."""
+"""Longest encoded output of a request that can be migrated. Longer answers finish in place."""
 PREFILLS_AGAIN_S: Final = 10.0
 Ticket = Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
-"""Unguessable: whoever has it may resume a request."""
+"""Unguessable: its bearer may resume a request."""
 Host = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%\[\]-]{1,255}$")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """Base of placement events. Sent after what they tell is complete, and a removal before the room it
-    leaves is used again."""
+    """Base of placement events. Sent after the change is complete; a removal is sent before the freed space
+    is used again."""
 
 
 class Stored(Event, frozen=True, tag=1):
     """A new run.
 
-    parent: the run it continues; 0 at the start of a prompt, where ``extra_key`` and ``cache_salt`` say
-        whose it is.
+    parent: the run it continues; 0 at the start of a prompt, where ``extra_key`` and ``cache_salt`` name the
+        tenant.
     tokens: encoded (``keys.encode_tokens``), whole blocks.
     """
 
@@ -108,7 +109,7 @@ class Moved(Event, frozen=True, tag=2):
 
 
 class Removed(Event, frozen=True, tag=3):
-    """A run is in no memory any more, nor is anything that continues it."""
+    """A run, with all its continuations, is no longer in memory."""
 
     run: Count
 
@@ -147,7 +148,7 @@ PlacementEvents = Annotated[tuple[PlacementEvent, ...], msgspec.Meta(max_length=
 
 
 class Naming(msgspec.Struct, frozen=True, array_like=True):
-    """What names of blocks below memory are made from, beside tenant and tokens (``keys.Namespace``).
+    """The inputs of names of blocks below memory, beside tenant and tokens (``keys.Namespace``).
 
     adapters: LoRA is on; names of tenants with an ``extra_key`` then depend on more than this.
     """
@@ -168,11 +169,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     queued: Count = 0
     """Requests that wait, and one whose prompt is cut and not complete yet."""
     queued_tokens: Count = 0
-    """Tokens of theirs that are to be computed; cached prefixes of what waits are not deducted."""
+    """Their tokens that are to be computed; cached prefixes of waiting requests are not deducted."""
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that the tier of a level holds, and how many fit. spilled: of those held, what is kept for other
+    """Blocks that the tier of a level holds, and how many fit. spilled: the part of them held for other
     instances."""
 
     level: Level
@@ -182,7 +183,7 @@ class Fill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """A router wants an instance's events, from ``next`` of ``epoch`` on; 0 and no epoch for everything."""
+    """Subscribes a router to an instance's events, from ``next`` of ``epoch`` on; empty for everything."""
 
     router: Name
     epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
@@ -197,7 +198,7 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class PeerDead(Message, frozen=True, tag="dead"):
-    """An instance died: whoever keeps something for it, frees it. An empty epoch means any."""
+    """An instance died: free everything held for it. An empty epoch means any."""
 
     instance: Name
     epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
@@ -212,8 +213,8 @@ class PrefillServer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillServers(Message, frozen=True, tag="prefills"):
-    """All prefill servers that a router has, to a decode instance, which connects to them before their first
-    request comes (KVDirect, section 4.2). Replaces what this router said before; said again every
+    """All prefill servers that a router has, sent to a decode instance, which connects to them before their
+    first request comes (KVDirect, section 4.2). Replaces the router's previous list; repeated every
     `PREFILLS_AGAIN_S`.
     """
 
@@ -222,7 +223,7 @@ class PrefillServers(Message, frozen=True, tag="prefills"):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prompt's KV can be read: what `Export` told its holder to export.
+    """Where a prompt's KV can be read, as set up by `Export`.
 
     endpoints: ``host:port`` of each rank, in order. export: the name under which they export it.
     """
@@ -232,9 +233,9 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A span of a prompt and where it can be read. It begins where what came before it ends, and reaches up
-    to the leading ``tokens`` tokens; the source exports these from the prompt's start. One that ends where
-    another does, or before it, is read where that does not come.
+    """A span of a prompt and its source. It begins at the end of the previous span, and reaches up to the
+    leading ``tokens`` tokens, which the source exports from the prompt's start. A span that ends where
+    another does, or before it, is a fallback: it is read if the other one fails.
 
     computed: the source computes it meanwhile (`Export.compute`), and exports it layer by layer.
     """
@@ -248,11 +249,11 @@ FetchSpans = Annotated[tuple[FetchSpan, ...], msgspec.Meta(max_length=64)]
 
 
 class Export(Message, frozen=True, tag="export"):
-    """Let a peer read what is here of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
+    """Let a peer read the blocks held here of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
 
-    export: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
+    export: the name under which the peer requests it; any bearer of the name can read it. tokens: encoded.
     compute: compute them, and export each layer as soon as it is computed (table 3, sequence parallelism).
-    spills: they are about to go, and the peer keeps them: this is no use of them.
+    spills: the blocks are about to be evicted, and the peer keeps them: reading does not count as a use.
     """
 
     export: Name
@@ -265,10 +266,11 @@ class Export(Message, frozen=True, tag="export"):
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
-    """A request with this prompt is on its way: read from peers what is not here.
+    """A request with this prompt is on its way: read the missing blocks from peers.
 
-    spans: in order. wait_s: how long the request may wait for that, and how long it may take. for_others: no
-    request is on its way; it is kept for the instances that have it, in DRAM that is idle.
+    spans: in order. wait_s: how long the request may wait for the fetch, and how long the fetch may take.
+    for_others: no request is on its way; the blocks are kept in idle DRAM on behalf of the instances that
+    hold them.
     """
 
     id: Name
@@ -281,10 +283,10 @@ class Fetch(Message, frozen=True, tag="fetch"):
 
 
 class Advise(Message, frozen=True, tag="advise"):
-    """A request with this prompt is expected: bring what is known of it up to HBM (Symphony, section 3.2).
+    """A request with this prompt is expected: bring its cached blocks up to HBM (Symphony, section 3.2).
 
     id: the router's name of the hint. tokens: encoded. ttl_s: how long the request is expected. earliest_s:
-    before which it does not come.
+        the earliest time at which it may come.
     """
 
     id: Name
@@ -294,7 +296,7 @@ class Advise(Message, frozen=True, tag="advise"):
     priority: int = 0
     ttl_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
     spans: FetchSpans = ()
-    """What peers hold of it and this instance does not, which is fetched first."""
+    """Spans that peers hold and this instance lacks; they are fetched first."""
     earliest_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
 
 
@@ -305,8 +307,8 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
 
 
 class Park(Message, frozen=True, tag="park"):
-    """Stop a request between two tokens and keep what it has; another instance shall go on with it (MemServe,
-    table 3). Answered by `Parked`. rid: what the server calls it.
+    """Stop a request between two tokens and keep its state; another instance continues it (MemServe, table
+    3). Answered by `Parked`. rid: the server's name of it.
     """
 
     id: Name
@@ -314,21 +316,21 @@ class Park(Message, frozen=True, tag="park"):
 
 
 class Unpark(Message, frozen=True, tag="unpark"):
-    """What becomes of a parked request: it goes on here (``stay``), or ends, because it runs elsewhere."""
+    """Decision on a parked request: it goes on here (``stay``), or ends, because it runs elsewhere."""
 
     id: Name
     stay: bool
 
 
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stopped request needs to go on elsewhere, beside its KV.
+    """State of a stopped request with which it goes on elsewhere, beside its KV.
 
-    output: generated so far, encoded (``keys.encode_tokens``), one token at least; of the last one there is
-    no KV yet.
+    output: generated so far, encoded (``keys.encode_tokens``), one token at least; the last token has no KV
+        yet.
     prompt: digest of the prompt's tokens, to compare (``engine.resume.prompt_digest``).
-    cached: tokens that were found cached: in all, in HBM, in DRAM and below.
-    received: whether its KV comes by a hand-over. home: bootstrap host and port of who prefilled it, to which
-    its KV returns.
+    cached: tokens found in the cache: in all, in HBM, in DRAM and below.
+    received: whether its KV comes by a hand-over. home: bootstrap host and port of the prefill server that
+        its KV returns to.
     stages: how long it took up to here.
     """
 
@@ -344,7 +346,7 @@ class Watch(Message, frozen=True, tag="watch"):
     """The request ``rid`` comes with ``ticket`` in its body, and is to resume from this state. Answered by
     `Expecting` with the ticket as its id once it may be sent, and by `Running` with ``id`` when it runs.
 
-    The state itself never travels where clients write.
+    The state itself never travels in a client's request body.
     """
 
     id: Name
@@ -361,21 +363,21 @@ class Welcome(Message, frozen=True, tag="welcome"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     resumed: bool
     naming: Naming | None = None
-    """``None``: nothing is told of tiers below memory."""
+    """``None``: tiers below memory are not published."""
     protocol: Count = AGENT_PROTOCOL
 
 
 class SnapshotBegin(Message, frozen=True, tag="begin"):
-    """Forget what you have. The next event is number ``seq``."""
+    """Drop the index. The next event is number ``seq``."""
 
     epoch: Epoch
     number: Count
-    """Which snapshot of this epoch; parts of others are to be left out."""
+    """Number of the snapshot in this epoch; parts of other snapshots are ignored."""
     seq: Count
 
 
 class SnapshotPart(Message, frozen=True, tag="part"):
-    """Some of what is held, as of this place in the stream: before event ``seq``. Runs after their parents.
+    """Some of the runs held at this place in the stream: before event ``seq``. Parents come before children.
 
     index: counts the parts of a snapshot.
     """
@@ -388,7 +390,7 @@ class SnapshotPart(Message, frozen=True, tag="part"):
 
 
 class SnapshotEnd(Message, frozen=True, tag="end"):
-    """The snapshot is complete. partial: there was more than fits; what is missing is held and not told."""
+    """The snapshot is complete. partial: there was more than fits; the rest is held but not published."""
 
     epoch: Epoch
     number: Count
@@ -398,7 +400,7 @@ class SnapshotEnd(Message, frozen=True, tag="end"):
 
 
 class Events(Message, frozen=True, tag="events"):
-    """Consecutive events; the first has the number ``first``. age_ms: of the oldest, when it was sent."""
+    """Consecutive events; the first has the number ``first``. age_ms: age of the oldest, when it was sent."""
 
     epoch: Epoch
     first: Count
@@ -407,7 +409,7 @@ class Events(Message, frozen=True, tag="events"):
 
 
 class Beat(Message, frozen=True, tag="beat"):
-    """The instance lives. Every second, whatever else is sent. next: number of the next event."""
+    """The instance lives. Sent every second regardless of other messages. next: number of the next event."""
 
     epoch: Epoch
     next: Count
@@ -416,10 +418,10 @@ class Beat(Message, frozen=True, tag="beat"):
 
 
 class Advised(Message, frozen=True, tag="advised"):
-    """What was done for a hint, when nothing more is done for it.
+    """Result of a hint, sent once the instance has stopped working on it.
 
     end: why it ended, as ``engine.prefetch.PrefetchEnd`` has it; ``computing`` when it goes on with computing
-    what nobody had. tokens: of the prompt's beginning that are in HBM. brought: how many of them were brought
+    uncached tokens. tokens: of the prompt's beginning that are in HBM. brought: how many of them were brought
     for this hint. computed: how many were computed for it.
     """
 
@@ -432,11 +434,11 @@ class Advised(Message, frozen=True, tag="advised"):
 
 
 class Parked(Message, frozen=True, tag="parked"):
-    """A request has stopped, or is not stopped, and why.
+    """A request has stopped, or could not be stopped.
 
-    why: empty when it has; ``again`` when it may work a moment later.
-    resume: what the other instance gets in `Watch`; always there when ``why`` is empty.
-    tokens: prompt and answer, encoded; extra_key, cache_salt: whose they are.
+    why: the reason when it has not stopped, else empty; ``again`` when a later attempt may work.
+    resume: the state for `Watch`; always present when ``why`` is empty.
+    tokens: prompt and answer, encoded; extra_key, cache_salt: of their tenant.
     export: under which DRAM exports their KV; empty when it exports none.
     meeting: ``host:port`` where a decode instance joins ``bootstrap_room`` for the KV; empty on
     colocated ones.
@@ -462,16 +464,15 @@ class Running(Message, frozen=True, tag="running"):
 
 
 class Expecting(Message, frozen=True, tag="expecting"):
-    """A `Fetch` or `Watch` is before the scheduler: its request, if it is sent now, comes after it on every
-    rank."""
+    """The scheduler has a `Fetch` or `Watch`: a request that is sent now follows it on every rank."""
 
     epoch: Epoch
     id: Name
 
 
 class FetchedSpan(msgspec.Struct, frozen=True, array_like=True):
-    """What became of one span of a `Fetch`: tokens that came, and how long that took, waiting for the holder
-    included, connecting to it not. end: as of `Fetched`.
+    """Result of one span of a `Fetch`: tokens received, and seconds taken, including waiting for the holder
+    and excluding connecting to it. end: as in `Fetched`.
     """
 
     end: Name
@@ -480,10 +481,11 @@ class FetchedSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fetched(Message, frozen=True, tag="fetched"):
-    """What became of a `Fetch`, or of an `Advise` that names spans.
+    """Result of a `Fetch`, or of an `Advise` that names spans.
 
-    id: of that message. ahead: it was a hint's. end: ``done``, or why not all came, as
-    ``engine.fetches.FetchEnd`` has it. spans: in order; what one does not bring, the next one is to.
+    id: of that message. ahead: it belongs to a hint. end: ``done``, or why not all came, as
+    ``engine.fetches.FetchEnd`` has it. spans: in order; the next span covers for tokens that one did not
+    bring.
     """
 
     epoch: Epoch

@@ -1,14 +1,15 @@
-"""What instances, routers and people say to each other about membership: JSON over HTTP.
+"""Membership messages between instances, routers, and clients: JSON over HTTP.
 
-An instance says ``POST /cluster/instances`` with a `Registration` and is told `Registered`; saying it again
-with the same epoch changes nothing, so an instance repeats it whenever it has heard no router for
-``verdict_s``, which is how a router that was restarted finds its instances again. A new epoch is a restart:
-what the former one held is forgotten and freed. ``DELETE /cluster/instances/{instance}`` is how it leaves.
+An instance sends ``POST /cluster/instances`` with a `Registration` and receives `Registered`. Repeating it
+with the same epoch changes nothing. An instance repeats it whenever no router's heartbeat has arrived for
+``verdict_s``, so that a restarted router finds its instances again. A new epoch is a restart: the router
+drops the index of the former epoch, and resources held for it are freed. An instance leaves by ``DELETE
+/cluster/instances/{instance}``.
 
-People and programs read `Cluster` (``GET /cluster``) and `Instances` (``GET /cluster/instances``), and say
+People and programs read `Cluster` (``GET /cluster``) and `Instances` (``GET /cluster/instances``), and send
 `Drain` and `ChangeRole` to ``POST /cluster/instances/{instance}/drain`` and ``.../role``.
 
-Every field is bounded; what does not fit is refused with the name of the field (`decode`). Requests are
+Every field is bounded; a message out of bounds is refused with the name of the field (`decode`). Requests are
 signed with the key of the cluster (``sglang_ext.cluster_key``).
 """
 
@@ -31,10 +32,10 @@ MAX_BODY_BYTES: Final = 64 << 10
 HEARTBEAT_S: Final = 1.0
 """Seconds between two heartbeats, in each direction of an agent's channel."""
 VERDICT_S: Final = 3.0
-"""Whoever is not heard for so long is taken for dead."""
+"""Seconds without a heartbeat after which a member is considered dead."""
 
 InstanceId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}$")]
-"""What an instance calls itself: unique in its cluster, the same after a restart; part of a URL path."""
+"""The name of an instance: unique in its cluster, the same after a restart; part of a URL path."""
 EpochHex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 """``wire.Epoch`` as 32 hex digits."""
 Url = Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
@@ -54,11 +55,11 @@ T = TypeVar("T")
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what is sent to a router."""
+    """Base of messages to a router."""
 
 
 class Registration(Body, frozen=True, kw_only=True):
-    """An instance says who it is and how it is reached."""
+    """An instance's identity, addresses and settings."""
 
     url: Url
     """Its HTTP address as the router reaches it: ``http://host:port``."""
@@ -75,16 +76,16 @@ class Registration(Body, frozen=True, kw_only=True):
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     pp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     namespace: Text = ""
-    """What the KV of this instance must agree in with that of another before it may be moved between them."""
+    """Identity of this instance's KV; KV moves only between instances with the same value."""
     endpoints: Annotated[tuple[AgentAddress, ...], msgspec.Meta(max_length=256)] = ()
     """``host:port`` of each rank, where peers read its DRAM; none for an instance that does not export."""
     computes: bool = False
-    """Whether it computes what nobody holds of an announced prompt (``--kv-advisory-compute``)."""
+    """Whether it computes uncached tokens of an announced prompt (``--kv-advisory-compute``)."""
     splits: bool = False
-    """Whether it takes part in computing one prompt with others: it exports layers of what it computes, and
-    computes behind layers that still come."""
+    """Whether it takes part in computing one prompt with others: it exports each layer that it has computed,
+    and computes behind layers that still come."""
     for_others: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
-    """Blocks that it keeps for other instances in DRAM that is idle (``--kv-dram-for-others``)."""
+    """Blocks that it keeps for other instances in idle DRAM (``--kv-dram-for-others``)."""
     settings: Settings = {}
     """Of its model, and of its KV's data type: `compatibility.bounded`."""
     handover: Settings = {}
@@ -126,10 +127,10 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a registration."""
 
     router: Text
-    """Which router this is; another one after each start."""
+    """Name of this router; another one after each start."""
     instance: InstanceId
     state: Text
-    """Where the instance is in its life, in this router's eyes."""
+    """The state of the instance, as this router sees it."""
     problem: Text = ""
     """Why this router does not reach the instance, which registers again; empty when it does."""
     heartbeat_s: float = HEARTBEAT_S
@@ -156,8 +157,7 @@ class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierFill(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a tier holds, and how many fit. spilled: of those held, what is kept for other
-    instances."""
+    """Blocks that a tier holds, and how many fit. spilled: the part of them held for other instances."""
 
     used: int
     size: int
@@ -165,17 +165,17 @@ class TierFill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router knows of one instance."""
+    """One instance as a router sees it."""
 
     instance: str
-    """Its id; for one that was listed by URL and has not registered, that URL's host and port."""
+    """Its id; for a URL from ``--worker-urls`` without a registration, the URL's host and port."""
     url: str
     role: str
     state: str
     why: str
     """Why it is in this state, in words."""
     registered: bool
-    """Whether it came by itself; otherwise it was listed with ``--worker-urls``."""
+    """Whether it registered itself; otherwise it was listed with ``--worker-urls``."""
     epoch: str = ""
     agent: str = ""
     model: str = ""
@@ -185,23 +185,23 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     cached_tokens: int = 0
     trusted: bool = True
-    """Whether the index of it is believed, and is all."""
+    """Whether its index is complete and trusted."""
     awaited: bool = False
-    """Whether its snapshot is expected and not in yet: what it holds is not known, or in part."""
+    """Whether its snapshot is expected and has not arrived completely: the index is empty or incomplete."""
     usable: bool = False
-    """Whether it is given requests now."""
+    """Whether new requests are routed to it."""
     heard_s: float | None = None
     """Seconds since its last sign of life."""
     draining: Draining | None = None
     elsewhere: tuple[Elsewhere, ...] = ()
     """How the other routers see it."""
     tiers: dict[str, TierFill] = {}
-    """How full its tiers are, as its agent says: ``hbm``, ``dram``, ``disk``; none for one that is not heard,
-    and no tier that it does not have."""
+    """How full its tiers are, as its agent reports: ``hbm``, ``dram``, ``disk``. A tier that it does not have
+    is absent; without a recent heartbeat, all are."""
 
 
 class StoreView(msgspec.Struct, frozen=True, kw_only=True):
-    """Where membership is kept."""
+    """Where membership is stored."""
 
     kind: str
     """``embedded``, ``local`` or ``redis``."""
@@ -214,42 +214,42 @@ class StoreView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleChangeView(msgspec.Struct, frozen=True, kw_only=True):
-    """One change of a role that a router has seen to."""
+    """One change of a role carried out by a router."""
 
     instance: str
     role: str
-    """The one that it should have."""
+    """The role that it changes to."""
     why: str
-    """``asked`` for by somebody, or the role that the controller wished one more of."""
+    """``asked`` by a request to the router, or the role to which the controller wished to add an instance."""
     outcome: str
     """``done``, ``refused``, or ``taken_back`` from a router that had gone."""
     took_s: float
     ago_s: float
     text: str = ""
-    """What came in between."""
+    """The reason, when it was not carried out."""
 
 
 class RolesView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the role controller of a router makes of its cluster."""
+    """State of a router's role controller."""
 
     mode: str
     """``dry-run`` or ``on``."""
     idle: str = ""
-    """Why this router's controller changes nothing, whatever it wishes; empty when it does."""
+    """Why this router's controller changes nothing, regardless of its wish; empty when it does."""
     wish: str = ""
     """The role that should have one instance more; empty for none."""
     why: str = ""
     gain_s: float = 0.0
-    """What a request is expected to be answered sooner by."""
+    """Seconds by which a request is expected to be answered sooner."""
     expected_s: dict[str, float] = {}
     """Expected seconds of a request, besides its own prefill and transfer, by split (``1P2D``); the present
     one first."""
     due_s: float | None = None
     """In how many seconds the wish is carried out, if it holds."""
     said: str = ""
-    """What keeps it from being carried out when it is due."""
+    """Why the wish is not carried out although it is due."""
     takes_s: float = 0.0
-    """What a change is expected to take, by those before."""
+    """Expected seconds of a change, from earlier ones."""
     changes: tuple[RoleChangeView, ...] = ()
     """The last ones, the newest first."""
 
@@ -281,7 +281,7 @@ class Incompatible(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /cluster``: what this router knows of its cluster."""
+    """``GET /cluster``: the cluster as this router sees it."""
 
     router: str
     store: StoreView
@@ -304,10 +304,10 @@ class Instances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The message that a body holds; an empty body is one without fields.
+    """The message that a body holds; an empty body is a message without fields.
 
     Raises:
-        UserError: it holds none; the text names the field.
+        UserError: the body does not hold such a message; the text names the field.
     """
     if len(data) > MAX_BODY_BYTES:
         raise UserError(f"the body has {len(data)} bytes, the limit is {MAX_BODY_BYTES}")
@@ -320,13 +320,13 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 class _Spoken(msgspec.Struct, frozen=True):
-    """What can be read of a message of any version."""
+    """The field that messages of all versions have."""
 
     protocol: int = PROTOCOL
 
 
 def _other_protocol(data: bytes) -> str:
-    """What to say of a message of another protocol, whatever its other fields; empty for one of ours."""
+    """The error text for a message of another protocol, whatever its other fields; else empty."""
     try:
         spoken = msgspec.json.decode(data, type=_Spoken).protocol
     except msgspec.MsgspecError:

@@ -67,7 +67,7 @@ def differences(one: Registration, other: Registration) -> tuple[Difference, ...
     if one.role != "colocated" or other.role != "colocated":
         return ()
     found = setting_differences(one.settings, other.settings) if one.settings and other.settings else ()
-    if not (one.endpoints and other.endpoints):  # they share with none; with one name they have one model
+    if not (one.endpoints and other.endpoints):  # without exports no KV is shared; one name means one model
         return found
     found = setting_differences(_sharing(one), _sharing(other)) + found
     if one.weights and other.weights:
@@ -83,7 +83,7 @@ def _sharing(registration: Registration) -> dict[str, str]:
 
 def hand_over_identity(registration: Registration | None) -> str:
     """A digest that a prefill and a decode instance share when they can hand requests over; empty for an
-    instance that does not say."""
+    instance that does not report it."""
     if registration is None or not registration.handover or registration.role == "colocated":
         return ""
     return _digest((registration.model, registration.settings, registration.handover))
@@ -95,7 +95,7 @@ def fits(one: str, other: str) -> bool:
 
 
 def identity(registration: Registration) -> str:
-    """A digest of all that `differences` looks at: instances of one identity differ from none another way."""
+    """A digest of all that `differences` compares: with equal digests, instances have equal differences."""
     if registration.role != "colocated":
         return _digest((registration.role, registration.model, registration.settings, registration.handover))
     facts = (

@@ -307,7 +307,7 @@ class Walk:
         self._stack.clear()
 
     def _visit(self, node: Node) -> Iterator[Stored]:
-        """Yield ``node``, preceded by the nodes split off from its beginning since it was put on the stack."""
+        """Yield ``node``, preceded by nodes split off its beginning since it was pushed."""
         path: list[Node] = []
         current = node
         while current.parent is not None:
