@@ -45,7 +45,7 @@ LINK = Parser(_link, "GB/S")
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Flagged):
-    """What a calibration is told."""
+    """Flags of ``sglang-ext calibrate``."""
 
     prog = "sglang-ext calibrate"
     description = (
@@ -162,7 +162,7 @@ def scale(given: Arguments, url: str, path: Path, progress: measure.Progress) ->
 def scaling_samples(
     bench: measure.Bench, longest: int, rounds: int, progress: measure.Progress
 ) -> list[fitting.Timed]:
-    """What the constants of a parallelism are fitted to."""
+    """Prefills to which the constants of a parallelism are fitted."""
     few = anchors(longest)
     bench.warm_up([few[0], few[-1]])
     return measure.prefills(bench, few, rounds, progress)
@@ -206,7 +206,7 @@ def fitted(
     tiers: dict[str, Link],
     transfer: Link | None,
 ) -> profile.Profile:
-    """The profile of what was measured: no I/O."""
+    """The profile fitted to measurements: no I/O."""
     notes = list(found.notes)
     arch = fitting.fit_arch(found.samples, model.shape if model else None, facts.tp, links)
     operators: OperatorLevel | None = None
@@ -259,7 +259,7 @@ def fitted(
 
 
 def device_name(device: str, host: str) -> str:
-    """What the device is called, where it is this machine's; else what the server calls it."""
+    """Name of the device: from this machine if the server runs on it, else the server's own word."""
     if host not in ("127.0.0.1", "localhost", "::1"):
         return device
     try:
@@ -282,7 +282,7 @@ def device_name(device: str, host: str) -> str:
 
 
 def report(made: profile.Profile, path: Path) -> str:
-    """What the command prints at its end."""
+    """The summary that the command prints at its end."""
     lines = [f"{made.identity}", f"profile: {path}"]
     quality = made.quality
     if quality.operator_mean_error is not None:

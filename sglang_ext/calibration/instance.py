@@ -1,4 +1,4 @@
-"""The instance that is measured, over HTTP: who it is, how long a prompt takes, what its profiler writes."""
+"""HTTP client of the measured instance: its identity, times to first token, profiler traces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What an instance says of itself."""
+    """Configuration of an instance, as reported by ``/server_info``."""
 
     model: str
     model_path: str
@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Load:
-    """What an instance is doing."""
+    """Requests of an instance."""
 
     running: int
     waiting: int
@@ -51,7 +51,7 @@ class Instance:
 
     Args:
         url: ``http://host:port``.
-        api_key: what it asks for.
+        api_key: the server's API key.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -69,10 +69,10 @@ class Instance:
     def close(self) -> None:
         self._connection.close()
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- identity and load ------------------------------------------------------------------------
 
     def facts(self) -> Facts:
-        """What it says of itself.
+        """The configuration that the instance reports.
 
         Raises:
             PeerError: it is no SGLang server.
@@ -95,17 +95,17 @@ class Instance:
             raise PeerError(f"{self.url} is no SGLang server that can be measured: {error!r}") from error
 
     def load(self) -> Load:
-        """What it is doing now."""
+        """The requests that it has now."""
         loads = self._json("GET", "/v1/loads").get("loads") or []
         return Load(
             sum(int(one.get("num_running_reqs") or 0) for one in loads),
             sum(int(one.get("num_waiting_reqs") or 0) for one in loads),
         )
 
-    # -- what it takes ----------------------------------------------------------------------------
+    # -- measurements -----------------------------------------------------------------------------
 
     def prefill(self, prompt: Sequence[int]) -> Timed:
-        """Send a prompt for one token; what was computed, what was cached, and the time to that token."""
+        """Send a prompt for one token; returns new tokens, cached tokens, and the time to first token."""
         begin = time.perf_counter()
         seconds, meta = 0.0, None
         for event in self._stream(prompt, 1):
@@ -126,7 +126,7 @@ class Instance:
         moments = []
         for _ in self._stream([list(prompt) for prompt in prompts], tokens):
             moments.append(time.perf_counter())
-        # Each step tells of every request; the first of them waits for the prefill.
+        # Each step streams one event per request; the first step waits for the prefill.
         steps = len(moments) / max(1, len(prompts)) - 1
         if steps < 1:
             raise PeerError(f"{self.url} did not stream its answer")

@@ -34,12 +34,12 @@ Progress = Callable[[str, int, int], None]
 
 
 class BusyError(PeerError):
-    """The instance works for others, too: what is measured would not be its own."""
+    """The instance serves other requests meanwhile: measured times would include theirs."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the model's configuration file says, where it can be read."""
+    """Shape of a model, from its configuration file."""
 
     shape: Shape
     kv_bytes_per_token: int
@@ -48,7 +48,7 @@ class ModelShape:
 
 @dataclass
 class Measured:
-    """What a run of measurements found."""
+    """Results of a calibration's measurements."""
 
     samples: list[Timed] = field(default_factory=list)
     steps: list[TimedStep] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Bench:
     """Sends prompts with a controlled cached prefix to one instance.
 
     Args:
-        instance: what is measured.
+        instance: the instance to measure.
         tokens: fresh prompts.
         longest: tokens of the longest prompt.
         patience_s: how long to wait for others' requests to end.
@@ -99,13 +99,13 @@ class Bench:
         self._tokens = tokens
         self._patience_s = patience_s
         self._base = tokens.fresh(longest)
-        """What cached prefixes are cut from."""
+        """Tokens of which cached prefixes are cut."""
         self._cached = 0
         self.disturbed = 0
         self._checked = -CHECK_S
 
     def sample(self, point: Point) -> Timed:
-        """One prefill of a point. Its ``context`` is what the instance says was cached.
+        """One prefill of a point. Its ``context`` is the number of cached tokens that the instance reports.
 
         Raises:
             BusyError: others keep the instance busy.
@@ -127,7 +127,7 @@ class Bench:
         )
 
     def warm_up(self, points: Sequence[Point]) -> None:
-        """Let the instance allocate and compile what it needs once."""
+        """Send some points once, so that the instance allocates and compiles before it is measured."""
         for point in points:
             self.sample(point)
 
@@ -142,7 +142,7 @@ class Bench:
             return
         seen = False
         while not (load := self._instance.load()).idle:
-            # What it says of its load is a second old, and may mean the prompt before this one.
+            # The reported load is up to a second old, and may count the previous prompt.
             waited = time.monotonic() - begin
             if waited > LOAD_AGE_S and not seen:
                 seen = True
@@ -180,7 +180,7 @@ def operators(
     """Forward passes of every point, by operator, and the device's units.
 
     Raises:
-        PeerError: the instance's profiler does not say it.
+        PeerError: the instance's profiler does not report it.
     """
     gpu = facts.device not in ("cpu", "unknown")
     seen = []
@@ -205,7 +205,7 @@ def operators(
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder that a server of another user can write to, and nobody else knows the name of."""
+    """A folder with an unguessable name that a server of another user can write to."""
     with tempfile.TemporaryDirectory(prefix="sglang-ext-calibrate-") as name:
         os.chmod(name, 0o733)
         yield Path(name)
@@ -243,7 +243,7 @@ def decode(bench: Bench, instance: Instance, tokens: Tokens, rounds: int, progre
 
 
 def longest_prompt(facts: Facts, wanted: int) -> int:
-    """Tokens of the longest prompt to measure: what was asked for, and what fits.
+    """Tokens of the longest prompt to measure: the requested number, limited by the instance's KV pool.
 
     Raises:
         ConfigError: the instance is too small to measure anything, or keeps no prefixes.
@@ -254,7 +254,7 @@ def longest_prompt(facts: Facts, wanted: int) -> int:
             field="--url",
             hint="Start it without --disable-radix-cache",
         )
-    # The base, one prompt beside it, and room for what was computed before and is not evicted yet.
+    # The base, one prompt beside it, and room for earlier prompts that are not evicted yet.
     fits = facts.capacity // 3
     if facts.chunk is not None:
         fits = min(fits, facts.chunk)

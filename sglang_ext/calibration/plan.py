@@ -1,4 +1,4 @@
-"""Which prefills are measured: pure, and the same for the same instance."""
+"""The prefills to measure: pure, and the same for the same instance."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def anchors(longest: int) -> list[Point]:
 
 
 class Tokens:
-    """Prompts of random tokens that nobody has sent before.
+    """Prompts of random tokens that are new to the instance's cache.
 
     Args:
         vocabulary: ids below it are valid.
@@ -81,7 +81,7 @@ class Tokens:
 
 
 def shuffled(grid: Sequence[Point], rounds: int, seed: int = SEED) -> Iterator[Point]:
-    """Every point once per round, each round in another order: what drifts does not fall on one point."""
+    """Every point once per round, each round in another order, so that drift is spread over all points."""
     chance = random.Random(seed)
     for _ in range(rounds):
         order = list(grid)

@@ -1,4 +1,4 @@
-"""How long an all-reduce between so many ranks of this machine takes: what another TP adds.
+"""How long an all-reduce between N ranks of this machine takes, to predict another TP.
 
 ``python -m sglang_ext.calibration.reductions --ranks 2 --device cpu`` prints one JSON object. The ranks are
 processes with torch's own process group (gloo on a CPU, NCCL on GPUs), one thread each, as SGLang's are.

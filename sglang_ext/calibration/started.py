@@ -52,7 +52,8 @@ def started(model_path: str, server_args: Sequence[str], patience_s: float) -> I
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-ext-calibrate-")))
         log = folder / "server.log"
         with Ports() as ports:
-            # Held until it is listened on, so that nobody else is given it while the server starts.
+            # Held until the server listens, so that the kernel gives the port to no other process
+            # meanwhile.
             port = ports.take(LOOPBACK, 0, "--port")
             process = stack.enter_context(_guarded(command(model_path, port, server_args), log))
             deadline = time.monotonic() + patience_s

@@ -134,8 +134,8 @@ def _between(operators: Sequence[Operator], begin: float, end: float) -> tuple[f
 def condensed(seen: Sequence[Pass], hidden: int) -> list[TimedStep]:
     """One step per (new, context): each operator with its typical time over the repetitions.
 
-    The same prefill runs the same operators in the same order, so that each can be compared with itself: what
-    disturbs one repetition here and another there disturbs none of the result.
+    The same prefill runs the same operators in the same order, so that each operator can be compared with
+    itself: different disturbances of single repetitions do not affect the result.
 
     Args:
         hidden: the model's hidden size.
@@ -205,7 +205,7 @@ def _require_attributed(
         PeerError: most of it does not.
     """
     seen = sum(operator.seconds for operator in operators)
-    # Kernels run behind the step that launched them; what ran while it was on is near enough for a share.
+    # Kernels run behind the step that launched them; those within its time are near enough for a share.
     busy = sum(
         float(event["dur"]) * 1e-6
         for event in events

@@ -2,8 +2,8 @@
 
 Times that a machine's other work disturbs are too long, never too short. So each time is measured several
 times, and what counts is ``typical``: the median where the repetitions agree, a low quantile where they do
-not. The operators are the ones that gain: a product of 200 µs fits between two disturbances that a prefill
-of a second cannot avoid.
+not. The operators gain most from this: a product of 200 µs fits between two disturbances that a prefill of a
+second cannot avoid.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class TimedStep:
     """Of all layers."""
     rest_s: float
     split_share: float
-    """Of the rest's operators that work on new tokens: those whose work tensor parallelism divides."""
+    """Share, in the rest's work on new tokens, of operators that tensor parallelism divides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the model's configuration says."""
+    """Sizes from the model's configuration."""
 
     layers: int
     hidden: int
@@ -171,10 +171,10 @@ def fit_waves(runs: Sequence[TimedLinear], units: int) -> Waves:
 
 
 def find_linears(steps: Sequence[TimedStep], hidden: int) -> tuple[Linear, ...]:
-    """Which products a forward pass runs, and how often: those of the step with most new tokens.
+    """The products that a forward pass runs, with their counts, from the step with most new tokens.
 
-    How tensor parallelism divides them follows from their shape, as in every model that SGLang divides:
-    what reads the hidden state is cut by columns, what returns to it by the inner dimension.
+    How tensor parallelism divides a product follows from its shape, as in every model that SGLang divides: a
+    product that reads the hidden state is cut by columns, a product that writes it by the inner dimension.
     """
     step = max(steps, key=lambda one: one.new)
     counts: dict[tuple[int, int, bool], int] = {}
@@ -189,7 +189,7 @@ def find_linears(steps: Sequence[TimedStep], hidden: int) -> tuple[Linear, ...]:
 
 
 def fit_attention(steps: Sequence[TimedStep]) -> Attention:
-    """Attention of all layers; see ``Attention.of_work`` for what it is a sum of."""
+    """Attention of all layers, as a sum of the terms of ``Attention.of_work``."""
     points = merged([Timed(s.new, s.context, s.attention_s) for s in steps if s.attention_s > 0])
     if not points:
         return Attention(0.0, 0.0, 0.0, 0.0)
@@ -209,7 +209,7 @@ def fit_attention(steps: Sequence[TimedStep]) -> Attention:
 
 
 def fit_rest(steps: Sequence[TimedStep], attention: Attention) -> tuple[Rest, Attention]:
-    """The rest, and attention with what of the rest grows with the whole prompt: reading its KV."""
+    """The rest, and attention with the rest's part that grows with the whole prompt: reading its KV."""
     points = merged([Timed(s.new, s.context, s.rest_s) for s in steps if s.rest_s > 0])
     rows = np.array([[1.0, one.new, one.new + one.context] for one in points])
     fixed, per_new, per_prompt = non_negative(rows, [one.seconds for one in points])
@@ -221,8 +221,8 @@ def fit_rest(steps: Sequence[TimedStep], attention: Attention) -> tuple[Rest, At
 
 
 def fit_outside(samples: Sequence[Timed], level: OperatorLevel) -> OperatorLevel:
-    """The level brought to agree with times to first token: with what goes on outside of the forward pass,
-    and with one factor on all operators for what the profiler itself added to each of them."""
+    """The level fitted to times to first token: adds the time outside of the forward pass, and scales all
+    operators by one factor for the profiler's overhead."""
     points = merged(samples)
     seconds = [one.seconds for one in points]
     inside = [level.seconds(one.new, one.context) for one in points]
@@ -231,7 +231,8 @@ def fit_outside(samples: Sequence[Timed], level: OperatorLevel) -> OperatorLevel
     )
     factor, fixed, per_new, per_prompt = (float(c) for c in non_negative(rows, seconds))
     if not 1 / MOST_PROFILED <= factor <= MOST_PROFILED:
-        # Times that say so are not of what was profiled: the operators are believed as they are.
+        # Such times do not belong to the profiled passes: the factor is clamped, and the operators keep
+        # their times.
         factor = min(MOST_PROFILED, max(1 / MOST_PROFILED, factor))
         left = np.array(seconds) - factor * np.array(inside)
         scale = np.array(seconds)

@@ -26,8 +26,8 @@ REDUCTIONS_PER_LAYER = 2
 REDUCTIONS_BESIDES = 1
 """And behind the embedding, whose vocabulary is divided too."""
 SMALL_EXCHANGES = 4
-"""What ranks tell each other besides, a few bytes each, around one prefill: the requests that have come
-(their size, then they themselves), the logits, the next token."""
+"""Further exchanges of ranks around one prefill, a few bytes each: the new requests (size, then content), the
+logits, the next token."""
 
 
 def communication_s(link: Link, layers: int, nbytes: float) -> float:
@@ -39,10 +39,10 @@ def communication_s(link: Link, layers: int, nbytes: float) -> float:
 
 
 class OperatorLevel(Part, frozen=True):
-    """exec(x, y) as the sum of a forward pass's operators on one rank, and what goes on around it.
+    """exec(x, y): the sum of a forward pass's operators on one rank, plus the time around the pass.
 
-    ``tp`` and ``pp`` say for how many ranks the numbers are. ``scaled`` gives another parallelism by
-    constants: what is divided is divided, what every rank does in full stays, and all-reduces come on top.
+    The numbers are for ``tp`` and ``pp`` ranks. ``scaled`` derives another parallelism: divided operators are
+    divided by the number of ranks, replicated ones keep their time, and all-reduces are added.
     """
 
     layers: int
@@ -61,9 +61,9 @@ class OperatorLevel(Part, frozen=True):
     stage_link: Link | None = None
     """From one pipeline stage to the next."""
     scalings: Mapping[str, Scaling] = {}
-    """The constants of other parallelisms, by ranks (as text); without them, shapes alone tell."""
+    """The constants of other parallelisms, by ranks (as text); without them, shapes alone decide."""
     scaling: Scaling = AS_PREDICTED
-    """Those that apply to this one."""
+    """The constants of this parallelism."""
 
     def seconds(self, new: int, context: int) -> float:
         """To the first token of a prompt of ``context + new`` tokens of which ``context`` are in HBM."""
@@ -75,7 +75,7 @@ class OperatorLevel(Part, frozen=True):
 
     @property
     def around_s(self) -> float:
-        """Of that, what goes on beside the next pass where there is one: HTTP, preparing the batch."""
+        """The part of it that overlaps the next pass, if there is one: HTTP, preparing the batch."""
         return self.scaling.factor * self.outside.fixed_s
 
     def parts(self, batch: Batch) -> dict[str, float]:
@@ -105,8 +105,8 @@ class OperatorLevel(Part, frozen=True):
     def scaled(self, tp: int, pp: int = 1) -> OperatorLevel:
         """The same model on the same device with another parallelism.
 
-        One prompt passes the stages of a pipeline one after the other, so ``pp`` adds what lies between
-        them and takes nothing away; what it wins is throughput.
+        One prompt passes the stages of a pipeline one after the other, so ``pp`` adds the transfers between
+        stages and takes nothing away; a pipeline gains throughput.
 
         Raises:
             ConfigError: the all-reduce between so many ranks was not measured.
@@ -147,13 +147,13 @@ class ArchLevel(Part, frozen=True):
 
     coefficients: tuple[float, ...]
     reductions: Mapping[str, Link] = {}
-    """As in the operator level; the only thing that it can tell of another parallelism."""
+    """As in the operator level; the only input for other parallelisms at this level."""
     layers: int = 0
     hidden: int = 0
     activation_bytes: int = 0
     tp: int = 1
     divided_by: float = 1.0
-    """What the fit is divided by: the ranks it is scaled to, over those it was fitted at."""
+    """Divisor of the fit: the ranks it is scaled to, over the ranks it was fitted at."""
     scalings: Mapping[str, Scaling] = {}
     """As in the operator level."""
     scaling: Scaling = AS_PREDICTED
@@ -177,8 +177,8 @@ class ArchLevel(Part, frozen=True):
         return self.scaling.seconds(seconds)
 
     def scaled(self, tp: int) -> ArchLevel:
-        """Divided by the ranks that are more, plus communication: all that can be done without knowing what
-        is parallel and what is not (the paper measures how much that loses)."""
+        """Divided by the ratio of ranks, plus communication. This level cannot separate parallel from
+        replicated work (the paper measures how much that loses)."""
         if tp > 1 and str(tp) not in self.reductions:
             raise ConfigError(
                 f"the cost profile knows nothing of all-reduces between {tp} ranks",
@@ -202,7 +202,7 @@ FEATURES = 6
 
 
 def features(batch: Batch) -> Array:
-    """What the arch level is a sum of, shape (6,): a constant, x, new tokens, and the three kinds of work
-    that attention may be (``Attention.of_work``): new · (context + new / 2), new · x and x²."""
+    """The terms of the arch level, shape (6,): a constant, x, new tokens, and the three kinds of work of
+    attention (``Attention.of_work``): new · (context + new / 2), new · x and x²."""
     pairs, rectangle = (batch.squares - batch.context_squares) / 2, batch.squares - batch.crossed
     return np.array([1.0, batch.tokens, batch.new, pairs, rectangle, batch.squares])

@@ -1,4 +1,4 @@
-"""What the router asks: exec(x, y), alone and of a batch, transfer(y, y') and load(tier, bytes)."""
+"""The router's cost model: exec(x, y), alone and of a batch, transfer(y, y') and load(tier, bytes)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sglang_ext.tiers import Tier, tier_named
 
 
 class Execution(Protocol):
-    """exec, at whichever level."""
+    """exec, at either level."""
 
     def batch_s(self, batch: Batch) -> float:
         """To the first tokens of prompts that one forward pass computes."""
 
     @property
     def around_s(self) -> float:
-        """Of that, what goes on beside the next pass where there is one."""
+        """The part of it that overlaps the next pass, if there is one."""
 
 
 class DefaultExecution:
-    """For models and devices that nobody has measured: an order of magnitude, which the router corrects by
-    the times to first token that it sees.
+    """For models and devices without measurements: an order of magnitude, which the router corrects by the
+    observed times to first token.
 
     10,000 tokens/s and 20 ms; each token of context adds 1/50,000 of that, so that a prompt of 50,000 tokens
-    takes 1.5 times what its linear layers do. That is about an 8B model on one mid-range GPU.
+    takes 1.5 times as long as its linear layers. That is about an 8B model on one mid-range GPU.
     """
 
     FIXED_S: ClassVar[float] = 0.02
@@ -51,7 +51,7 @@ DEFAULT_DECODE = Decode(fixed_s=0.01, per_request_s=2e-4)
 
 
 def default_link(tier: Tier) -> Link:
-    """Loading from a tier, where nobody has measured."""
+    """Loading from a tier, without measurements."""
     return Link(tier.load_latency_s, 1 / tier.load_bytes_per_s)
 
 
@@ -59,7 +59,7 @@ class CostModel:
     """Costs of one model on one device, in seconds.
 
     Args:
-        profile: what was measured; without it, defaults.
+        profile: measurements; without it, defaults.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -69,12 +69,12 @@ class CostModel:
         self._tiers = {} if profile is None else {tier_named(n): link for n, link in profile.tiers.items()}
         self._transfer = (profile and profile.transfer) or DEFAULT_TRANSFER
         self._decode = (profile and profile.decode) or DEFAULT_DECODE
-        # A router asks of every instance, most of which hold the same of a prompt: nothing.
+        # A router evaluates every instance, and most instances hold the same part of a prompt: none.
         self._alone_s = functools.lru_cache(maxsize=REMEMBERED)(self._alone)
 
     @property
     def calibrated(self) -> bool:
-        """Whether it was measured."""
+        """Whether its costs come from a calibration."""
         return self.profile is not None
 
     def exec_s(self, new: int, context: int, batching: Batching = ANY) -> float:
@@ -83,7 +83,7 @@ class CostModel:
         At least one token is always computed: the last one's logits are the answer's beginning.
 
         Args:
-            batching: of the server; in one pass if that says nothing.
+            batching: of the server; in one pass if it sets no limit.
         """
         return self._alone_s(max(1, new), max(0, context), batching)
 

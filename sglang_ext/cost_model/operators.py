@@ -20,7 +20,7 @@ Split = Literal["columns", "inner", "none"]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of what a profile is made of: immutable, and a field that is unknown is an error."""
+    """Base of a profile's parts: immutable, and an unknown field is an error."""
 
 
 class Linear(Part, frozen=True):
@@ -32,7 +32,7 @@ class Linear(Part, frozen=True):
     rows: Rows = "tokens"
     """How many rows there are: one per new token, or one per prompt (the last token's logits)."""
     split: Split = "columns"
-    """What tensor parallelism divides: the columns, the inner dimension, or nothing."""
+    """The dimension that tensor parallelism divides: the columns, the inner one, or none."""
 
     def scaled(self, factor: float) -> Linear:
         """With ``factor`` times as many ranks; a fraction where fewer."""
@@ -74,9 +74,9 @@ class Waves(Part, frozen=True):
 class Attention(Part, frozen=True):
     """Attention of all layers over a prompt: a·x²y + b·x² + c·x + d, and e·x²y².
 
-    The paper's four terms, a negative: what is cached need not be computed. The fifth is for kernels that
-    skip what lies above the diagonal: they look at x²(1 - y²)/2 pairs of tokens, which no term linear in y
-    can follow. With e = 0 it is the paper's formula.
+    The paper's four terms, a negative: cached tokens need not be computed. The fifth is for kernels that skip
+    entries above the diagonal: they compute x²(1 - y²)/2 pairs of tokens, which no term linear in y can
+    follow. With e = 0 it is the paper's formula.
     """
 
     a: float
@@ -106,7 +106,7 @@ class Attention(Part, frozen=True):
         return cls(a=-rectangle, b=pairs / 2 + rectangle + square, c=per_token, d=fixed, e=-pairs / 2 or 0.0)
 
     def scaled(self, factor: float) -> Attention:
-        """With ``factor`` times as many ranks, each with its share of the heads; what is fixed stays."""
+        """With ``factor`` times as many ranks, each with its share of the heads; the fixed part stays."""
         return Attention(self.a / factor, self.b / factor, self.c / factor, self.d, self.e / factor)
 
     def times(self, factor: float) -> Attention:
@@ -136,7 +136,7 @@ class Rest(Part, frozen=True):
 
 
 class Outside(Part, frozen=True):
-    """What a request takes besides its forward pass: HTTP, scheduling, preparing the batch, sampling."""
+    """Time of a request outside of its forward pass: HTTP, scheduling, preparing the batch, sampling."""
 
     fixed_s: float
     per_new_token_s: float = 0.0
@@ -148,20 +148,20 @@ class Outside(Part, frozen=True):
 
 
 class Scaling(Part, frozen=True):
-    """What dividing a model between ranks does to times beyond what its shapes say: the constants of a
-    parallelism (MemServe, section 5.3.2), a property of the device, measured by a few prefills.
+    """The constants of a parallelism (MemServe, section 5.3.2): how dividing a model between ranks changes
+    times beyond the prediction from its shapes. A property of the device, measured by a few prefills.
 
-    Ranks share what the device has once (memory's bandwidth, caches, cores for all that is not a rank), and
-    wait for each other; shapes and a probe of the all-reduce know nothing of that.
+    Ranks share resources of the device (memory bandwidth, caches, the cores of all other processes), and wait
+    for each other; neither shapes nor a probe of the all-reduce show that.
     """
 
     factor: float = 1.0
-    """Measured over predicted time, of what grows with the prompt."""
+    """Measured over predicted time, of the part that grows with the prompt."""
     fixed_s: float = 0.0
-    """And what each prefill takes besides."""
+    """Further seconds of each prefill."""
 
     def seconds(self, by_shapes_s: float) -> float:
-        """What a prefill takes that is predicted to take ``by_shapes_s``."""
+        """Seconds of a prefill whose prediction from shapes is ``by_shapes_s``."""
         return self.factor * by_shapes_s + self.fixed_s
 
 

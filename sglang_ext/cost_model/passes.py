@@ -1,11 +1,11 @@
 """Exec over the prompts that are computed together, and over the passes that a line of prompts takes.
 
-A forward pass reads the weights once for all its prompts, and its matrix products see the tokens of all; what
-each prompt takes by itself is its attention. So a batch takes less than its prompts one after the other, and
-no less than the largest of them.
+A forward pass reads the weights once for all its prompts, and its matrix products run over the tokens of all;
+only attention is computed for each prompt separately. So a batch takes less than its prompts one after the
+other, and no less than the largest of them.
 
-What a pass holds is the server's choice: as many prompts as fit in ``--chunked-prefill-size`` new tokens, the
-last one cut and continued in the next pass; or, where prompts are not cut, as fit in
+The server decides how to fill a pass: with as many prompts as fit in ``--chunked-prefill-size`` new tokens,
+the last one cut and continued in the next pass; or, where prompts are not cut, as fit in
 ``--max-prefill-tokens``.
 """
 
@@ -21,7 +21,7 @@ class Passes:
 
     Args:
         pass_s: seconds of one pass.
-        around_s: seconds in those that do not come again in a further pass, because they pass beside it.
+        around_s: the part of them that overlaps the next pass, and so counts once for several passes.
         batching: how passes are filled.
     """
 

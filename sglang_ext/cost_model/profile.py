@@ -1,4 +1,4 @@
-"""Profiles: what was measured of a model on a device, as a JSON file that people can read.
+"""Profiles: measured costs of a model on a device, as a readable JSON file.
 
 One file per (model, device, dtype, TP, PP), in ``$SGLANG_EXT_PROFILE_DIR`` or
 ``$XDG_CACHE_HOME/sglang_ext/profiles``. A file of another schema, with a field that is missing, unknown or
@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 20
 """Of a profile file; a real one has a few KiB."""
 
 _MAY_BE_NEGATIVE = frozenset({"a", "e"})
-"""Of attention: what is cached need not be computed."""
+"""Coefficients of attention: cached tokens need not be computed."""
 
 
 class Decode(Part, frozen=True):
@@ -44,7 +44,7 @@ class Decode(Part, frozen=True):
 
 
 class Identity(Part, frozen=True):
-    """What a profile belongs to."""
+    """The model, device, dtype and parallelism that a profile belongs to."""
 
     model: str
     """The served model's name."""
@@ -67,7 +67,7 @@ class Identity(Part, frozen=True):
 
 
 class Quality(Part, frozen=True):
-    """How well the fits reproduce what they were fitted to, as mean relative errors."""
+    """Mean relative errors of the fits on their own measurements."""
 
     samples: int
     arch_mean_error: float
@@ -75,7 +75,7 @@ class Quality(Part, frozen=True):
 
 
 class Profile(Part, frozen=True):
-    """Everything the cost model knows of one model on one device."""
+    """All measured costs of one model on one device."""
 
     schema: int
     identity: Identity

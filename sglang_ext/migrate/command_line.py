@@ -38,7 +38,7 @@ class Migrated:
     lacking: dict[str, str] = field(default_factory=dict)
     """By flag: why, and the way out."""
     notes: dict[str, str] = field(default_factory=dict)
-    """By flag: what to know of those that were changed or left out."""
+    """By flag: a remark on each flag that was changed or left out."""
 
     def __str__(self) -> str:
         return shlex.join(self.words)
@@ -136,8 +136,8 @@ def _split_program(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _flags(words: Sequence[str], many: Mapping[str, int]) -> list[tuple[str, list[str]]]:
-    """Flags with their values; what belongs to none has an empty name. many: how many values flags take that
-    are known; others take all up to the next flag."""
+    """Flags with their values; words before the first flag have an empty name. many: how many values each
+    known flag takes; other flags take all up to the next flag."""
     found: list[tuple[str, list[str]]] = []
     left = list(words)
     while left:
@@ -229,7 +229,7 @@ def _cluster_words(
             servers += [*([name] if name else []), *values]
     new = _router_words(made, router, _PREFIX)
     server = _server_words(made, servers, variables, lmcache)
-    if GLOBAL[0] in server:  # which a cluster's servers have
+    if GLOBAL[0] in server:  # the servers of a cluster have it by default
         at = server.index(GLOBAL[0])
         del server[at : at + 2]
     return [

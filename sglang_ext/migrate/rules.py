@@ -1,4 +1,4 @@
-"""A rule says which flag of ours does what a flag of another product does."""
+"""Rules: for each flag of another product, the flag of this package that replaces it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Words = list[str]
 
 
 class NoEqualError(UserError):
-    """A flag asks for what this package has not; the message is the reason and the way out."""
+    """A flag asks for a feature that this package lacks; the message is the reason and the way out."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a flag.
+    """Conversion of one flag.
 
     convert: from its values to flags and values of ours, none where nothing is needed; raises NoEqualError.
-    new: what the table shows as ours. note: the reason, or what to know. values: how many words follow the
-    flag. setting: a key that is off by such values as false, where nothing is needed either. others: why
-    other values have no equal.
+    new: this package's flag, as shown in the table. note: the reason, or a remark. values: how many words
+        follow the flag. setting: a key that is off by such values as false, where nothing is needed either.
+        others: why other values have no equal.
     """
 
     convert: Callable[[Words], Words]

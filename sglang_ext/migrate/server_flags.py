@@ -8,7 +8,7 @@ from typing import Final
 from sglang_ext.migrate.rules import NoEqualError, Rule, Words, choice, each, no_equal, nothing, to
 
 GLOBAL: Final = ("--radix-cache-backend", "global")
-"""What starts the shared cache."""
+"""Flags that start the shared cache."""
 _STORE = (
     "this package has no store apart from the servers: servers that register with a router (--kv-router URL) "
     "fetch KV from each other, and keep it on their own disks (--kv-disk-path DIR)"
