@@ -66,7 +66,7 @@ class LogFolder:
 
 @contextlib.contextmanager
 def made_keys() -> Iterator[Keys]:
-    """Keys for one cluster, in files that nobody else can read, until the block ends."""
+    """Keys for one cluster, in files readable by this user alone, until the block ends."""
     _remove_left_folders(Path(tempfile.gettempdir()))
     prefix = f"{RUNTIME_FOLDER_PREFIX}{os.getpid()}-"
     # tempfile makes a folder of mode 0700, whatever the umask.
@@ -89,12 +89,12 @@ def _remove_left_folders(where: Path) -> None:
 
 
 def open_door(config: ClusterConfig, ports: Ports, private: Path) -> tuple[int, Door]:
-    """The routers' port, and what their processes inherit; all held by ``ports``.
+    """The routers' port, and the sockets and ports that their processes inherit; all held by ``ports``.
 
     Args:
-        config: what the user asked for.
-        ports: holds what is opened.
-        private: a folder that nobody else can enter, where several routers get theirs.
+        config: the cluster's configuration.
+        ports: holds the opened sockets and reserved ports.
+        private: a folder closed to other users, in which several routers get their shared one.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -114,13 +114,13 @@ def open_door(config: ClusterConfig, ports: Ports, private: Path) -> tuple[int, 
 async def running_cluster(
     config: ClusterConfig, log_dir: Path, observer: Observer | None = None, host: HostFacts | None = None
 ) -> AsyncIterator[Cluster]:
-    """A cluster as ``config`` says, starting; it has ended when the block has.
+    """The cluster that ``config`` describes, starting; it has ended when the block has.
 
     Args:
-        config: what to run.
+        config: the cluster to run.
         log_dir: existing folder for the logs.
-        observer: is told of every change.
-        host: this machine; found out when it is None.
+        observer: notified of every change.
+        host: this machine; determined here when it is None.
 
     Raises:
         ConfigError: it cannot run here; names the flag.
@@ -177,7 +177,7 @@ class _Stopper:
 
 
 async def run(config: ClusterConfig, console: Console) -> int:
-    """Run a cluster until it is told to stop or a part dies for good; returns the exit status."""
+    """Run a cluster until a signal stops it or a part dies for good; returns the exit status."""
     stopper = _Stopper(console)
     with LogFolder(config.log_dir) as logs, Display(console, logs.path) as display:
         async with running_cluster(config, logs.path, display) as cluster:
@@ -191,7 +191,7 @@ async def run(config: ClusterConfig, console: Console) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 ended as told, 1 a part failed, 2 a wrong flag."""
+    """Returns the exit status: 0 ended by a signal, 1 a part failed, 2 a wrong flag."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     known = ClusterConfig.parser(
         allow_abbrev=False,

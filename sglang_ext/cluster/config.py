@@ -1,4 +1,4 @@
-"""What the user can set for a local cluster: one frozen dataclass, whose fields are the flags."""
+"""Settings of a local cluster: one frozen dataclass, whose fields are the flags."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ClusterConfig(Flagged):
 
     @classmethod
     def given(cls, args: argparse.Namespace) -> dict[str, Any]:
-        """As of every flag; servers that only prefill or decode are instead of one that does both."""
+        """As of every flag; servers that only prefill or decode replace the default server of both roles."""
         found = super().given(args)
         if found.get("prefill") or found.get("decode"):
             found.setdefault("colocated", 0)
@@ -147,7 +147,7 @@ class ClusterConfig(Flagged):
         return 2 * self.servers + self.prefill + self.decode
 
     def role_of(self, index: int) -> tuple[str, int]:
-        """What server ``index`` does (colocated, prefill or decode), and its number among those."""
+        """The role of server ``index`` (colocated, prefill or decode), and its number within the role."""
         for role in ("colocated", "prefill"):
             if index < getattr(self, role):
                 return role, index

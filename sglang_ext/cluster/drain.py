@@ -1,4 +1,4 @@
-"""``sglang-ext drain``: let an instance finish what it has, and go."""
+"""``sglang-ext drain``: let an instance finish its requests, and leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_FINISHED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RouterAddress):
-    """What a drain is told."""
+    """Flags of ``sglang-ext drain``."""
 
     prog = PROG
     description = (

@@ -1,12 +1,13 @@
-"""Runs one command and leaves nothing of it behind: the process between the supervisor and each part.
+"""Runs one command and leaves no process of it behind: the process between the supervisor and each part.
 
 ``python guard.py WATCH_FD GRACE_SECONDS [FOLDER] -- COMMAND...``, started by the supervisor in a session of
 its own. `sglang-ext serve` becomes it, too, with -1 for WATCH_FD, as no supervisor is there, and ``inf``. It
 imports the standard library only, and none of this package, so that it starts in milliseconds.
 
-Who can die, and what happens then:
+Deaths and their consequences:
 
-- the command ends: what it started is ended, and the guard ends the same way (same status, same signal);
+- the command ends: its remaining processes are ended, and the guard ends the same way (same status, same
+  signal);
 - the supervisor dies, even by SIGKILL: WATCH_FD, a pipe whose other end only the supervisor has, comes to
   its end; the command is ended as on SIGTERM;
 - SIGTERM: the command gets SIGTERM, and SIGKILL once GRACE_SECONDS are over; Ctrl-C at a terminal reaches
@@ -15,12 +16,12 @@ Who can die, and what happens then:
 - the guard dies by SIGKILL: the kernel kills the command with it (PR_SET_PDEATHSIG).
 
 The guard is the reaper of all descendants (PR_SET_CHILD_SUBREAPER), so that a process whose parent has died,
-or that moved to a session of its own, is still found. It gives the command a folder for temporary files, and
-removes it and the shared memory that the command's processes had and nobody has any more: SGLang leaves
-sockets in the first, and parts of the second when one of its processes is killed. As process 1 of a container
-it reaps what others leave there, as init does. FOLDER goes too, whoever
-has died; with one, the guard is a grandchild of whoever started it, and its child only passes signals on: Ray
-kills the children of a process that it ends, and the guard is to live on and see the end of WATCH_FD.
+or that moved to a session of its own, is still found. It gives the command a folder for temporary files. At
+the end it removes that folder, and the shared memory of the command's processes that no other process maps:
+SGLang leaves sockets in the folder, and shared memory when one of its processes is killed. As process 1 of a
+container the guard reaps orphans, as init does. FOLDER is removed in all these cases. With a FOLDER, the
+guard is a grandchild of the process that started it, and its child only passes signals on: Ray kills the
+children of a process that it ends, and the guard has to survive to see the end of WATCH_FD.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
 
 LEFTOVER_SECONDS = 1.0
-"""Time for what the command leaves behind to end on its own, before and after SIGKILL has its turn.
+"""Time for leftover processes to end on their own, before SIGKILL and again after it.
 
 Python's resource trackers need it: they outlive their process to remove its shared memory, and end then.
 """
@@ -52,13 +53,13 @@ CANNOT_RUN = 127
 LOOK_SECONDS = 10.0
 """Pause between looking which shared memory the command's processes have."""
 APPEARED_SECONDS = 0.1
-"""Until the next look after something new has appeared there: it is mapped shortly after it is made. What a
-process makes between two looks would stay behind if it was killed before the second."""
+"""Seconds until the next look after a file has appeared there: files are mapped shortly after they are made.
+A file made between two looks would stay behind if its process was killed before the second."""
 SHARED_MEMORY = "/dev/shm"
 SOCKET_PATH_BYTES = 107
-"""Of AF_UNIX."""
+"""Longest path of an AF_UNIX socket."""
 SOCKET_NAME_BYTES = 32
-"""Of the longest path below the temporary folder that SGLang or multiprocessing gives a socket."""
+"""Longest path, below the temporary folder, of a socket of SGLang or multiprocessing."""
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Where the temporary folder is if sockets below TMPDIR would have too long paths."""
 KILLED = 128
@@ -105,8 +106,8 @@ def start(run: Run, temporary: str) -> int:
 
 
 def close_inherited(kept: int) -> None:
-    """Close what the supervisor gave to the command, except for ``kept`` and the standard streams: a socket
-    that the guard held too would not be closed when both others have closed it."""
+    """Close the descriptors inherited from the supervisor, except for ``kept`` and the standard streams: a
+    socket that the guard also held would stay open after both other holders have closed it."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the folder that is being read is listed too, and closed by now
             if int(name) > 2 and int(name) != kept and os.get_inheritable(int(name)):
@@ -192,7 +193,7 @@ def make_temporary() -> str:
                 os.mkdir(path, 0o700)
                 return path
         except OSError as error:
-            # The user has chosen a folder that sockets would fit into, and is to learn that it is of no use.
+            # The user has chosen a folder that sockets would fit into, so report why it cannot be used.
             reason = f"cannot make a folder in {place}: {error.strerror}" if place == wanted else ""
     raise SystemExit(f"TMPDIR: {reason or 'no folder with a short path can be written'}")
 
@@ -235,7 +236,7 @@ def wait_until_alone(main: int, seconds: float) -> int | None:
 
 
 def end_all(main: int) -> int | None:
-    """Kill what is left, resource trackers last; the status of ``main`` as ``reap``."""
+    """Kill the remaining processes, resource trackers last; the status of ``main`` as ``reap``."""
     status = None
     for spare in (True, False):
         # Killing can race with forking: until nothing new turns up.

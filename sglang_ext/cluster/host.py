@@ -1,4 +1,4 @@
-"""What the plan has to ask of this machine: cores, accelerators."""
+"""Properties of this machine that the plan needs: cores, accelerators."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 Rules:
 
 1. A part that others need is started before them, and ended after them.
-2. A part that dies before it was told to stop is started again while its restarts last; then it has died
-   for good, and takes the cluster down: a cluster that silently lacks a part is worse than none.
-3. Whoever is told to stop is asked first (SIGTERM) and killed when its time is over.
-4. What happens too late (an answer to a probe after the stop, a deadline after the event) changes nothing.
-   What cannot happen is a bug, and is raised.
+2. A part that dies without a stop is started again while its restarts last; then it has died for good, and
+   takes the cluster down: a cluster that silently lacks a part is worse than none.
+3. A part is stopped by SIGTERM, and killed when its time is over.
+4. Late events (an answer to a probe after the stop, a deadline after the event) change nothing. Impossible
+   events are bugs, and are raised.
 
 The functions here decide and do nothing; ``supervisor`` acts.
 """
@@ -24,24 +24,24 @@ class State(enum.Enum):
     """Where a part is in its life."""
 
     WAITING = "waiting"
-    """Not started: what it needs is not ready."""
+    """Not started: the parts that it needs are not ready."""
     STARTING = "starting"
     """Its process runs and does not answer yet."""
     READY = "ready"
     """It has answered."""
     STOPPING = "stopping"
-    """It was told to stop and still runs."""
+    """Its stop has begun, and it still runs."""
     ENDED = "ended"
-    """It stopped because it was told to."""
+    """It ended because the cluster stopped it."""
     FAILED = "failed"
     """It died for good."""
 
 
 class Event(enum.Enum):
-    """What happens to a part."""
+    """Events in the life of a part."""
 
     START = "start"
-    """What it needs is ready."""
+    """The parts that it needs are ready."""
     HEALTHY = "healthy"
     """It answered a probe."""
     DIED = "died"
@@ -51,7 +51,7 @@ class Event(enum.Enum):
     START_TIMEOUT = "start timeout"
     """It did not answer in the time a start may take."""
     STOP = "stop"
-    """The cluster stops, and nobody needs this part any more."""
+    """The cluster stops, and no running part needs this one any more."""
     HURRY = "hurry"
     """The user does not want to wait for the end."""
     STOP_TIMEOUT = "stop timeout"
@@ -59,7 +59,7 @@ class Event(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What the supervisor has to do."""
+    """Actions of the supervisor."""
 
     SPAWN = "start its process"
     ANNOUNCE = "say that it is ready"
@@ -106,7 +106,7 @@ OVER = frozenset({State.ENDED, State.FAILED})
 
 
 def step(state: State, event: Event) -> Transition:
-    """The state after ``event`` and what is to be done.
+    """The state after ``event``, and the actions to take.
 
     Raises:
         InternalError: the event cannot happen in this state.
@@ -118,7 +118,7 @@ def step(state: State, event: Event) -> Transition:
 
 
 def death(restarts_left: int) -> Event:
-    """The event that the end of a process is."""
+    """The event for the end of a process."""
     return Event.DIED_RESTARTABLE if restarts_left > 0 else Event.DIED
 
 
@@ -137,6 +137,6 @@ def startable(states: Mapping[str, State], needs: Mapping[str, Iterable[str]]) -
 
 
 def stoppable(states: Mapping[str, State], needs: Mapping[str, Iterable[str]]) -> list[str]:
-    """The parts that nobody needs any more (rule 1), in the order of ``states``."""
+    """The parts that no running part needs any more (rule 1), in the order of ``states``."""
     needed = {other for name, state in states.items() if state not in OVER for other in needs[name]}
     return [name for name, state in states.items() if state not in OVER and name not in needed]

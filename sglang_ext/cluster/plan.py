@@ -42,12 +42,12 @@ CACHE_VARIABLES = {
     "SGLANG_EXT_KV_DISK_PATH": DISK_FLAG,
     "SGLANG_EXT_KV_ROUTER": "--kv-router",
 }
-"""What servers take from the environment of which each has its own, or the router has to know."""
+"""Settings that servers read from the environment, but that differ per server or that the router needs."""
 ROLE_VARIABLES = {
     "SGLANG_EXT_KV_PD_CACHING": "--kv-pd-caching",
     "SGLANG_EXT_KV_TRANSFER_MODE": "--kv-transfer-mode",
 }
-"""What servers take from the environment that binds them to a role, or chooses their cache."""
+"""Settings that servers read from the environment, and that bind them to a role or choose their cache."""
 REPLICA_FLAGS = (
     (("--dp-size", "--data-parallel-size", "--dp"), "Give --colocated N instead: a server for each replica"),
     (("--attn-dp-size",), "Give --colocated N instead: a server for each replica"),
@@ -74,7 +74,7 @@ WORKER_API_KEY_FLAG = "--worker-api-key-file"
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the plan has to know of this machine."""
+    """Properties of this machine that the plan needs."""
 
     cores: int
     """Cores this process may use."""
@@ -89,7 +89,7 @@ class Part:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    """Added to the supervisor's environment; what the user has set there stays."""
+    """Added to the supervisor's environment; variables that the user has set there stay."""
     url: str
     """Where it listens; it is ready when ``url + ready_path`` answers 200."""
     own_url: str = ""
@@ -100,12 +100,12 @@ class Part:
     sockets: tuple[int, ...] = ()
     """Descriptors that its processes inherit: bound sockets, in which connections wait while none accepts."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """As ``environment``, and wins over what the user has set."""
+    """As ``environment``, but overrides variables that the user has set."""
     slots: tuple[tuple[str, ...], ...] = ()
-    """What sets its two processes apart, as further flags: one serves, and one stands by to take over at once
-    when that dies. Empty for a part of one process."""
+    """Further flags for each of its two processes: one serves, and the other stands by to take over at once
+    when the first dies. Empty for a part of one process."""
     restarts: int = 0
-    """Times that it is started again after it was ready, where the user has not said how often."""
+    """Times that it is started again after it was ready, unless the user has set a number."""
 
     @property
     def shown_command(self) -> str:
@@ -122,21 +122,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Keys:
-    """Files with keys that were made for one run of the cluster, each for where the user has named none."""
+    """Files with keys made for one run of the cluster; each is used unless the user has named another."""
 
     cluster: Path
     servers: Path
-    """What servers ask for whatever reaches them over HTTP; the router has it."""
+    """The key that servers require over HTTP; the router has it."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where clients come in, held open by the supervisor."""
+    """The clients' entrance: sockets held open by the supervisor."""
 
     sockets: tuple[int, ...]
     """Descriptors of sockets that are bound to the router's address."""
     member_ports: tuple[int, ...] = ()
-    """Where servers register: a port for each router, the one that stands by included."""
+    """Ports at which servers register: one for each router, including a router that stands by."""
     shared: Path | None = None
     """The folder through which several routers share their membership."""
 
@@ -155,15 +155,15 @@ def make_plan(
     """The servers, then the routers.
 
     Args:
-        config: what the user asked for.
+        config: the cluster's configuration.
         host: this machine.
-        router_port: where the router will listen.
+        router_port: the router's port.
         server_ports: one per server, then one more per server that prefills or decodes, then one per server
             for torch's rendezvous.
         keys: made for the cluster, used unless the user has named others.
-        door: what the router inherits; without it, it binds ``router_port`` itself.
-        address: where the servers listen.
-        tells: where the servers register, if the router is not told where they are.
+        door: sockets and ports that the router inherits; without it, the router binds ``router_port`` itself.
+        address: address at which the servers listen.
+        tells: router addresses with which the servers register, if the router does not get their URLs.
 
     Raises:
         ConfigError: this machine cannot run it.
@@ -343,15 +343,15 @@ def _server(
     changes: bool,
     address: str,
 ) -> Part:
-    """One server. tells: the router to which it tells what it holds. key, server_key: the files with the
-    cluster's key and with the servers'. changes: whether it can change between prefill and decode. address:
-    where it listens."""
+    """One server. tells: the router with which it registers and shares its index. key, server_key: the files
+    with the cluster's key and with the servers'. changes: whether it can change between prefill and decode.
+    address: the address at which it listens."""
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", address, "--port", str(port)]
     if flag_value(flags, RENDEZVOUS_FLAG) is None:
-        # SGLang would pick one that the kernel also gives to connections, and listen there seconds later: a
-        # connection that has it by then ends the server at its start.
+        # SGLang would pick a port that the kernel also gives to connections, and listen on it only seconds
+        # later: a connection that gets the port in between ends the server at its start.
         ours += [RENDEZVOUS_FLAG, str(rendezvous_port)]
     if role != "colocated":
         ours += ["--disaggregation-mode", role]
@@ -376,7 +376,7 @@ def _server(
         _refuse_replicas(flags)
     if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
         ours += ["--kv-router", tells]
-    # Who hands KV over asks for it too, also where it keeps none.
+    # A server that hands KV over requires it too, also without a cache.
     if (is_global or hands_over) and key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
         ours += [SERVER_KEY_FLAG, key]
     if server_key is not None and flag_value(flags, SERVER_API_KEY_FLAG) is None:
@@ -419,7 +419,7 @@ def fixed_roles(config: ClusterConfig) -> str:
 
 
 def _refuse_replicas(flags: Sequence[str]) -> None:
-    """What ``patches/adapter/admission.py`` refuses in each server, said here before any of them starts."""
+    """Refuse flags before any server starts that ``patches/adapter/admission.py`` refuses in each server."""
     for names, hint in REPLICA_FLAGS:
         value = flag_value(flags, *names)
         if value is not None and value.strip() not in ("", "1"):

@@ -27,11 +27,11 @@ CAUSE_BYTES = 1 << 18
 TAIL_LINES = 15
 TAIL_COLUMNS = 300
 NOISE = re.compile(r"^ - leaked |^ - \.\.\. skipped|^nanobind: |^See https://nanobind|HTTP/1\.[01]\" 200")
-"""Lines that hide what came before: an extension module's when any process with SGLang ends, and probes."""
+"""Lines that hide earlier ones: from an extension module when a process with SGLang ends, and from probes."""
 
 
 class Running(Protocol):
-    """What the supervisor needs of a part's process, wherever that runs."""
+    """The supervisor's interface to a part's process, on this machine or elsewhere."""
 
     @property
     def pid(self) -> int | None:
@@ -54,20 +54,20 @@ class Running(Protocol):
         """End it at once."""
 
     def kill(self) -> None:
-        """End it, whatever becomes of what it has started."""
+        """End it at once, even if its own children survive."""
 
 
 class PartProcess:
     """A part's process under its guard.
 
     Args:
-        part: what to run.
+        part: the part to run.
         log: file that output is appended to.
         watch: read end of a pipe whose write end only this process has; see ``guard``.
-        grace_s: seconds between SIGTERM and SIGKILL when it is told to end.
+        grace_s: seconds between SIGTERM and SIGKILL when it is to end.
         flags: further ones for its command.
-        stands_by: start it as one that waits until it is told to take over.
-        folder: goes when the process has ended, also if this one dies before.
+        stands_by: start it waiting, until `take_over`.
+        folder: removed when the process has ended, also if this process dies first.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class PartProcess:
         self._removed = () if folder is None else (str(folder),)
         self._flags = tuple(flags)
         self._call: tuple[int, int] | None = os.pipe() if stands_by else None
-        """What it waits at: the end that it reads from, and the one that is written to."""
+        """Pipe on which a waiting process blocks: its read end, and the end that `take_over` writes to."""
         self._log = log
         self._watch = watch
         self._grace_s = grace_s
         self._process: asyncio.subprocess.Process | None = None
         self._early: list[signal.Signals] = []
-        """Signals from before there was a process to send them to."""
+        """Signals sent before the process existed."""
 
     @property
     def pid(self) -> int | None:
@@ -100,7 +100,7 @@ class PartProcess:
 
     @property
     def url(self) -> str:
-        """Where the plan says."""
+        """Empty: the plan has its URL."""
         return ""
 
     async def run(self) -> int:
@@ -132,7 +132,7 @@ class PartProcess:
                     env=environment_of(self._part, os.environ),
                     pass_fds=(self._watch, *inherited),
                     start_new_session=True,
-                    # SGLang's sockets and files, and what libraries make, are nobody else's.
+                    # No other user may use SGLang's sockets and files, or those that libraries make.
                     umask=0o077,
                 )
             for number in self._early:
@@ -153,7 +153,7 @@ class PartProcess:
             log.write(f"{line}\n".encode())
 
     def take_over(self) -> None:
-        """Tell a process that stands by to serve from now on; also before it has come so far."""
+        """Have a waiting process serve from now on; also works before it has started to wait."""
         if self._call is not None:
             os.write(self._call[1], b"\0")
 
@@ -177,26 +177,26 @@ class PartProcess:
 
 
 def _private(log: Path) -> int:
-    """Open a log to append to. Nobody else can read it, whatever the umask: it may quote clients."""
+    """Open a log to append to. No other user can read it, regardless of the umask: it may quote clients."""
     return open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a part's process: ``ours``, and after it what the part adds and ``ours`` lacks, and
-    the part's secrets.
+    """The environment of a part's process: ``ours``, then variables of the part that ``ours`` lacks, then the
+    part's secrets.
 
-    What the user has set, such as OMP_NUM_THREADS, wins. The order matters too: setproctitle finds the place
-    of the title in memory by the first variable, and finds nothing where the process has set that one anew,
-    as SGLang does with some of those that are added here.
+    Variables that the user has set, such as OMP_NUM_THREADS, win. The order matters too: setproctitle finds
+    the place of the title in memory by the first variable, and finds nothing where the process has set that
+    one anew, as SGLang does with some of those that are added here.
     """
     added = {name: value for name, value in part.environment.items() if name not in ours}
     return {**ours, **added, **part.secrets}
 
 
 def stop_listening(descriptor: int) -> None:
-    """Have connections to a bound socket refused, whoever holds it."""
+    """Refuse connections to a bound socket, in every process that has it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as shared:
-        shared.shutdown(socket.SHUT_RDWR)  # fails where nobody listened
+        shared.shutdown(socket.SHUT_RDWR)  # fails if the socket was not listening
 
 
 async def probe(url: str) -> bool:

@@ -1,5 +1,5 @@
 """A cluster on Ray: each server and each router in a placement group, run by the same supervisor as on one
-machine. Ray says where there is room, also again when a node is lost; `lifecycle` says what is started again.
+machine. Ray places parts, also again when a node is lost; `lifecycle` decides which parts are started again.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class RayProcess:
     Args:
         ray: the library.
         group: the placement group.
-        bundles: which of it are the part's.
+        bundles: indices of the part's bundles in the group.
         wanted: ports of each.
-        make: from the places to what runs there.
+        make: returns the parts to run, given their places.
         keys: files with the keys.
-        log: what the driver gets of its output is appended to it.
+        log: file to which the output returned to the driver is appended.
         grace_s: seconds between SIGTERM and SIGKILL.
     """
 
@@ -84,7 +84,7 @@ class RayProcess:
         self.pid: int | None = None
 
     async def run(self) -> int:
-        """Place it, and run it to its end; the others of a server end with the first of its nodes."""
+        """Place it, and run it to its end; when one node of a server ends, its other nodes are ended."""
         failure = self._ray.exceptions.RayError
         try:
             places = await self._place()
@@ -145,7 +145,7 @@ class RayProcess:
             log.write(f"{end}\n".encode() if isinstance(end, BaseException) else end[1])
 
     def take_over(self) -> None:
-        """Nobody stands by on Ray."""
+        """Does nothing: no process stands by on Ray."""
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -171,7 +171,7 @@ async def _result(reference: Any) -> Any:
 
 
 async def nodes_of(ray: Any) -> list[dict[str, Any]]:
-    """What Ray knows of its living nodes."""
+    """Ray's records of its living nodes."""
     return [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
 
 
@@ -248,7 +248,7 @@ Maker = tuple[str, Sequence[int], Sequence[int], Callable[[Sequence[Place]], tup
 
 
 def _makers(config: ClusterConfig, nodes: Sequence[Node]) -> dict[str, Maker]:
-    """For each part: its placement group, which bundles of it, which ports, and what runs there."""
+    """For each part: its placement group, its bundles there, its ports, and a function that makes it."""
     found: dict[str, Maker] = {}
     for index in range(config.servers):
         name = ray_plan.name_of(config, index)

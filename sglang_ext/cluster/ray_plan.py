@@ -1,4 +1,4 @@
-"""What of a cluster goes where on Ray, and what runs there. Pure: nodes and places come in as arguments."""
+"""Placement of a cluster on Ray, and the parts to run there. Pure: nodes and places come in as arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_ext.errors import ConfigError
 NODES_FLAG = "--nnodes"
 """SGLang's: one server over so many nodes."""
 GIVEN = ("--node-rank", "--dist-init-addr")
-"""What each node of such a server is told, which is known when it is placed."""
+"""Flags of each node of such a server, known only when it is placed."""
 PORTS = 4
 """Of each node of a server: HTTP, bootstrap, the rendezvous of its ranks, and that of its nodes."""
 ROUTER_KEYS = ("--api-key", "--api-key-file", "--api-keys-file")
@@ -40,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a server, or the routers, need: a placement group."""
+    """The placement group that a server, or all routers together, need."""
 
     name: str
     bundles: tuple[Mapping[str, float], ...]
@@ -59,7 +59,7 @@ class Place:
 
 
 def demands(config: ClusterConfig, nodes: Sequence[Node]) -> tuple[Demand, ...]:
-    """What each server needs, then the routers: a GPU per rank, or where there are none a share of the cores.
+    """Demand of each server, then of the routers: a GPU per rank, or without GPUs a share of the cores.
 
     Raises:
         ConfigError: the nodes do not have it; names the flag.
@@ -109,7 +109,7 @@ def nodes_of(flags: Sequence[str]) -> int:
 
 
 def name_of(config: ClusterConfig, index: int) -> str:
-    """What a server is called, as on one machine."""
+    """The name of a server, as on one machine."""
     role, number = config.role_of(index)
     return f"server-{index}" if role == "colocated" else f"{role}-{number}"
 
@@ -175,8 +175,8 @@ def server_parts(
     """Server ``index``, a part for each of its nodes; the first one answers.
 
     Args:
-        config: what the user asked for.
-        index: which server.
+        config: the cluster's configuration.
+        index: the server's index.
         nodes: of the Ray cluster: the router may be at any.
         places: one per node of the server, with ``PORTS`` ports each.
     """
@@ -235,12 +235,12 @@ def router_part(config: ClusterConfig, number: int, place: Place) -> Part:
 
 
 def router_name(config: ClusterConfig, number: int) -> str:
-    """What a router is called, as on one machine."""
+    """The name of a router, as on one machine."""
     return "router" if config.routers == 1 else f"router-{number}"
 
 
 def unplaced(config: ClusterConfig) -> tuple[Part, ...]:
-    """The parts as far as they are known before they are placed: who needs whom."""
+    """The parts as far as they are known before they are placed: names, and which parts they need."""
     servers = tuple(name_of(config, index) for index in range(config.servers))
     return *(Part(name, (), {}, "") for name in servers), *(
         Part(router_name(config, number), (), {}, "", needs=servers, ready_path="/ready")

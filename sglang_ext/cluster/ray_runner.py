@@ -1,6 +1,6 @@
-"""What runs a part of a cluster on a node of Ray: an actor, and below it the guard, as on one machine.
+"""Runs a part of a cluster on a node of Ray: an actor, and below it the guard, as on one machine.
 
-When the actor dies, with the driver or the node's Ray, the guard sees it and ends all that it has started.
+When the actor dies, with the driver or the node's Ray, the guard notices and ends all processes of the part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_ext.patches.environment import prepare, require_temporary
 
 FOLDER_PREFIX = "sglang-ext-ray-"
 LOG_BYTES = 1 << 18
-"""Of a log's end, which the driver gets."""
+"""Bytes of the end of a log that the driver receives."""
 
 
 class Runner:

@@ -17,7 +17,7 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RouterAddress):
-    """What a change of a role is told."""
+    """Flags of ``sglang-ext role``."""
 
     prog = PROG
     description = (

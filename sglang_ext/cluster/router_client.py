@@ -48,7 +48,7 @@ class RouterClient:
         """One call, whose answer is JSON.
 
         Raises:
-            UserError: the router says that what was asked is wrong.
+            UserError: the router refuses the request as invalid.
             PeerError: it cannot be reached, or does not answer as a router.
         """
         try:
@@ -60,7 +60,7 @@ class RouterClient:
         """One call; its answer as it comes.
 
         Raises:
-            UserError: the router says that what was asked is wrong.
+            UserError: the router refuses the request as invalid.
             PeerError: it cannot be reached.
         """
         data = b"" if body is None else msgspec.json.encode(body)
@@ -76,7 +76,7 @@ class RouterClient:
         elif self.key is not None:
             headers["authorization"] = self.key.sign(method, path, data, self.wall() + ahead_s)
         request = urllib.request.Request(self.url + path, data=data or None, headers=headers, method=method)
-        # No proxy: what is meant is this router, and no one else shall see the key.
+        # No proxy: the request is for this router, and no other host may see the key.
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.tls)
         )
@@ -99,7 +99,7 @@ class RouterClient:
 
 
 class _OtherClock(Exception):
-    """The router refuses a signature, and says by how many seconds its clock is ahead."""
+    """The router refuses a signature, and its answer shows by how many seconds its clock is ahead."""
 
     def __init__(self, ahead_s: float) -> None:
         super().__init__(ahead_s)
@@ -107,7 +107,7 @@ class _OtherClock(Exception):
 
 
 def _told(error: urllib.error.HTTPError) -> str:
-    """What the router says of a request that it refuses."""
+    """The router's reason for refusing a request."""
     try:
         return str(json.loads(error.read(1 << 20))["error"]["message"])
     except (ValueError, KeyError, TypeError):

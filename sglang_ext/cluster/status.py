@@ -1,4 +1,4 @@
-"""``sglang-ext cluster-status``: who is in a cluster, as a router sees it."""
+"""``sglang-ext cluster-status``: the instances of a cluster, as a router sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_ext.protocol.cluster import Cluster, InstanceView, RolesView
 
 PROG = "sglang-ext cluster-status"
 AWAITED = "awaited"
-"""Shown for an instance that takes requests while nobody knows yet what it holds."""
+"""Shown for an instance that takes requests before its snapshot has arrived."""
 STYLES: Mapping[str, str] = {
     "ready": "green",
     AWAITED: "yellow",
@@ -31,12 +31,12 @@ WIDE = 250
 NOBODY_SERVES = 3
 """Exit status when no request can be served now."""
 SOME_AWAITED = 4
-"""Exit status when requests are served, and what some instance holds is not known yet: it is not ready."""
+"""Exit status when requests are served, but some instance's snapshot has not arrived: it is not ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RouterAddress):
-    """What the command is told."""
+    """Flags of ``sglang-ext cluster-status``."""
 
     prog = PROG
     description = "Show the instances of a cluster as one of its routers sees them."
@@ -45,8 +45,8 @@ class Arguments(RouterAddress):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show it. Returns the exit status: 0, 1 when the router cannot be asked, 3 when nobody can serve,
-    4 while somebody's snapshot is awaited."""
+    """Show it. Returns the exit status: 0, 1 when the router cannot be reached, 3 when no request can be
+    served, 4 while the snapshot of some instance is awaited."""
     try:
         given = Arguments.parse(
             arguments,
@@ -94,7 +94,7 @@ _NUMBERS = frozenset({"running", "waiting tokens", "cached tokens", "heard"})
 
 
 def notes(seen: Cluster) -> list[str]:
-    """What the table does not say."""
+    """Remarks that the table has no column for."""
     lines = [f"{view.instance}: {view.why}" for view in seen.instances if view.state not in ("ready", "left")]
     lines += [
         f"{view.instance}: takes requests; its snapshot is not in yet, so what it holds is not known in full"

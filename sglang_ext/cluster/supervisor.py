@@ -1,7 +1,7 @@
-"""Runs the parts of a cluster as ``lifecycle`` says: the only place where its decisions become actions.
+"""Runs the parts of a cluster by the rules of ``lifecycle``, and alone turns its decisions into actions.
 
-A part with slots has a second process that stands by while it is ready and may be started again. To start it
-again is then to have that one take over; the next one to stand by is started when it has answered.
+A part with slots has a second process that stands by while the part is ready and has restarts left. To
+restart such a part, the second process takes over; the next one is started when it has answered.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class PartStatus:
     """How long the latest start took."""
     process: Running | None = field(default=None, repr=False)
     slot: int = 0
-    """Which of the part's slots ``process`` has."""
+    """The part's slot that ``process`` has."""
     standby: Standby | None = field(default=None, repr=False)
     standby_deaths: int = 0
-    """Times that the one that stood by died while it did."""
+    """Times that a process died while it stood by."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
 
     @property
@@ -79,11 +79,11 @@ class PartStatus:
 
 
 class ClusterError(PeerError):
-    """A part died for good; the message says which, why, and where its log is."""
+    """A part died for good; the message names the part, the reason and its log."""
 
 
 class Observer(Protocol):
-    """Told what happens; must not block."""
+    """Notified of changes; must not block."""
 
     def begin(self, parts: Mapping[str, PartStatus]) -> None:
         """These are the parts; none runs yet."""
@@ -98,12 +98,12 @@ class Cluster:
     Args:
         parts: from ``make_plan``.
         log_dir: existing folder for one log per part.
-        restarts: times that each part that died is started again; None: as its own ``restarts`` say.
+        restarts: times that each part that died is started again; None: by each part's own ``restarts``.
         start_timeout_s: seconds from the start of a part to its first answer.
         stop_timeout_s: seconds between asking a part to end and killing it.
-        observer: is told of every change.
+        observer: notified of every change.
         probe: whether ``GET url`` answers 200.
-        elsewhere: makes a part's process, given the part and its log, where that is not one of this machine.
+        elsewhere: makes a part's process, given the part and its log, if it is not to run on this machine.
     """
 
     def __init__(
@@ -174,17 +174,17 @@ class Cluster:
         await self._until(lambda: all(status.state is State.READY for status in self.parts.values()))
 
     async def ended(self) -> None:
-        """Wait until no part runs any more. ``failure`` then says why, if nobody asked for it."""
+        """Wait until no part runs any more. ``failure`` then has the reason, unless the end was requested."""
         while not all(
             status.state in lifecycle.OVER and status.standby is None for status in self.parts.values()
         ):
             await self._next_change()
 
     async def failed(self) -> None:
-        """Wait until a part dies for good, or all were told to stop.
+        """Wait until a part dies for good, or all have been stopped.
 
         Raises:
-            ClusterError: always; says which and why.
+            ClusterError: always; names the part and the reason.
         """
         await self._until(lambda: False)
 
@@ -192,7 +192,7 @@ class Cluster:
         """The result of ``work``, which is cancelled when a part dies for good.
 
         Raises:
-            ClusterError: as ``failed``; also whatever ``work`` raises.
+            ClusterError: as ``failed``; also any error of ``work``.
         """
         working = asyncio.ensure_future(work)
         failing = asyncio.ensure_future(self.failed())
@@ -331,12 +331,12 @@ class Cluster:
         self._changed.set()
 
     def _dismiss(self, status: PartStatus) -> None:
-        """Have nobody stand by any more."""
+        """End the process that stands by."""
         if status.standby is not None:
             status.standby.process.terminate()
 
     def _close(self, status: PartStatus) -> None:
-        """A part is over: nobody will accept what connects to it."""
+        """Release a part that is over: refuse connections to its sockets, as no process will accept them."""
         self._dismiss(status)
         for descriptor in status.part.sockets:
             stop_listening(descriptor)
@@ -350,7 +350,7 @@ class Cluster:
         status.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._record(ClusterError(f"{status.part.name}: {error}"))
-            # It may have no process; the state machine is not to be trusted with it.
+            # It may have no process; its state can no longer be derived from events.
             status.state = State.FAILED
             self._close(status)
             self.stop()

@@ -1,4 +1,4 @@
-"""What ``sglang-ext cluster`` shows: a live table on a terminal, a line per change elsewhere."""
+"""Output of ``sglang-ext cluster``: a live table on a terminal, a line per change elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Display:
     Args:
         console: where to; whether it is a terminal decides the form.
         log_dir: named once everything is ready.
-        announce: say where to send requests once everything is ready.
+        announce: print the address for requests once everything is ready.
     """
 
     def __init__(self, console: Console, log_dir: Path, *, announce: bool = True) -> None:

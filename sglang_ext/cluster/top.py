@@ -1,7 +1,7 @@
 """``sglang-ext top``: a cluster in a terminal, live, as one of its routers sees it.
 
-`view` makes what is shown from two readings of ``/cluster`` and ``/metrics``, and is a pure function; rates
-are differences between the two.
+`view` renders two readings of ``/cluster`` and ``/metrics``, and is a pure function; rates are differences
+between the two.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def look(router: RouterClient, now: Callable[[], float] = time.monotonic) -> See
     return Seen(now(), cluster, read_metrics(router.read("GET", "/metrics").decode("utf-8", "replace")))
 
 
-# -- what is shown --------------------------------------------------------------------------------------
+# -- rendering ------------------------------------------------------------------------------------------
 
 
 def view(seen: Seen, before: Seen | None = None) -> RenderableType:
-    """What is shown. before: an earlier reading; without one, counts since the router's start are shown."""
+    """The rendered page. before: an earlier reading; without one, counts are since the router's start."""
     parts: list[RenderableType] = [Text.from_markup(_headline(seen, before)), "", _instances(seen), ""]
     parts += [Text.from_markup(line) for line in (_hits(seen, before), _hints(seen))]
     transfers = _transfers(seen, before)
@@ -209,7 +209,7 @@ def _transfers(seen: Seen, before: Seen | None) -> Table | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RouterAddress):
-    """What the command is told."""
+    """Flags of ``sglang-ext top``."""
 
     prog = PROG
     description = (
@@ -222,7 +222,7 @@ class Arguments(RouterAddress):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Watch. Returns the exit status: 0, or 1 when the router cannot be asked, or no longer."""
+    """Watch. Returns the exit status: 0, or 1 when the router cannot be reached, or no longer."""
     try:
         given = Arguments.parse(arguments)
         router = given.client()
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _watch(router: RouterClient, seen: Seen, interval: float) -> None:
-    """Show the cluster until somebody types q."""
+    """Show the cluster until the user types q."""
     with _keys() as typed, Live(view(seen), screen=True, auto_refresh=False) as live:
         while typed(interval) not in ("q", "Q"):
             before, seen = seen, look(router)
@@ -250,7 +250,7 @@ def _watch(router: RouterClient, seen: Seen, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Keys as they are typed: waits for one, so many seconds at most; as long where nobody types."""
+    """Keys as they are typed: waits for a key for so many seconds at most; without a terminal, as long."""
     if not sys.stdin.isatty():
         yield _nobody_types
         return

@@ -1,4 +1,4 @@
-"""The command line of ``sglang-ext doctor``: which of machine, disk and way to a peer is looked at."""
+"""The command line of ``sglang-ext doctor``, which chooses between machine, disk and way to a peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_ext.flags import PATH, SECONDS, Flagged, Parser, flag
 
 PROG = "sglang-ext doctor"
 PORT = 30900
-"""On which a doctor listens for another."""
+"""Port on which a doctor listens for another."""
 
 
 def parse_address(text: str) -> str:
@@ -64,7 +64,7 @@ def parse_reach(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Flagged):
-    """What the command is told."""
+    """Flags of ``sglang-ext doctor``."""
 
     prog = PROG
     description = (

@@ -1,8 +1,8 @@
 """``sglang-ext doctor --kv-disk-path``: the disk tier's directory, its room, its speed, its index.
 
-``gather`` looks and, when asked to, repairs; ``findings`` judges what it saw, and is a pure function.
+``gather`` inspects and, if requested, repairs; ``findings`` judges the facts, and is a pure function.
 
-A server keeps one directory per rank below ``--kv-disk-path``; each that is found there is looked at.
+A server keeps one directory per rank below ``--kv-disk-path``; each such directory is inspected.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 
 MEASURED = 256 * MIB
 LEAST_MEASURED = 16 * MIB
-"""Less says nothing of a disk."""
+"""A smaller file gives no meaningful speed."""
 RUN_AS_ITS_USER = "If a server of another user has it, run this command as that user."
 _SHOWN = 8
-"""Problems that are told one by one."""
+"""Problems that are listed one by one."""
 
 Doing = Callable[[str], AbstractContextManager[object]]
-"""Told what takes its time, while it does."""
+"""Shows the name of a slow step while it runs."""
 
 
 @dataclass(frozen=True)
 class StoreFacts:
     """One rank's directory.
 
-    in_use: who uses it now, as a sentence; empty for nobody.
-    report, repaired, after: what the check, the repair and the check behind that found.
-    error: why it could not be looked at, or not repaired. advice: what is to be done then.
+    in_use: the server that uses it now, as a sentence; empty for none.
+    report, repaired, after: results of the check, of the repair, and of the check after it.
+    error: why it could not be inspected or repaired. advice: the next step then.
     """
 
     path: Path
@@ -71,10 +71,10 @@ LOCAL = Files()
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """What was seen below a --kv-disk-path. Sizes in bytes.
+    """Facts about a --kv-disk-path. Sizes in bytes.
 
-    total, free: of the file system. ours: what disk tiers below take of it. beside: what lies in their
-    directories and is not theirs (any more). network: the kind of file system, if other machines may have
+    total, free: of the file system. ours: bytes of it in disk tiers below the path. beside: other files in
+    their directories, and old ones of theirs. network: the kind of file system, if other machines may have
     it, too.
     """
 
@@ -137,7 +137,7 @@ def _is_ours(entry: Path) -> bool:
 
 
 def _bytes_below(path: Path) -> int:
-    """What a file, or all files of a folder, take on the disk."""
+    """Bytes that a file, or all files of a folder, take on the disk."""
     total = 0
     for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
         with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def _look(path: Path, *, repair: bool, deep: bool, doing: Doing) -> StoreFacts:
 
 
 def findings(facts: DiskFacts) -> list[Finding]:
-    """What the facts mean."""
+    """Findings that follow from the facts."""
     if not facts.exists:
         advice = "Make it, on a local disk, and writable for the server's user; or name another."
         found = [Finding(Level.PROBLEM, "directory", f"there is none at {facts.path}", advice)]
@@ -293,7 +293,7 @@ def _contents(report: CheckReport) -> str:
 
 
 def as_json(facts: DiskFacts) -> dict[str, Any]:
-    """The figures as plain data; what went wrong is in the findings."""
+    """The figures as plain data; errors are in the findings."""
     return {
         "path": str(facts.path),
         "total_bytes": facts.total,

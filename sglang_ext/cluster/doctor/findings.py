@@ -1,4 +1,4 @@
-"""What the doctor says: findings, on a terminal or as JSON."""
+"""Output of the doctor: findings, on a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _INDENT = " " * 27
 
 
 class Level(enum.Enum):
-    """What a finding means."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    """What was asked about works; something else will not, or not well."""
+    """The checked feature works; something else will not, or not well."""
     PROBLEM = "problem"
     """A start would fail, or cached blocks are lost or out of reach."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     level: Level
     subject: str
     text: str
     advice: str = ""
-    """What to do; empty when all is well."""
+    """The next step; empty when all is well."""
 
 
 def problems(found: Sequence[Finding]) -> int:

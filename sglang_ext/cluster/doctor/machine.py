@@ -1,6 +1,6 @@
-"""``sglang-ext doctor``: whether servers can start here, what is wrong, and what to do about it.
+"""``sglang-ext doctor``: whether servers can start here, with problems and advice.
 
-``gather`` looks at the machine, ``findings`` judges what it saw, and is a pure function.
+``gather`` inspects the machine, ``findings`` judges the facts, and is a pure function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLUGIN = "sglang_ext"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PACKAGES = ("sglang-ext", "sglang", "torch", "transformers", "numba")
 SERVER_MEMORY = 2 * GIB
-"""What the three processes of a CPU server with a tiny model take: 1.6 GB, and some room."""
+"""Memory of the three processes of a CPU server with a tiny model: 1.6 GB, and a reserve."""
 SHARED_MEMORY = 64 << 20
 DISK = 1 * GIB
 PATCH_CHECK_TIMEOUT_S = 180.0
@@ -34,11 +34,11 @@ PATCH_CHECK_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What was seen of this machine and installation. Sizes in bytes."""
+    """Facts about this machine and installation. Sizes in bytes."""
 
     python: str
     packages: dict[str, str | None]
-    """Version by distribution name; None for one that is not installed."""
+    """Version by distribution name; None for a distribution that is not installed."""
     host: HostFacts | None
     """None when torch cannot be imported."""
     torch_error: str
@@ -56,7 +56,7 @@ class Facts:
     has_compiler: bool
     rdma_devices: tuple[str, ...]
     rails: tuple[str, ...]
-    """Which one each GPU's rank would use, and why."""
+    """The RDMA device that each GPU's rank would use, with the reason."""
     has_pyverbs: bool
     transports: dict[str, str | None]
     """Why this host cannot use each transport between instances; None where it can."""
@@ -153,7 +153,7 @@ def _free(folder: Path) -> int:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """What the facts mean, in the order in which a start would meet them."""
+    """Findings that follow from the facts, in the order in which a start would meet them."""
     return [
         *_installation(facts),
         *_plugin(facts),
@@ -286,7 +286,7 @@ def _rdma(facts: Facts) -> Finding:
 
 
 def _transport_findings(facts: Facts) -> Iterator[Finding]:
-    """What works between instances, best first, and why the rest does not."""
+    """Usable transports between instances, best first, and reasons against the others."""
     works = [name for name, reason in facts.transports.items() if reason is None]
     if works:
         yield Finding(Level.OK, "transports", f"{', '.join(works)} can be used")
@@ -294,7 +294,7 @@ def _transport_findings(facts: Facts) -> Iterator[Finding]:
         advice = "Without one, KV does not move between instances; each serves for itself."
         yield Finding(Level.WARNING, "transports", "none can be used", advice)
     for name, reason in facts.transports.items():
-        # That there is no RDMA device is how most machines are, and what is wrong with one is said above.
+        # Most machines have no RDMA device, and faults of one are reported above.
         expected = name == "verbs" and works
         if reason is not None:
             level = Level.OK if expected else Level.WARNING

@@ -1,7 +1,7 @@
-"""``sglang-ext doctor --peer``: what was seen of the way to another machine and back, and what it means.
+"""``sglang-ext doctor --peer``: facts about the way to another machine and back, and findings from them.
 
-``findings`` is a pure function. The ends are in ``peer_ends.py``, what they try in ``peer_probe.py``,
-what they say in ``peer_wire.py``.
+``findings`` is a pure function. The two ends are in ``peer_ends.py``, their tests in ``peer_probe.py``, their
+messages in ``peer_wire.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang_ext.cluster.doctor.findings import Finding, Level
 from sglang_ext.cluster.doctor.peer_wire import Chosen, End, Took, Trouble, TroubleError
 
 _SHOWN: Final = 8
-"""Ranges of ports that are told one by one."""
+"""Ranges of ports that are listed one by one."""
 
 _ADVICE: Final[Mapping[Trouble, str]] = {
     Trouble.NAME: "Give an address, or see to the name's entry in DNS or /etc/hosts.",
@@ -35,14 +35,14 @@ _SUBJECTS: Final = {Trouble.KEY: "cluster key", Trouble.NO_KEY: "cluster key", T
 
 @dataclass
 class Seen:
-    """What was seen of a peer; None for what was not come to.
+    """Facts about a peer; None for steps that were not reached.
 
-    target: where it was called. keyed: whether this end has a cluster key. rtt: seconds, the least of a few.
-    ahead: seconds by which the peer's clock is. failed_there, failed_here: why ports were not reached, by
-    port: the peer's from here, ours from there. unreached_here, unreached_there: why addresses of `reach`
-    were not, by address. there, here: what came of a stream, at the peer and here.
-    reads_theirs, reads_ours: the transport by which this end, and the peer, reads the other's memory.
-    trouble: what ended it, while it was `doing`.
+    target: the called address. keyed: whether this end has a cluster key. rtt: seconds, the least of a few.
+    ahead: seconds by which the peer's clock is ahead. failed_there, failed_here: why ports were not reached,
+    by port: the peer's from here, ours from there. unreached_here, unreached_there: why addresses of `reach`
+    were not reached, by address. there, here: bytes and seconds of a stream, as received at the peer and
+    here. reads_theirs, reads_ours: the transport by which this end, and the peer, reads the other's memory.
+    trouble: the error that ended the session, while it was `doing`.
     """
 
     target: str
@@ -65,7 +65,7 @@ class Seen:
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """What it means, in the order in which servers would meet it."""
+    """Findings that follow from the facts, in the order in which servers would meet them."""
     return [*_greeting(seen), *_addresses(seen), *_reached(seen), *_moving(seen), *_trouble(seen)]
 
 
@@ -76,7 +76,7 @@ def _greeting(seen: Seen) -> Iterator[Finding]:
     same = "both ends have the same" if seen.keyed else "neither end has one, which is for loopback only"
     yield Finding(Level.OK, "cluster key", same)
     if seen.ahead is not None:
-        # How long the way there takes of the whole is not known.
+        # The share of the outward way in the round trip is unknown.
         exact = seen.rtt / 2
         off = abs(seen.ahead)
         text = f"the peer's is {off:.3f} s {'ahead' if seen.ahead > 0 else 'behind'}; members allow for that"
@@ -179,7 +179,7 @@ def _moving(seen: Seen) -> Iterator[Finding]:
     for whence, chosen in (("from the peer", seen.reads_theirs), ("to the peer", seen.reads_ours)):
         if chosen is None:
             continue
-        # Transports begin what they say with their names.
+        # Transports begin their reasons with their names.
         why = "; ".join(
             f"not {name}: {reason.removeprefix(f'{name}: ')}" for name, reason in chosen.reasons.items()
         )
@@ -206,7 +206,7 @@ def _trouble(seen: Seen) -> Iterator[Finding]:
 
 
 def as_json(seen: Seen) -> dict[str, Any]:
-    """The figures as plain data. What is said at ports is left out: it is of no use any more."""
+    """The figures as plain data. Tickets and answers are left out: they are expired."""
 
     def end(one: End | None, failed: Mapping[int, str] | None) -> dict[str, Any] | None:
         return (

@@ -1,7 +1,7 @@
-"""Both ends of ``sglang-ext doctor --peer``: who calls and asks, and who listens and answers.
+"""Both ends of ``sglang-ext doctor --peer``: the caller, which asks, and the listener, which answers.
 
-A listener serves one caller at a time, once that has proven to have the key; everybody else is told nothing.
-Messages, ports, bytes, connections and times are bounded, whatever the other end does.
+A listener serves one caller at a time, after the caller has proven to have the key; it reveals nothing to
+others. Messages, ports, bytes, connections and times are bounded, regardless of the other end.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from sglang_ext.tasks import Tasks
 
 CONNECT_S: Final = 5.0
 GREETING_S: Final = 5.0
-"""For connecting, and for proving to have the key."""
+"""Seconds for connecting, and for proving to have the key."""
 SESSION_S: Final = 120.0
-"""For one caller."""
+"""Seconds for one caller."""
 MOST_CALLERS: Final = 16
 """Connections at a time; one more is closed."""
 PINGS: Final = 5
@@ -72,10 +72,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Own:
-    """What an end is given.
+    """Settings of an end.
 
-    services: ports beside those of `kv_ports`. reach: addresses that both ends need, ``HOST:PORT``; of a
-    caller. wall: seconds since the epoch.
+    services: ports beside those of `kv_ports`. reach: addresses that both ends need, ``HOST:PORT``; a
+        caller's only. wall: seconds since the epoch.
     """
 
     key: ClusterKey | None = None
@@ -93,7 +93,7 @@ class Own:
 
 @dataclass
 class _Server:
-    """As which servers would start here."""
+    """The server whose address the doctor derives: as servers would start here."""
 
     host: str
     port: int = 1
@@ -156,7 +156,7 @@ class _This:
 
 
 async def _blocking(work: Callable[[], T]) -> T:
-    """What blocks for seconds at most, in a thread; returns when it has ended, cancelled or not."""
+    """Run blocking work of a few seconds in a thread; returns when it has ended, cancelled or not."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)
@@ -166,7 +166,7 @@ async def _blocking(work: Callable[[], T]) -> T:
 
 
 def call(host: str, port: int, own: Own) -> Seen:
-    """Test the way to a listener and back. What goes wrong is in what is returned."""
+    """Test the way to a listener and back. Errors are in the result."""
     return asyncio.run(_call(host, port, own))
 
 

@@ -1,4 +1,4 @@
-"""What two doctors try between their machines: ports, a stream, and reading each other's memory."""
+"""Tests of two doctors between their machines: ports, a stream, and reading each other's memory."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.disagg.transports.select import make_transports
 
 KNOCK_S: Final = 2.0
-"""For one port."""
+"""Seconds for one port."""
 KNOCKS: Final = 64
-"""At a time: with all of `MOST_PORTS` silent they take 8 s."""
+"""Ports knocked at a time: with all of `MOST_PORTS` silent they take 8 s."""
 STREAM_BYTES: Final = 256 << 20
 STREAM_S: Final = 1.0
 CHUNK: Final = 256 << 10
 MEMORY_S: Final = 5.0
-"""For one read of a few bytes."""
+"""Seconds for one read of a few bytes."""
 
 
 def sample(ports: Sequence[int], most: int = MOST_PORTS) -> tuple[int, ...]:
@@ -63,10 +63,10 @@ def sample(ports: Sequence[int], most: int = MOST_PORTS) -> tuple[int, ...]:
 
 
 class Doors:
-    """This end's ports, open for a while: who says the ticket there is told the answer."""
+    """This end's ports, open for a while: a peer that sends the ticket there receives the answer."""
 
     def __init__(self, host: str, ports: Sequence[int]) -> None:
-        """host: to bind to. ports: to try; 0 is any. Those that somebody has are left alone, and counted."""
+        """host: to bind to. ports: to try; 0 is any. Ports that are in use are left alone, and counted."""
         self.ticket, self.answer = secrets.token_bytes(16), secrets.token_bytes(16)
         self.taken = 0
         self._sockets: list[socket.socket] = []
@@ -83,7 +83,7 @@ class Doors:
         return tuple(door.getsockname()[1] for door in self._sockets)
 
     async def _answer(self, door: socket.socket) -> None:
-        """One after the other: a stranger holds up one port for so long as a knock may take."""
+        """One after the other: a stranger blocks one port for as long as a knock may take at most."""
         loop = asyncio.get_running_loop()
         door.setblocking(False)
         while True:
@@ -93,7 +93,8 @@ class Doors:
                     wire = Wire(sock, None)
                     if hmac.compare_digest(await wire.take(16), self.ticket):
                         await wire.put(self.answer)
-                        # Who knocked closes first, so that no port of a server's waits in this system.
+                        # The knocking end closes first, so that no server's port is left in TIME_WAIT on this
+                        # machine.
                         await loop.sock_recv(sock, 1)
 
     async def close(self) -> None:
@@ -106,7 +107,7 @@ class Doors:
 
 
 async def accept(door: socket.socket) -> socket.socket:
-    """The next connection. The event loop's own `sock_accept` loses one that it has when it is cancelled."""
+    """The next connection. The event loop's own `sock_accept` loses an accepted one when it is cancelled."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(0)  # However many wait, others have their turns.
     while True:
@@ -175,7 +176,7 @@ async def reach_all(addresses: Sequence[str]) -> dict[str, str]:
 
 
 async def knock_end(end: End) -> dict[int, str]:
-    """Why each port of an end was not reached. Of a port that somebody has there, a connection is enough."""
+    """Why each port of an end was not reached. For a port that is in use there, a connection is enough."""
     doors = [*end.ports, *(port for port, is_open in end.services.items() if is_open)]
     failed = await knock_all(end.announced, doors, end.ticket, end.answer)
     places = {
@@ -207,8 +208,8 @@ def reason_of(error: OSError) -> str:
 
 
 async def send_stream(wire: Wire) -> None:
-    """As much as goes in `STREAM_S`, at most `STREAM_BYTES`: chunks behind a byte that says whether one
-    follows.
+    """Send as much as fits in `STREAM_S`, at most `STREAM_BYTES`: chunks, each after a byte 1, and a final
+    byte 0.
     """
     chunk = b"\x01" + os.urandom(CHUNK)
     end = time.monotonic() + STREAM_S
@@ -220,7 +221,7 @@ async def send_stream(wire: Wire) -> None:
 
 
 async def take_stream(wire: Wire) -> Took:
-    """The other end of it; from the first byte to the last.
+    """Receive the stream of `send_stream`; the time counts from the first byte to the last.
 
     Raises:
         TroubleError: more comes than was agreed on.
@@ -250,8 +251,9 @@ class _Config:
 
 
 class Reading:
-    """A few bytes of host memory at this end, and the transports by which the other end may read them, and
-    this one the other's: what servers do when they connect. Its calls block for seconds at most.
+    """A few bytes of host memory at this end, the transports by which the other end may read them, and those
+    by which this end reads the other's: the steps of servers that connect. Its calls block for seconds at
+    most.
     """
 
     def __init__(self, host: str, ports: Sequence[int]) -> None:

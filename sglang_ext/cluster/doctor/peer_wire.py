@@ -1,6 +1,6 @@
-"""What two doctors say to each other, and one connection between them.
+"""Messages between two doctors, and one connection between them.
 
-    caller    HELLO nonce                 -> CHALLENGE nonce         nothing else is told to a stranger
+    caller    HELLO nonce                 -> CHALLENGE nonce         all that a stranger receives
     caller    PROOF                       -> WELCOME proof           each a seal of both nonces by the key
     from here on every message is sealed: PING, MEET, KNOCK, REACH, PUSH, PULL, READ_MINE, OFFER, OPEN
 
@@ -25,13 +25,13 @@ from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name, WireError
 
 VERSION: Final = 2
 MOST_PORTS: Final = 256
-"""Of one end's ``--kv-ports``, that are tried."""
+"""Ports of one end's ``--kv-ports`` that are tried."""
 MOST_NAMED: Final = 16
-"""Other ports of one end, and addresses that both have to reach."""
+"""Other ports of one end, and addresses that both ends have to reach."""
 MESSAGE_BYTES: Final = 1 << 16
 SEAL_DIGITS: Final = 64
 REPLY_S: Final = 45.0
-"""For one answer: compiled loops are made anew where they are not cached."""
+"""Seconds for one answer: compiled loops are built anew where they are not cached."""
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Port = Annotated[int, msgspec.Meta(ge=1, lt=65536)]
@@ -40,7 +40,7 @@ Blobs = Annotated[dict[Name, Blob], msgspec.Meta(max_length=16)]
 
 
 class Hello(Message, frozen=True, tag="h"):
-    """version: of what is said here. release: of this package."""
+    """version: of this protocol. release: of this package."""
 
     version: int
     release: Name
@@ -83,13 +83,13 @@ class Pong(Message, frozen=True, tag="po"):
 
 
 class End(Message, frozen=True, tag="e"):
-    """What one end tells of itself.
+    """Description of one end.
 
     host: its name. announced: the address that its servers would announce. sees: the address from which the
-    other end's connection seems to come. asked: its range of ports; empty for any. ports: those at which it
-    can be knocked now. taken: how many of the range others have. left_out: how many are not tried.
-    services: other ports, and whether they can be knocked; if not, somebody has them.
-    ticket, answer: what is said there, and what comes back.
+    other end's connection seems to come. asked: its range of ports; empty for any. ports: its open ports,
+    which can be knocked now. taken: how many of the range are in use. left_out: how many are not tried.
+    services: other ports, and whether they can be knocked; if not, they are in use. ticket, answer: sent to
+    an open port, and received from it.
     """
 
     host: Name
@@ -148,7 +148,7 @@ class Took(Message, frozen=True, tag="t"):
 
 
 class Memory(Message, frozen=True, tag="me"):
-    """What a transport has to know of an owner of memory; see `PeerInfo`."""
+    """Identity of an owner of memory, for transports; see `PeerInfo`."""
 
     epoch: Epoch
     host: Name
@@ -203,23 +203,23 @@ M = TypeVar("M", bound=Message)
 
 
 class Trouble(enum.StrEnum):
-    """What keeps two doctors from going on."""
+    """Kinds of errors that end a session."""
 
     NAME = "name"
-    """The peer's name means nothing here."""
+    """The peer's name cannot be resolved here."""
     CLOSED = "closed"
-    """Nobody listens at the port."""
+    """The port refuses connections."""
     UNREACHED = "unreached"
     """Nothing comes back from there."""
     NOT_OURS = "not ours"
-    """Somebody listens, and is no doctor."""
+    """The port accepts connections, but does not belong to a doctor."""
     VERSION = "version"
     KEY = "key"
     NO_KEY = "no key"
     """One end has a key, the other has none."""
     BUSY = "busy"
     ENDED = "ended"
-    """The other end is gone, or says nothing more."""
+    """The other end is gone, or has stopped answering."""
     ADDRESS = "address"
     """An end finds no address of its own to announce."""
 
@@ -233,7 +233,7 @@ class TroubleError(PeerError):
 
 
 class Wire:
-    """One connection; for one task at a time. sock: connected, not blocking; closed by whoever made it."""
+    """One connection; for one task at a time. sock: connected, not blocking; its creator closes it."""
 
     def __init__(self, sock: socket.socket, key: ClusterKey | None) -> None:
         self.sock = sock
@@ -244,7 +244,7 @@ class Wire:
         self._counts = {"caller": 0, "listener": 0}
 
     async def greet(self, release: str) -> None:
-        """Prove to a listener that this end has the key, and see that it has.
+        """Prove to a listener that this end has the key, and verify that the listener has it.
 
         Raises:
             TroubleError
@@ -257,7 +257,7 @@ class Wire:
         self._session, self._role = session, "caller"
 
     async def welcome(self, release: str) -> None:
-        """The listener's side of `greet`. Raises what it told the caller.
+        """The listener's side of `greet`. Raises the error that it sent to the caller.
 
         Raises:
             TroubleError
