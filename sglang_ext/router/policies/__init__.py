@@ -1,4 +1,4 @@
-"""How an instance is chosen: pure functions, by name or by the dotted path of one's own."""
+"""Routing policies: pure functions that choose an instance, by name or by the dotted path of a custom one."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _FIELD = "--policy"
 
 
 def policy_named(name: str) -> Policy:
-    """A policy by its name, or one's own by ``package.module:function``.
+    """A built-in policy by its name, or a custom one by ``package.module:function``.
 
-    One's own is called as every other, with the whole fleet. What it raises, and decisions that cannot be
-    followed, are logged, and the least loaded instance is taken instead.
+    A custom policy gets the same arguments as a built-in one, with the whole fleet. Its exceptions and its
+    invalid decisions are logged, and the least loaded instance is chosen instead.
 
     Raises:
-        ConfigError: there is no such policy; says what was looked for and what is missing.
+        ConfigError: there is no such policy; names the lookup that failed and the missing part.
     """
     if name in POLICIES:
         return POLICIES[name]

@@ -1,11 +1,11 @@
-"""What every policy has in common, around the rule that is its own.
+"""The parts common to all policies, wrapped around each policy's own rule.
 
-- Matches of instances whose index is not believed are left out: load decides about those. Where that leaves
-  no prefix at all, the decision says so (``Reason.UNTRUSTED``). Where too little is known to decide and what
-  an instance holds is still awaited, it says that (``Reason.INDEX_AWAITED``).
-- A policy chooses among the instances that a request is sent to first. Where the chosen one only prefills,
-  the instance that decodes is chosen beside it, by what it holds of the prompt already and by its load.
-- A policy of one's own may fail; requests must not. Its error is logged, and the least loaded instance taken.
+- Matches of instances with an untrusted index are left out: load decides about those instances. If no match
+  is left, the decision's reason is ``Reason.UNTRUSTED``. If the matches are too short to decide and the
+  snapshot of an instance has not arrived, it is ``Reason.INDEX_AWAITED``.
+- A policy chooses among the instances that a request is sent to first. For a prefill instance, the decode
+  instance is chosen next, by its match with the prompt and by its load.
+- A custom policy may fail; requests must not. Its error is logged, and the least loaded instance is chosen.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger("router.policies")
 
 
 def trusted_matches(fleet: Fleet, matches: Matches) -> Matches:
-    """The matches of instances whose index is believed, as far as it has come."""
+    """The matches of instances with a trusted index, including indexes whose snapshot has not arrived."""
     if all_trusted(fleet):
         return matches
     doubted = {instance.name for instance in fleet if not (instance.trusted or instance.awaited)}
@@ -57,8 +57,8 @@ def hand_over_s(
     costs: Costs,
     options: PolicyOptions,
 ) -> float:
-    """Seconds that choosing ``decode`` behind ``prefill`` costs: sending what it lacks of the prompt's KV,
-    and an answer of ``expected_output`` tokens beside those that it generates already."""
+    """Cost in seconds of pairing ``decode`` with ``prefill``: the transfer of the prompt's KV that ``decode``
+    lacks, and an answer of ``expected_output`` tokens at its present batch size."""
     lacking = max(0, prompt.tokens - matched_tokens(matches, decode.name))
     return costs.transfer_s(prefill, decode, lacking) + options.expected_output * costs.decode_s(decode)
 
@@ -66,10 +66,10 @@ def hand_over_s(
 def choose_decode(
     prompt: Prompt, prefill: Instance, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> tuple[Instance, float]:
-    """The instance that decodes what ``prefill`` computes, and ``hand_over_s`` to it.
+    """The decode instance for a request that ``prefill`` computes, and ``hand_over_s`` to it.
 
     Raises:
-        ValueError: none of the fleet decodes for ``prefill``.
+        ValueError: no instance of the fleet can decode for ``prefill``.
     """
     decoders = decoders_for(fleet, prefill)
     seconds = {
@@ -84,7 +84,7 @@ def choose_decode(
 
 
 def assembled(rule: Policy) -> Policy:
-    """The whole policy around a rule that chooses among colocated instances, or those that prefill."""
+    """A complete policy from a rule that chooses among colocated or prefill instances."""
 
     def policy(
         prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
@@ -95,7 +95,7 @@ def assembled(rule: Policy) -> Policy:
         reason = for_want_of(decision.reason, candidates)
         if reason is not decision.reason:
             decision = msgspec.structs.replace(decision, reason=reason)
-        if candidates is fleet:  # whoever begins with it answers it
+        if candidates is fleet:  # all are colocated: no decode instance
             return decision
         return with_decode(decision, prompt, fleet, known, costs, options)
 
@@ -107,7 +107,7 @@ def assembled(rule: Policy) -> Policy:
 def with_decode(
     decision: Decision, prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
-    """The decision with the instance that decodes, where it needs one and has none."""
+    """Adds the decode instance to a decision that needs one and has none."""
     if decision.decode is not None or all_colocated(fleet):
         return decision
     chosen = named(fleet, decision.instance)
@@ -118,11 +118,11 @@ def with_decode(
 
 
 def guarded(policy: Policy, name: str, fallback: Policy) -> Policy:
-    """A policy of unknown quality: what it raises is logged, and what it decides is checked.
+    """Wraps an untrusted policy: logs its exceptions and checks its decisions.
 
     Args:
         name: for the log.
-        fallback: decides where it fails, with ``Reason.POLICY_FAILED``.
+        fallback: decides when ``policy`` fails, with ``Reason.POLICY_FAILED``.
     """
 
     def safe(
@@ -144,7 +144,7 @@ def guarded(policy: Policy, name: str, fallback: Policy) -> Policy:
 
 
 def invalid_reason(decision: object, fleet: Fleet) -> str | None:
-    """Why a decision cannot be followed; None when it can."""
+    """Why a decision is invalid; None when it is valid."""
     if not isinstance(decision, Decision):
         return f"it returned {type(decision).__name__} instead of a Decision"
     first = {instance.name for instance in beginners(fleet)}

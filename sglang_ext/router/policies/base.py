@@ -1,7 +1,7 @@
-"""What a policy is: a pure function of (request, fleet, matches, costs) to a decision with its reasons.
+"""The types of a policy: a pure function from (request, fleet, matches, costs) to a decision with its reason.
 
-Policies do no I/O, keep no state and read no clock; everything they may look at is in their arguments,
-so that they run unchanged in tests and in a simulator.
+Policies do no I/O, keep no state and read no clock. All their input is in their arguments, so that they run
+unchanged in tests and in a simulator.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from sglang_ext.tiers import Tier, all_tiers
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What a policy may know of the request."""
+    """The request, as far as policies see it."""
 
     tokens: int
     """Length of the prompt (of all prompts of a batch together), in the unit of the matches: tokens,
-    or 4-byte units of text when there is no tokenizer. 0 when nothing is known."""
+    or 4-byte units of text when there is no tokenizer. 0 when the length is unknown."""
     session: str | None = None
-    """What the client names its session by (header, body field or cookie)."""
+    """The client's session name (from a header, body field or cookie)."""
     priority: int = 0
     """Larger goes first."""
     request_id: str = ""
-    """What the request is logged under; what is drawn at random is drawn from it."""
+    """The request's id in the log, and the seed of random choices."""
 
 
 class Role(enum.StrEnum):
-    """What an instance does of a request."""
+    """The part of a request's work that an instance does."""
 
     COLOCATED = "colocated"
     PREFILL = "prefill"
@@ -43,21 +43,21 @@ class Instance(msgspec.Struct, frozen=True):
 
     name: str
     in_flight: int
-    """Requests sent to it that are not answered to the end."""
+    """Requests sent to it whose answers are incomplete."""
     queued_tokens: int
-    """Prompt tokens sent to it that it has to compute first: of requests without a first byte."""
+    """Prompt tokens of its requests that have not returned a first byte: it computes these first."""
     cached_tokens: int
-    """Size of what the index believes it holds."""
+    """Tokens that it holds according to the index."""
     last_picked: int
-    """Number of the decision that chose it last; 0 for never."""
+    """Number of the last decision that chose it; 0 for never."""
     role: Role = Role.COLOCATED
     trusted: bool = True
-    """Whether the index of it is believed. What is not believed does not attract: load decides."""
+    """Whether its index is trusted. Matches of an untrusted index do not count: load decides."""
     awaited: bool = False
-    """Its snapshot is not in yet: what it has told so far is believed, and it may hold more."""
+    """Its snapshot has not arrived: the index trusts its events so far, and it may hold more."""
     handover: str = ""
-    """Of a prefill or decode instance: what both halves of a pair have alike; empty when it is not known. Of
-    those that differ no pair is made (``questions.decoders_for``)."""
+    """Compatibility key of a prefill or decode instance; empty when unknown. Instances whose keys do not fit
+    are never paired (``questions.decoders_for``)."""
 
 
 Fleet: TypeAlias = tuple[Instance, ...]
@@ -65,20 +65,20 @@ Fleet: TypeAlias = tuple[Instance, ...]
 
 
 class WholeFleet(tuple[Instance, ...]):
-    """A fleet with the answers to what every request asks of all of it (``questions``), which may be a
-    thousand instances. What is made of a part of it is an ordinary tuple."""
+    """A fleet with cached answers to the questions that each request asks about all instances
+    (``questions``), of which there may be a thousand. A part of it is an ordinary tuple."""
 
     colocated: bool
     """Every instance does all of a request."""
     trusted: bool
-    """The index of every instance is believed."""
+    """The index of every instance is trusted."""
     awaited: bool
-    """More is to come of what any of them holds."""
+    """The snapshot of at least one instance has not arrived."""
     least: Instance
     """The least loaded, by ``questions.load_of``."""
     most_in_flight: int
     places: dict[str, int]
-    """Where an instance of that name is."""
+    """Position of each instance, by name."""
 
     def __new__(
         cls,
@@ -97,16 +97,16 @@ class WholeFleet(tuple[Instance, ...]):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What an instance is believed to hold of the prompt."""
+    """The part of the prompt that an instance holds according to the index."""
 
     tokens: int
-    """Its leading tokens."""
+    """Leading tokens of the prompt."""
     own: bool = False
-    """It ends where something held ends: the request goes on from an earlier one, or repeats it. Otherwise
-    it parts from others in mid-way, as new conversations do that begin with one system prompt."""
+    """The match ends where a held prompt ends: the request continues or repeats an earlier one. Otherwise it
+    ends in the middle of held prompts, as for a new conversation with a shared system prompt."""
     below: Mapping[Tier, int] = {}
-    """How many of ``tokens`` are in each tier below HBM and in no nearer one, nearest first; tiers with none
-    may be left out."""
+    """How many of ``tokens`` are in each tier below HBM and in no nearer one, nearest tier first; tiers with
+    no tokens may be left out."""
 
     @property
     def hbm(self) -> int:
@@ -115,82 +115,81 @@ class Match(msgspec.Struct, frozen=True):
 
     @property
     def in_memory(self) -> int:
-        """How many of ``tokens`` are in memory: those that another instance can be sent."""
+        """How many of ``tokens`` are in memory, from where another instance can read them."""
         if not self.below:
             return self.tokens
         return self.tokens - sum(count for tier, count in self.below.items() if not tier.in_memory)
 
     def by_tier(self) -> dict[Tier, int]:
-        """How many of ``tokens`` are in each tier that there is, nearest first."""
+        """How many of ``tokens`` are in each existing tier, nearest first."""
         return {tier: self.below.get(tier, 0) if tier.level else self.hbm for tier in all_tiers()}
 
 
 NOTHING = Match(0)
-"""Of an instance that holds nothing."""
+"""The match of an instance that holds no token of the prompt."""
 
 Matches: TypeAlias = Mapping[str, Match]
-"""By instance name; those that hold nothing may be left out."""
+"""By instance name; instances without a match may be left out."""
 
 
 class Reason(enum.StrEnum):
     """Why an instance was chosen; a label of metrics and the value of ``x-kv-route-reason``."""
 
     PREFIX = "prefix"
-    """It alone holds the longest prefix."""
+    """Only the chosen instance holds the longest prefix."""
     PREFIX_SHARED = "prefix-shared"
-    """Several hold the longest prefix; it is the least loaded of them."""
+    """Several instances hold the longest prefix; the least loaded of them is chosen."""
     SPREAD = "spread"
-    """The longest prefix is a common beginning, and whoever holds it caches much more than others."""
+    """The longest prefix is a common beginning, and its holders cache much more than other instances."""
     REBALANCED = "rebalanced"
-    """Whoever holds the longest prefix is too far ahead in load."""
+    """The holders of the longest prefix are too far ahead in load."""
     SHORT_PREFIX = "short-prefix"
-    """What is cached is too small a part of the prompt to decide."""
+    """The longest prefix is too small a part of the prompt to decide."""
     NO_PREFIX = "no-prefix"
-    """Nobody holds any of it."""
+    """No instance holds any of the prompt."""
     LEAST_LOAD = "least-load"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
     SESSION = "session"
     """The session's own instance."""
     NO_SESSION = "no-session"
-    """The request names no session; it is the least loaded instance."""
+    """The request names no session; the least loaded instance is chosen."""
     FETCH = "fetch"
-    """Another instance holds more of it, and sending that takes less time than computing it."""
+    """Another instance holds more of the prompt, and transferring its KV is faster than computing it."""
     ADVISED = "advised"
-    """A hint announced the request, and its KV was brought there."""
+    """A hint announced the request, and its KV was prefetched to the chosen instance."""
     UNTRUSTED = "untrusted"
-    """No index that is believed knows any of it, and some are not believed: load decides."""
+    """No trusted index has a match, and some indexes are untrusted: load decides."""
     INDEX_AWAITED = "index-awaited"
-    """Nobody is known to hold enough of it to decide, and the snapshot of an instance that may is not in yet:
-    load decides."""
+    """No match is long enough to decide, and the snapshot of an instance has not arrived: load decides."""
     POLICY_FAILED = "policy-failed"
-    """The policy raised an error, or its decision made no sense; it is the least loaded instance."""
+    """The policy raised an error, or its decision was invalid; the least loaded instance is chosen."""
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """KV that another instance holds, worth moving: one span of a prompt. It begins where the fetch before it
-    ends; the first, where what the chosen instance has in memory ends."""
+    """One span of a prompt whose KV is to be fetched from another instance. A span begins at the end of the
+    fetch before it; the first, at the end of the chosen instance's match in memory."""
 
     source: str
     tokens: int
-    """Where it ends: leading tokens of the prompt, all of which ``source`` holds."""
+    """End of the span, in leading tokens of the prompt; ``source`` holds all of them."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """An instance and why."""
+    """The chosen instance and the reason."""
 
     instance: str
-    """With prefill and decode apart: the one that prefills."""
+    """With PD disaggregation: the prefill instance."""
     reason: Reason
-    """A policy of one's own has only these words to choose from: they are a label of metrics."""
+    """A label of metrics, so custom policies must use one of these values, too."""
     matched: int = 0
-    """Tokens of the prompt the chosen instance is believed to hold."""
+    """Tokens of the prompt that the chosen instance holds according to the index."""
     scores: Mapping[str, float] = {}
-    """What was compared, by instance; larger is better. Who has nothing of it may be left out."""
+    """The compared scores, by instance; larger is better. Instances without a score may be left out."""
     decode: str | None = None
-    """The instance that decodes, where it is another one."""
+    """The decode instance, if it differs from ``instance``."""
     fetch: tuple[Fetch, ...] = ()
-    """What ``instance`` should have others send instead of computing it, span by span (MemServe, equation
+    """Spans that ``instance`` fetches from other instances instead of computing them (MemServe, equation
     2)."""
 
 
@@ -204,38 +203,38 @@ class PolicyOptions:
     balance_cache_factor: float = 4.0
     tie_tokens: int = 16
     queue_weight: float = 1.0
-    """What a second of waiting for the prompts before it counts; see ``cost``."""
+    """Weight of a second of queueing behind earlier prompts; see ``cost``."""
     exec_weight: float = 1.5
-    """What a second of computing counts; see ``cost``."""
+    """Weight of a second of computing; see ``cost``."""
     expected_output: int = 128
-    """Tokens of an answer, for what a decode instance's load means to it."""
+    """Expected tokens of an answer: turns a decode instance's seconds per step into seconds per request."""
 
 
 class Costs(Protocol):
-    """What things are expected to take, in seconds (``router/dispatch/costs.py``; MemServe, section 5.3).
+    """Expected durations in seconds (``router/dispatch/costs.py``; MemServe, section 5.3).
 
-    Whoever implements it guarantees that no answer is negative or NaN, that an infinite one means "not
-    possible", and that computing more tokens, or after a longer context, never takes less time.
+    Implementations guarantee that no result is negative or NaN, that infinity means "not possible", and that
+    more new tokens or a longer context never take less time.
     """
 
     @property
     def calibrated(self) -> bool:
-        """Whether they come from measurements of this model and device, not from defaults."""
+        """Whether the costs come from measurements of this model and device, not from defaults."""
 
     def exec_s(self, instance: Instance, new_tokens: int, context_tokens: int) -> float:
-        """To compute ``new_tokens`` of a prompt behind ``context_tokens`` whose KV is in HBM."""
+        """Time to compute ``new_tokens`` of a prompt behind ``context_tokens`` whose KV is in HBM."""
 
     def load_s(self, instance: Instance, tier: Tier, tokens: int) -> float:
-        """To bring the KV of ``tokens`` from a tier of the instance's own to its HBM."""
+        """Time to load the KV of ``tokens`` from one of the instance's own tiers into its HBM."""
 
     def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
-        """To bring the KV of ``tokens`` from another instance; infinite where that cannot be done."""
+        """Time to transfer the KV of ``tokens`` from another instance; infinite if that is impossible."""
 
     def queue_s(self, instance: Instance) -> float:
-        """Until the instance begins with a prompt that is sent to it now."""
+        """Time until the instance begins with a prompt that is sent to it now."""
 
     def decode_s(self, instance: Instance) -> float:
-        """One step of generation with one request more than the instance generates for now."""
+        """Time of one decode step with one request more than the instance's present batch."""
 
 
 Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, Costs, PolicyOptions], Decision]

@@ -1,25 +1,25 @@
-"""Cost: the instance where the first token is expected soonest (MemServe, section 5.3, equations 1 and 2).
+"""Cost: the instance with the shortest expected time to first token (MemServe, section 5.3, equations 1, 2).
 
 For each instance p that can begin with the request:
 
     queue(p) + the least of
-        load(what p holds below HBM) + exec(what is left, after what p holds)
-        exec(what is left, after what p has in HBM)                        loading costs more than computing
-        transfer(what others have in memory beyond p) + exec(what is left after that)   where p can fetch it
+        load(p's match below HBM) + exec(the tokens behind p's match)
+        exec(the tokens behind p's match in HBM)                    if loading costs more than computing
+        transfer(tokens beyond p's match, from other instances' memory) + exec(the rest)   if p can fetch
 
 The smallest sum wins (equation 1), where a second of queue counts ``queue_weight`` times and a second of
 exec ``exec_weight`` times. With 1 and 1 it is the paper's equation, the time of this request alone. By
-default exec counts 1.5 times: what is computed here also keeps whoever comes next waiting, and what another
-holds need not be computed at all. If the smallest is one with a transfer, the decision names who sends what
-(equation 2: transfer is taken where it is no longer than what it saves; ``spans`` chooses the holders, span
-by span). With prefill and decode apart, the pair is chosen together: to p's sum comes what the hand-over to
-the best decode instance takes.
+default exec counts 1.5 times: computing also delays the requests queued behind this one, and KV that another
+instance holds need not be computed at all. If the smallest sum has a transfer, the decision names the source
+of each span (equation 2: transfer is chosen if it takes no longer than it saves; ``spans`` chooses the
+holders, span by span). With PD disaggregation, the pair is chosen together: the hand-over to the best decode
+instance is added to p's sum.
 
 Sums within the time that one block of the prompt takes are equal; then load decides. And as in
-``prompt_tree``, rule 3: a *common beginning* that p holds is not counted where p caches more than the
-emptiest instance by more than ``balance_cache_factor`` times that beginning. Time alone would send every
-conversation with a popular system prompt to one instance for as long as nobody waits there, and leave the
-memory of all others empty; queues alone would notice only when it has to evict.
+``prompt_tree``, rule 3: a *common beginning* that p holds is not counted if p caches more than the
+emptiest instance by more than ``balance_cache_factor`` times that beginning. Time alone would send all
+conversations with a popular system prompt to one instance until a queue forms there, and leave the memory of
+all others empty; queues alone would react only when the instance has to evict.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sglang_ext.router.policies.spans import alone_s, best_plan
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a request costs at one instance."""
+    """Cost of a request at one instance."""
 
     instance: Instance
     seconds: float
@@ -56,7 +56,7 @@ class Price:
     fetch: tuple[Fetch, ...]
     decode: str | None
     crowded: bool
-    """What it holds was not counted, because it caches much more than others already."""
+    """``held`` was not counted, because the instance already caches much more than others."""
 
 
 def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
@@ -93,11 +93,11 @@ def price(
     costs: Costs,
     options: PolicyOptions,
 ) -> Price:
-    """What the request costs at ``instance``.
+    """The cost of the request at ``instance``.
 
     Args:
         emptiest: tokens that the emptiest instance caches.
-        holders: those of the fleet that hold any of the prompt.
+        holders: instances of the fleet that hold any of the prompt.
     """
     held = matches.get(instance.name, NOTHING)
     slack = options.balance_cache_factor * held.tokens
@@ -144,9 +144,9 @@ _by_prompt_tree = assembled(prompt_tree)
 
 
 def auto(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
-    """Choose as ``cost`` does if the costs were measured, else as ``prompt_tree``.
+    """Choose by ``cost`` if the costs were measured, else by ``prompt_tree``.
 
-    ``docs/cost_model.md`` has the comparison that this default follows.
+    ``docs/cost_model.md`` has the comparison behind this default.
     """
     policy = cost if costs.calibrated else _by_prompt_tree
     return policy(prompt, fleet, matches, costs, options)

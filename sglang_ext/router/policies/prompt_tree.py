@@ -3,23 +3,23 @@
 The rule, in order:
 
 1. An instance is *ahead* when it has more than ``balance_abs_threshold`` requests in flight more than the
-   least loaded one, and more than ``balance_rel_threshold`` times as many. Both, because 2 against 1 is
-   twice as many and means nothing, and 108 against 100 is 8 more and means nothing. Who is ahead gets
-   nothing for what it caches.
-2. Among the others, find the longest cached prefix. Whoever holds as much to within ``tie_tokens`` (a
-   block) is as good; the least loaded of them is taken.
+   least loaded one, and more than ``balance_rel_threshold`` times as many. Both must hold: 2 against 1 is
+   twice as many, and 108 against 100 is 8 more, but neither is an imbalance. The cache of an instance that
+   is ahead does not count.
+2. Among the others, find the longest cached prefix. Instances whose match is shorter by at most
+   ``tie_tokens`` (a block) are equal; the least loaded of them is chosen.
 3. A prefix that is a *common beginning*, and not the request's own past (``Match.own``), decides only
-   where it is at least ``cache_threshold`` of the prompt, and where its holder does not cache more than
+   if it is at least ``cache_threshold`` of the prompt, and if its holder does not cache more than
    the emptiest instance by more than ``balance_cache_factor`` times that prefix. Computing a system prompt
    once more costs that prefix; keeping every conversation that starts with it on one instance wastes the
-   memory of all others. The factor says how many times its price the balance is worth, so a long document
-   that is asked about often moves late, and a short system prompt early.
-4. Otherwise the least loaded instance is taken; among idle ones, the one that caches least.
+   memory of all others. The factor weighs balance against that cost: a long document with many requests
+   spreads to other instances late, and a short system prompt early.
+4. Otherwise the least loaded instance is chosen; among idle ones, the one with the least cached KV.
 
-A popular prefix therefore does not pull everything to one instance: while one instance holds it, that
-instance gets ahead in load (rule 1) or in memory (rule 3), the next request goes elsewhere, and the prefix
-is then held there too; once everybody holds it, rule 2 spreads by load. A conversation that has begun is
-moved by rule 1 only.
+A popular prefix therefore does not pull all requests to one instance. While one instance holds it, that
+instance gets ahead in load (rule 1) or in memory (rule 3). The next request goes to another instance, which
+then holds the prefix, too. Once all instances hold it, rule 2 spreads requests by load. Only rule 1 moves a
+conversation that has begun.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _CACHED = attrgetter("cached_tokens")
 
 
 class MatchedTokens(Mapping[str, float]):
-    """What each instance of a fleet holds, as scores; who holds nothing is left out. Few ask for them."""
+    """Matched tokens of each instance, as scores; instances without a match are left out.
+
+    A lazy view, because few callers read the scores.
+    """
 
     def __init__(self, fleet: Fleet, matches: Matches) -> None:
         self._fleet = fleet
@@ -78,7 +81,7 @@ def prompt_tree(
     """Choose by the rule in the module's docstring; scores are matched tokens."""
     held = holders_among(fleet, matches)
     least, most = in_flight_range(fleet)
-    if most - least <= options.balance_abs_threshold:  # then nobody is ahead
+    if most - least <= options.balance_abs_threshold:  # then no instance is ahead
         best, reason = _holders(prompt, fleet, held, options)
         return _least_loaded(best or fleet, reason, fleet, matches)
     level = tuple([instance for instance in fleet if not is_ahead(instance, least, options)])
@@ -93,12 +96,12 @@ def prompt_tree(
 def _holders(
     prompt: Prompt, candidates: Fleet, held: list[tuple[Instance, Match]], options: PolicyOptions
 ) -> tuple[list[Instance], Reason]:
-    """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does.
+    """Rules 2 and 3: the candidates that hold a deciding prefix; empty if there is none.
 
     Args:
-        held: those that hold anything, and what.
+        held: the candidates with a match, and the match.
     """
-    # Many may hold the same part of a prompt, and then have one and the same match.
+    # Instances that hold the same part of a prompt share one match object.
     longest = 0
     seen: Match | None = None
     for _, match in held:
@@ -133,7 +136,7 @@ def _holders(
 
 
 def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
-    """Whether ``instance`` carries so much more than the least loaded that its cache must not attract."""
+    """Whether ``instance`` has so much more load than the least loaded that its cache must not count."""
     return (
         instance.in_flight - least > options.balance_abs_threshold
         and instance.in_flight > options.balance_rel_threshold * least

@@ -1,4 +1,4 @@
-"""What is asked of a fleet and of matches: by policies, and by what is around them."""
+"""Questions about a fleet and its matches, shared by policies and their callers."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ _AWAITED = attrgetter("awaited")
 _IN_FLIGHT = attrgetter("in_flight")
 
 UNDECIDED = frozenset({Reason.NO_PREFIX, Reason.SHORT_PREFIX})
-"""Reasons that say that what is cached did not decide."""
+"""Reasons of decisions in which no cached prefix was long enough to decide."""
 
 
-# A fleet may have a thousand instances: the whole one knows the answers, a part of it is asked in C.
+# A fleet may have a thousand instances: `WholeFleet` has cached answers, and the loops over a part run in C.
 
 
 def all_colocated(fleet: Fleet) -> bool:
-    """Whether every instance does all of a request."""
+    """Whether every instance both prefills and decodes."""
     if isinstance(fleet, WholeFleet):
         return fleet.colocated
     return list(map(_ROLE, fleet)).count(Role.COLOCATED) == len(fleet)
 
 
 def all_trusted(fleet: Fleet) -> bool:
-    """Whether the index of every instance is believed."""
+    """Whether the index of every instance is trusted."""
     if isinstance(fleet, WholeFleet):
         return fleet.trusted
     return all(map(_TRUSTED, fleet))
 
 
 def any_awaited(fleet: Fleet) -> bool:
-    """Whether more is to come of what any of them holds."""
+    """Whether the snapshot of at least one instance has not arrived."""
     if isinstance(fleet, WholeFleet):
         return fleet.awaited
     return any(map(_AWAITED, fleet))
 
 
 def named(fleet: Fleet, name: str) -> Instance | None:
-    """The instance of that name."""
+    """The instance of that name; None if there is none."""
     if isinstance(fleet, WholeFleet):
         place = fleet.places.get(name)
         return None if place is None else fleet[place]
@@ -53,21 +53,21 @@ def named(fleet: Fleet, name: str) -> Instance | None:
 
 
 def beginners(fleet: Fleet) -> Fleet:
-    """The instances that a request can be sent to first: those that do everything, and, where some decode,
-    those that prefill for one of them. Empty when the fleet cannot answer any request."""
+    """The instances that a request can be sent to first: colocated instances, and prefill instances that fit
+    a decode instance. Empty when the fleet cannot answer any request."""
     if all_colocated(fleet):
         return fleet
     return tuple(instance for instance in paired(fleet) if instance.role is not Role.DECODE)
 
 
 def paired(fleet: Fleet) -> Fleet:
-    """The fleet without prefill and decode instances that have no other half."""
+    """The fleet without prefill and decode instances that fit no counterpart."""
     kinds = {
         role: {instance.handover for instance in fleet if instance.role is role}
         for role in (Role.PREFILL, Role.DECODE)
     }
     prefills, decodes = kinds[Role.PREFILL], kinds[Role.DECODE]
-    if prefills and decodes and len(prefills | decodes) == 1:  # as nearly always
+    if prefills and decodes and len(prefills | decodes) == 1:  # the usual case
         return fleet
     others = {Role.PREFILL: decodes, Role.DECODE: prefills}
     return tuple(
@@ -79,7 +79,7 @@ def paired(fleet: Fleet) -> Fleet:
 
 
 def decoders_for(fleet: Fleet, prefill: Instance) -> list[Instance]:
-    """The instances that can decode what one prefills."""
+    """The instances that can decode for ``prefill``."""
     return [
         instance
         for instance in fleet
@@ -90,19 +90,19 @@ def decoders_for(fleet: Fleet, prefill: Instance) -> list[Instance]:
 load_of: Callable[[Instance], tuple[int, int, int, int, str]] = attrgetter(
     "in_flight", "queued_tokens", "cached_tokens", "last_picked", "name"
 )
-"""Sort key: least loaded first; among equals, who caches least, then who was not chosen for longest.
+"""Sort key: least loaded first; among equals, the least cached tokens, then the longest time since chosen.
 
-The size of what is cached spreads new conversations over the memory of an idle fleet.
+The cached tokens spread new conversations over the memory of an idle fleet.
 """
 
 
 def least_loaded(fleet: Fleet, candidates: Sequence[Instance] | None = None) -> Instance:
-    """The first of a fleet by ``load_of``, or of some that are of it."""
+    """The first by ``load_of`` of a fleet, or of ``candidates`` from it."""
     if candidates is None:
         candidates = fleet
     if isinstance(fleet, WholeFleet):
         least = fleet.least
-        # The least loaded of all is that of any that it is among.
+        # If the fleet's least loaded instance is a candidate, it is the least loaded candidate.
         if candidates is fleet:
             return least
         for one in candidates:
@@ -112,7 +112,7 @@ def least_loaded(fleet: Fleet, candidates: Sequence[Instance] | None = None) -> 
 
 
 def in_flight_range(fleet: Fleet) -> tuple[int, int]:
-    """The least and the most requests that any instance has in flight."""
+    """The smallest and the largest number of requests in flight at an instance."""
     if isinstance(fleet, WholeFleet):
         return fleet.least.in_flight, fleet.most_in_flight
     counts = list(map(_IN_FLIGHT, fleet))
@@ -120,7 +120,7 @@ def in_flight_range(fleet: Fleet) -> tuple[int, int]:
 
 
 def holders_among(fleet: Fleet, matches: Matches) -> list[tuple[Instance, Match]]:
-    """Those that hold anything, and what."""
+    """The instances with a match, and the match."""
     if isinstance(fleet, WholeFleet):
         places = fleet.places
         return [
@@ -133,8 +133,8 @@ def holders_among(fleet: Fleet, matches: Matches) -> list[tuple[Instance, Match]
 
 
 def for_want_of(reason: Reason, candidates: Fleet) -> Reason:
-    """The reason of a decision that what is cached did not make: nobody holds enough, or it is not known who
-    does."""
+    """Refines the reason of a decision without a deciding prefix: ``INDEX_AWAITED`` or ``UNTRUSTED`` if the
+    index of a candidate is incomplete or untrusted."""
     if reason in UNDECIDED and any_awaited(candidates):
         return Reason.INDEX_AWAITED
     return Reason.UNTRUSTED if reason is Reason.NO_PREFIX and not all_trusted(candidates) else reason

@@ -1,18 +1,18 @@
 """How many instances should prefill and how many decode: a pure function (KVDirect, section 7).
 
-Of each split it is asked what requests would have to expect over the time until the next change: the wait for
-a prefill, and the time in which their tokens are generated.
+Each split is scored by the expected seconds of a request until the next change: the wait for its prefill, and
+the time to generate its tokens.
 
-    prefill   what waits now and what comes, against what the instances compute in that time, and the wait of
-              a line with as much to do and random arrivals (Sakasegawa's approximation of M/M/c)
-    decode    requests come as they do and go when they have generated; a step takes longer with each request
-              that an instance generates for, and where there are no slots left they wait
+    prefill   the backlog and the arriving work, against the work that the instances complete in that time,
+              plus the steady wait with random arrivals (Sakasegawa's approximation of M/M/c)
+    decode    requests arrive at the present rate and leave when their answers are complete; a step takes
+              longer with each request in an instance's batch, and requests wait when no slots are left
 
-Another split is worth a change when it saves more than the change costs: meanwhile one instance serves in
-neither role. A wish has to be worth `START` of what requests expect now, and holds while it is worth `STOP`.
-It is carried out when it has held for a while, and the last change is long enough ago: longer where it would
-take that one back. So noise moves nothing, and a load at the border between two splits moves an instance ever
-more seldom.
+Another split is worth a change when it saves more than the change costs: during the change one instance
+serves in neither role. A wish must save `START` of the present expected seconds to begin, and `STOP` to
+continue. It is carried out when it has held for a while and the last change is long enough ago; a wish that
+reverses the last change waits longer. So noise moves no instance, and a load at the border between two splits
+moves one ever more seldom.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ import msgspec
 from sglang_ext.router.policies.base import Role
 
 START: Final = 0.2
-"""Share of the expected seconds that a change has to save to be wished for,"""
+"""Share of the expected seconds that a change must save for a wish to begin."""
 STOP: Final = 0.1
-"""and to be still wished for."""
+"""Share of the expected seconds that a change must save for a wish to continue."""
 LEAST_S: Final = 0.02
-"""Seconds per request that it has to save in any case."""
+"""Seconds per request that a change must save in any case."""
 BUSIEST: Final = 0.95
-"""Share of time up to which a line is taken for one that does not grow; what is beyond grows."""
+"""Utilization up to which a queue counts as steady. Load beyond it makes the queue grow."""
 SLOTS_SHORT: Final = 0.1
-"""Decode has no slots left when requests wait for them for this share of the time in which they generate."""
+"""Decode has no slots left when requests wait for slots for this share of their generation time."""
 STEPS: Final = 20
-"""In which the time until the next change is calculated."""
+"""Steps of the calculation over the time until the next change."""
 TOOK_BACK: Final = 8.0
-"""A change that takes the last one back doubles the time until the next one that does, up to `MOST_DOUBLED`
-times, unless the last one has lasted for so many times what it had to."""
+"""A change that reverses the last one doubles the least time until the next reversal, up to `MOST_DOUBLED`
+times, unless the last change has lasted for this many times its least time."""
 MOST_DOUBLED: Final = 4
 
 
 class RoleLoads(msgspec.Struct, frozen=True):
-    """What prefill and decode have to do, over all instances of each role."""
+    """The load of prefill and decode, over all instances of each role."""
 
     prefill: int
-    """Instances, as of `decode`."""
+    """Number of instances, like `decode`."""
     decode: int
     arrivals: float
     """Requests per second."""
     work: float
-    """Seconds of prefill that arrive per second, for one instance."""
+    """Prefill work that arrives per second, in seconds of one instance."""
     backlog_s: float
-    """Seconds of prefill that wait, for one instance."""
+    """Prefill work that is queued, in seconds of one instance."""
     running: float
-    """Requests that are generated for."""
+    """Requests in decode."""
     stay_s: float
-    """Seconds in which a request's tokens are generated, at an instance that generates for as many as now."""
+    """Seconds to generate a request's tokens at the present batch size."""
     slots_s: float
     """Seconds that a request waits for slots at decode."""
     step_s: float
-    """Of a step for one request alone, and"""
+    """Seconds of a decode step with one request. Only its ratio to `step_more_s` counts."""
     step_more_s: float
-    """what each further request adds to it; only their relation counts."""
+    """Seconds that each further request adds to a step."""
 
 
 def prefill_wait_s(loads: RoleLoads, prefill: int, horizon_s: float) -> float:
-    """Mean seconds until a prefill begins, with so many instances."""
+    """Mean seconds until a prefill begins, with ``prefill`` instances."""
     if loads.arrivals <= 0.0:
         mean_s, steady = 0.0, 0.0
     else:
@@ -84,7 +84,7 @@ def prefill_wait_s(loads: RoleLoads, prefill: int, horizon_s: float) -> float:
 
 
 def decode_s(loads: RoleLoads, decode: int, horizon_s: float) -> float:
-    """Mean seconds from the KV at decode to the last token, with so many instances."""
+    """Mean seconds from the arrival of the KV at decode to the last token, with ``decode`` instances."""
     each = max(1.0, loads.running / loads.decode)
     now = _step(loads, each)
     slots = each * decode if loads.slots_s > SLOTS_SHORT * loads.stay_s else math.inf
@@ -106,60 +106,59 @@ def _step(loads: RoleLoads, requests: float) -> float:
 
 
 def expected_s(loads: RoleLoads, prefill: int, decode: int, horizon_s: float) -> float:
-    """What a request has to expect besides its own prefill and transfer, with so many instances of each."""
+    """Expected seconds of a request besides its own prefill and transfer, with so many instances of each."""
     return prefill_wait_s(loads, prefill, horizon_s) + decode_s(loads, decode, horizon_s)
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What would be better, and how much."""
+    """The better split, if there is one, and its gain."""
 
     role: Role | None = None
-    """Which should have one instance more; None when all is well as it is."""
+    """The role that should have one instance more; None to keep the present split."""
     gain_s: float = 0.0
-    """What a request is expected to be answered sooner by, over the time until the next change, with the cost
-    of this one deducted."""
+    """Expected seconds saved per request over the time until the next change, less the cost of this one."""
     expected: Mapping[str, float] = {}
     """Expected seconds of a request by split, such as ``1P2D``; the first is the present one."""
     since: float = 0.0
-    """When it came up."""
+    """When the wish began."""
     why: str = ""
-    """In words, also why nothing is wished."""
+    """The reason in words, also for no wish."""
 
 
 class History(msgspec.Struct, frozen=True):
-    """What was wished and done before."""
+    """The last wish and the last changes."""
 
     wish: Wish = Wish()
     changed: float = -math.inf
-    """When an instance last changed, or failed to."""
+    """When an instance last changed its role, or failed to."""
     gained: Role | None = None
-    """The role that had one instance more by it."""
+    """The role that gained an instance by the last change."""
     taken_back: int = 0
-    """How often in a row a change took back the one before."""
+    """Changes in a row that each reversed the one before."""
 
     def after(self, role: Role, now: float, dwell_s: float) -> History:
-        """An instance has changed to ``role``."""
+        """The history after an instance has changed to ``role``."""
         is_recent = now - self.changed < TOOK_BACK * dwell_s * 2.0**self.taken_back
         is_back = self.gained not in (None, role) and is_recent
         count = min(MOST_DOUBLED, self.taken_back + 1) if is_back else 0
         return History(changed=now, gained=role, taken_back=count)
 
     def failed(self, now: float) -> History:
-        """The wish could not be carried out; it is wished anew after the same time as after a change."""
+        """The history after a wish that could not be carried out. The next change waits as after a change."""
         return msgspec.structs.replace(self, wish=Wish(), changed=now)
 
 
 def split_name(prefill: int, decode: int) -> str:
-    """As people write it: ``1P2D``."""
+    """The usual short form of a split: ``1P2D``."""
     return f"{prefill}P{decode}D"
 
 
 def wish(loads: RoleLoads, history: History, now: float, *, dwell_s: float, takes_s: float) -> Wish:
-    """What would be better than the present split, if anything is.
+    """The wish for a better split than the present one, if there is one.
 
     Args:
-        dwell_s: the least time between two changes; as far ahead is looked.
-        takes_s: what a change takes.
+        dwell_s: the least time between two changes, which is also the horizon of the calculation.
+        takes_s: the duration of a change.
     """
     there = expected_s(loads, loads.prefill, loads.decode, dwell_s)
     expected = {split_name(loads.prefill, loads.decode): there}
@@ -191,10 +190,10 @@ def wish(loads: RoleLoads, history: History, now: float, *, dwell_s: float, take
 
 
 def due_in_s(wished: Wish, history: History, now: float, *, dwell_s: float, holds_s: float) -> float:
-    """Seconds until a wish is carried out if it holds; 0 when that is now.
+    """Seconds until a wish is carried out if it continues; 0 when it is due now.
 
     Args:
-        holds_s: how long it has to have been wished.
+        holds_s: the least age of a wish.
     """
     dwell = dwell_s
     if history.gained not in (None, wished.role):
@@ -211,7 +210,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def who_changes(candidates: Iterable[Candidate]) -> str | None:
-    """Who has least to finish, and least that others come for; None when there is nobody."""
+    """The candidate with the fewest requests to finish, then the least cached KV; None without candidates."""
     found = min(
         candidates, key=lambda each: (each.in_flight, each.cached_tokens, each.instance), default=None
     )

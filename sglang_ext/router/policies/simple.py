@@ -1,8 +1,8 @@
-"""The policies that look at one thing: the session, the load, the turn, or chance. Prefixes do not count.
+"""Policies with one criterion: the session, the load, the turn, or chance. Prefixes do not count.
 
-Session (MemServe, table 6): what a session caches is found again; what sessions have in common is computed by
-each instance that meets it. The instance follows from the names alone, so routers need not tell each other,
-and an instance that leaves moves no session but its own.
+Session (MemServe, table 6): a session finds its own KV again; each instance computes the prefixes that its
+sessions share. The instance follows from the names alone, so routers need no coordination, and an instance
+that leaves moves only its own sessions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def rendezvous(key: str, fleet: Fleet) -> Instance:
 
 
 def weight(key: str, name: str) -> bytes:
-    """What one instance bids for a key, 8 bytes."""
+    """The 8-byte hash by which one instance competes for a key."""
     hashed = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8)
     # The length in between keeps ("ab", "c") and ("a", "bc") apart.
     hashed.update(b"\0" + len(key).to_bytes(8, "little") + name.encode("utf-8", "surrogatepass"))

@@ -1,14 +1,14 @@
-"""Where the KV of a prompt comes from, span by span (MemServe, section 5.3, equation 2).
+"""The source of each span of a prompt's KV (MemServe, section 5.3, equation 2).
 
-Whoever holds any of a prompt holds its beginning. So an instance begins with what it has in memory; behind
-that, up to where some other instance's KV ends, each span is read from one that has it; then comes what the
-instance has below memory, if that reaches further; the rest is computed, up to the prompt's end. Spans are
-read one after the other, each for what it costs to bring it from its holder and to load it. What a holder has
-below memory, on its disk, it loads first, for what that costs there; it is read only where the instance's own
-tiers end before it.
+An instance with any KV of a prompt holds its beginning. So an instance uses its own KV in memory first.
+Behind it, each span is read from a holder, up to an end of some holder's KV. Then follows the instance's own
+KV below memory, if it reaches further. The rest is computed, up to the prompt's end. Spans are read one after
+the other; the cost of a span is its transfer from the holder. A holder first loads KV below its memory, from
+its disk, and this load is added to the span's cost; such KV is read only beyond the end of the instance's own
+tiers.
 
-`best_plan` finds the spans whose sum is least: over all places where the KV of a holder ends, and for each
-span over all that hold it. Two holders are better than one where the one that has less is the faster.
+`best_plan` finds the spans with the least sum: over all ends of the holders' KV, and for each span over all
+its holders. Two holders are better than one if the holder with the shorter prefix is the faster.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sglang_ext.router.policies.base import NOTHING, Costs, Fetch, Instance, Mat
 from sglang_ext.tiers import Tier, all_tiers
 
 MOST_ENDS: Final = 4
-"""Places where the KV of holders ends that are tried, from the farthest on: each is a reader's round trip."""
+"""How many ends of holders' KV are tried, from the farthest on: each costs the reader a round trip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens ``start`` to ``end`` of a prompt. source: the instance that has them, tier: the farthest of its
-    tiers that they are in; None for what is computed. seconds: until they are in HBM; loading_s: of these,
-    until another instance has them in memory, if it has not.
+    """Tokens ``start`` to ``end`` of a prompt. source: the instance that holds their KV, tier: the farthest
+    of its tiers with KV of the span; both None for a computed span. seconds: until the KV is in HBM.
+    loading_s: the part of it until another instance has loaded the KV into its memory.
     """
 
     source: str | None
@@ -45,9 +45,9 @@ class Span:
 class Plan:
     """All spans of a prompt at an instance, in order.
 
-    seconds: their sum, in which a second of computing counts as it was asked for. alone_s: the same where
-    nothing is read from others. spare: what is read instead of the last span that is read from another, where
-    that does not come; None where nobody else has any of it in memory.
+    seconds: the sum of the spans, with computing weighted by ``exec_weight``. alone_s: the same without reads
+    from other instances. spare: a replacement for the last span read from another instance, used if that read
+    fails; None if no other instance has any of the span in memory.
     """
 
     instance: str
@@ -58,17 +58,17 @@ class Plan:
 
     @property
     def worth_it(self) -> bool:
-        """Whether reading from others takes no longer than doing without."""
+        """Whether the plan takes no longer than one without reads from other instances."""
         return self.seconds <= self.alone_s
 
     @property
     def read(self) -> tuple[Span, ...]:
-        """What is read from other instances."""
+        """The spans that are read from other instances."""
         return tuple(span for span in self.spans if span.source not in (None, self.instance))
 
     @property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The same, as a decision says it."""
+        """``read`` in the form of a decision."""
         return tuple(Fetch(span.source, span.end) for span in self.read if span.source is not None)
 
 
@@ -82,13 +82,13 @@ def best_plan(
     exec_weight: float = 1.0,
     whole: bool = False,
 ) -> Plan | None:
-    """The plan that reads from others and takes least time; None where nobody can give what ``target`` lacks.
+    """The fastest plan with a read from another instance; None if no holder has KV that ``target`` lacks.
 
     Args:
-        tokens: of the prompt.
-        holders: who may be read from.
-        exec_weight: what a second of computing counts.
-        whole: only plans that read as far as anybody has it, whatever computing takes.
+        tokens: length of the prompt.
+        holders: instances that may be read from.
+        exec_weight: weight of a second of computing.
+        whole: only plans that read up to the farthest end of any holder, even if computing is faster.
     """
     held = matches.get(target.name, NOTHING)
     ends, sources = _ends(tokens, target, holders, matches, costs)
@@ -127,7 +127,7 @@ def given_plan(
     tokens: int, target: Instance, fleet: Sequence[Instance], fetches: Sequence[Fetch], matches: Matches,
     costs: Costs,
 ) -> Plan | None:  # fmt: skip
-    """The plan that a decision asks for; None where it reads nothing that ``target`` lacks."""
+    """The plan for a decision's fetches; None if they read nothing that ``target`` lacks."""
     held = matches.get(target.name, NOTHING)
     named = {instance.name: instance for instance in fleet}
     place = min(held.in_memory, tokens)
@@ -150,9 +150,9 @@ def given_plan(
 def alone_s(
     tokens: int, instance: Instance, held: Match, costs: Costs, exec_weight: float = 1.0
 ) -> float:  # fmt: skip
-    """To the first token with what the instance itself holds, once it begins; computing counts
-    ``exec_weight`` times. It loads a tier only where that is faster than computing, as its own load policy
-    does."""
+    """Seconds from the begin of a request to its first token, with the instance's own KV only; computing
+    counts ``exec_weight`` times. A tier is loaded only if that is faster than computing, as in the instance's
+    own load policy."""
     return min(
         sum(costs.load_s(instance, tier, count) for tier, count in way.below.items())
         + exec_weight * exec_s(tokens, instance, way.tokens, costs)
@@ -161,7 +161,7 @@ def alone_s(
 
 
 def ways(held: Match) -> list[Match]:
-    """What an instance may begin with of what it holds: all of it, or without its farthest tiers."""
+    """The parts of its match that an instance may load: all of it, or all without its farthest tiers."""
     found = [held]
     known, below = held.tokens, dict(held.below)
     while below:
@@ -171,8 +171,8 @@ def ways(held: Match) -> list[Match]:
 
 
 def exec_s(tokens: int, instance: Instance, known: int, costs: Costs) -> float:
-    """To compute what is not known of a prompt. Its last token is computed in any case: its logits begin the
-    answer."""
+    """Time to compute a prompt behind its ``known`` tokens. The last token is always computed: its logits
+    begin the answer."""
     new = max(1, tokens - known)
     return costs.exec_s(instance, new, max(0, tokens - new))
 
@@ -180,8 +180,8 @@ def exec_s(tokens: int, instance: Instance, known: int, costs: Costs) -> float:
 def _ends(
     tokens: int, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
 ) -> tuple[list[int], list[Instance]]:
-    """Where the KV of holders ends behind what the target has in memory, or below memory behind all that it
-    has, in order, and for each such place the holder that brings it soonest."""
+    """The useful ends of the holders' KV, in order, and the fastest holder for each. An end in memory counts
+    beyond the target's KV in memory; an end below memory counts beyond all of the target's KV."""
     own = matches.get(target.name, NOTHING)
     best: dict[int, tuple[float, Instance]] = {}
     for holder in holders:
@@ -200,8 +200,8 @@ def _ends(
 
 
 def _read(source: Instance, target: Instance, held: Match, start: int, end: int, costs: Costs) -> Span:
-    """What is read from ``source``, which holds ``held``. It begins to load where its memory ends, wherever
-    the span begins."""
+    """The span to read from ``source``, which holds ``held``. The source loads from the end of its KV in
+    memory, even if the span begins behind it."""
     known, farthest, loading_s = held.hbm, Tier.HBM, 0.0
     for tier, count in held.below.items():
         if known >= end:
@@ -216,8 +216,8 @@ def _read(source: Instance, target: Instance, held: Match, start: int, end: int,
 def _with_spare(
     plan: Plan, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
 ) -> Plan:
-    """The plan, and who else has most of its last span that is read; of those that have as much, the one that
-    brings it soonest."""
+    """The plan with a spare: another holder with the largest part of the last span that is read; among
+    equals, the fastest."""
     last = plan.read[-1]
     spares = []
     for holder in holders:
@@ -231,7 +231,7 @@ def _with_spare(
 
 
 def _local(instance: Instance, held: Match, memory: int, costs: Costs) -> Iterator[Span]:
-    """What the instance has in memory."""
+    """The spans that the instance itself has in memory."""
     start = 0
     for tier, count in held.by_tier().items():
         if tier.in_memory and count and start < memory:
@@ -244,8 +244,8 @@ def _local(instance: Instance, held: Match, memory: int, costs: Costs) -> Iterat
 def _rest(
     tokens: int, instance: Instance, held: Match, place: int, costs: Costs, exec_weight: float
 ) -> tuple[float, tuple[Span, ...]]:
-    """From ``place`` on, what is soonest: load what the instance has below memory, as far as that is worth
-    it, and compute what is left. Their time as it counts, and they."""
+    """The fastest spans from ``place`` on: load the instance's KV below memory, as far as loading is faster,
+    and compute the rest. Returns their weighted seconds and the spans."""
     loaded: tuple[Span, ...] = ()
     loading_s, best = 0.0, (math.inf, loaded)
     known = min(held.in_memory, tokens)

@@ -1,19 +1,19 @@
-"""Which prefixes an instance whose DRAM is full has another one keep (KVDirect, section 7: idle memory).
+"""Spilling: prefixes that a full instance moves to another one's DRAM (KVDirect, section 7: idle memory).
 
-An instance that is about to evict a prefix from its last tier *spills* it: another one, whose DRAM is free to
-a good part, reads it and keeps it, where it is found and fetched back or used. `spills` chooses what, from
-whom and where to:
+An instance that is about to evict a prefix from its last tier *spills* it: another instance with enough free
+DRAM reads the prefix and keeps it. Requests use it there or fetch it back. `spills` chooses the prefix, the
+source and the target:
 
-- What: prefixes that were used again or that belong to a session, of which no other copy is safe (on a
-  disk, or in the memory of an instance that is not full), and that are among the coldest of the full one.
-- From whom: an instance is full when what it holds for itself takes up ``full`` of its DRAM. What it keeps
-  for others does not count, as that goes first.
-- Where to: an instance that is not full itself, up to its limit (``--kv-dram-for-others``) and up to ``idle``
-  of its DRAM. Between ``idle`` and ``full`` an instance neither spills nor keeps more, so that no two of them
-  pass blocks to and fro.
-- For whom: what a tenant has kept for it is bounded, over all instances.
+- Prefix: it was used again or belongs to a session, has no other safe copy (on a disk, or in the memory of an
+  instance that is not full), and is among the coldest of the source.
+- Source: an instance is full when its own blocks take up ``full`` of its DRAM. Blocks that it keeps for
+  others do not count, because they are evicted first.
+- Target: an instance that is not full itself, up to its limit (``--kv-dram-for-others``) and up to ``idle``
+  of its DRAM. Between ``idle`` and ``full`` an instance neither spills nor keeps more, so that no two
+  instances pass blocks to and fro.
+- Tenant: the spilled blocks of a tenant are bounded, over all instances.
 
-Pure, as all policies.
+Pure, like all policies.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 LEAST_BLOCKS: Final = 4
-"""Shorter prefixes are computed about as soon as they are moved."""
+"""Computing a shorter prefix takes about as long as moving it."""
 MUCH: Final = 7 / 8
-"""Of what an instance holds of a prefix: a copy of so much of it elsewhere is as good."""
+"""Share of an instance's part of a prefix: a copy of this share elsewhere counts as a safe copy."""
 COLD: Final = 1 / 4
-"""Of an instance's DRAM: only what is among the coldest of so much of it is spilled."""
+"""Share of an instance's DRAM: only its coldest blocks up to this share are spilled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The DRAM of an instance as its heartbeat tells it, in blocks. spilled: of those used, what it keeps for
-    others; limit: how much it may. in_flight: requests."""
+    """The DRAM of an instance from its heartbeat, in blocks. spilled: used blocks that it keeps for other
+    instances; limit: the most of these. in_flight: requests."""
 
     name: str
     used: int
@@ -45,14 +45,14 @@ class Memory:
 
     @property
     def own(self) -> int:
-        """What it holds for itself."""
+        """Used blocks that are the instance's own."""
         return self.used - self.spilled
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The prompt of a conversation. held: how many of its leading blocks each instance has in memory.
-    durable: how many some instance has on disk."""
+    """The prompt of a conversation. held: leading blocks that each instance has in memory. durable: the
+    most leading blocks that one instance has on disk."""
 
     id: int
     tenant: str
@@ -62,11 +62,11 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class SpillTerms:
-    """See the module's docstring. tenant_blocks: of one tenant; 0 for no spilling at all. most: spills that
-    begin in one round."""
+    """See the module's docstring. tenant_blocks: the most spilled blocks of one tenant; 0 turns spilling off.
+    most: spills that begin in one round."""
 
     IDLE: ClassVar = 5 / 6
-    """Of ``full``: where ``idle`` is by default."""
+    """Default of ``idle``, as a share of ``full``."""
 
     full: float = 0.9
     idle: float = 0.75
@@ -74,11 +74,11 @@ class SpillTerms:
     most: int = 4
 
     def is_full(self, memory: Memory) -> bool:
-        """Whether an instance is about to evict what is its own."""
+        """Whether an instance is about to evict its own blocks."""
         return memory.size > 0 and memory.own >= self.full * memory.size
 
     def takes(self, memory: Memory) -> int:
-        """Blocks that an instance keeps for others at most, as it is now."""
+        """The most blocks that an instance keeps for others at its present use."""
         if self.is_full(memory):
             return 0
         return max(0, min(memory.limit, int(self.idle * memory.size) - memory.own))
@@ -86,8 +86,8 @@ class SpillTerms:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """``target`` is to read from ``source`` the leading ``blocks`` blocks of a prefix, of which it lacks
-    ``new``."""
+    """``target`` is to read the leading ``blocks`` blocks of a prefix from ``source``; it lacks ``new`` of
+    them."""
 
     prefix: Prefix
     source: str
@@ -98,7 +98,7 @@ class Spill:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is to be spilled now, and how many prefixes are not although they should be, by why."""
+    """The spills to begin now, and the number of prefixes that could not be spilled, by reason."""
 
     spills: list[Spill] = field(default_factory=list)
     left: Counter[str] = field(default_factory=Counter)
@@ -115,12 +115,12 @@ def spills(
     terms: SpillTerms,
     can_fetch: Callable[[str, str], bool],
 ) -> Round:
-    """What is spilled.
+    """Choose the spills of one round.
 
     Args:
         memories: of all instances.
-        prefixes: of conversations that may go on, the coldest first.
-        taken: blocks that are kept for each tenant, those on their way included.
+        prefixes: of conversations that may continue, the coldest first.
+        taken: spilled blocks of each tenant, including transfers under way.
         can_fetch: (source, target).
     """
     found = Round()
@@ -138,7 +138,7 @@ def spills(
         blocks = prefix.held[source]
         seen[source] += blocks
         if seen[source] > max(blocks, COLD * full[source].size):
-            left.discard(source)  # what follows is warmer
+            left.discard(source)  # all later prefixes are warmer
             continue
         others = [each.name for each in memories if each.name not in full]
         if blocks < LEAST_BLOCKS or _is_safe(prefix, blocks, others):
@@ -159,14 +159,14 @@ def spills(
 
 
 def _is_safe(prefix: Prefix, blocks: int, others: Sequence[str]) -> bool:
-    """Whether it is not lost when the full instances evict it. others: instances that are not full; what one
-    is believed to hold that tells nothing of its memory cannot be relied on."""
+    """Whether a copy survives when the full instances evict the prefix. others: instances that are not full;
+    an instance without a memory report does not count, since its copies may vanish at any time."""
     elsewhere = max((prefix.held.get(name, 0) for name in others), default=0)
     return max(elsewhere, prefix.durable) >= MUCH * blocks
 
 
 def _best(targets: Sequence[Memory], prefix: Prefix, blocks: int, free: Mapping[str, int]) -> str | None:
-    """Who keeps it: for whom nothing that is kept longer has to go, then who is least busy, then emptiest."""
+    """The target: first by whether it stays within its limit, then the least busy, then the emptiest."""
     fitting = [each for each in targets if blocks - prefix.held.get(each.name, 0) <= free[each.name]]
 
     def rank(memory: Memory) -> tuple[object, ...]:

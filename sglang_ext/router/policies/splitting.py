@@ -1,15 +1,15 @@
 """One prompt computed by two instances at once (MemServe, table 3: sequence parallelism over transfer).
 
-In each layer, attention of a token needs that layer's KV of the tokens before it, and nothing else of them.
-So while a helper computes the first span of a prompt, the chosen instance computes the rest a layer behind.
-What is cut into chunks is computed pass by pass, and all of the first span must have come, so only the
-helper's last pass runs beside the chosen instance's first one:
+In each layer, attention of a token needs only that layer's KV of the tokens before it. So while a helper
+computes the first span of a prompt, the chosen instance computes the rest a layer behind. Chunked prefill
+computes a span pass by pass, and the chosen instance needs all of the first span, so only the helper's last
+pass runs beside the chosen instance's first one:
 
     helper   [ pass ][ pass ][  last pass  ]
     chosen                    [  first pass   ][ pass ]
 
-`best_split` finds the helper and the place to cut that let the first token come soonest. Later tokens attend
-to more, so the first span is the longer one.
+`best_split` finds the helper and the cut with the shortest time to first token. Later tokens attend to more
+tokens, so the first span is the longer one.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from sglang_ext.router.policies.base import NOTHING, Costs, Instance, Matches
 from sglang_ext.router.policies.spans import alone_s
 
 CUTS: Final = 32
-"""Places to cut that are tried, evenly spaced, beside the ends of the helper's chunks."""
+"""Evenly spaced cuts that are tried, in addition to the ends of the helper's chunks."""
 MOST_HELPERS: Final = 4
 """Helpers that are tried, the least busy first."""
 LAYER: Final = 1 / 16
-"""Of a pass: what the chosen instance is behind its helper."""
+"""Lag of the chosen instance behind its helper, as a share of a pass."""
 LEAST_TOKENS: Final = 2048
-"""Shorter prompts are not worth telling two instances of."""
+"""Shorter prompts are not worth a split."""
 GAIN: Final = 1.25
-"""How much longer than split a prompt must take alone: the helper computes for it what others wait for."""
+"""Least ratio of time alone to time split, because the helper's own requests wait while it helps."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitTerms:
-    """When a prompt is split. least_tokens: to be computed. gain: the least of alone over split."""
+    """When to split a prompt. least_tokens: uncached tokens. gain: least ratio of time alone to split."""
 
     least_tokens: int = LEAST_TOKENS
     gain: float = GAIN
 
     @classmethod
     def of(cls, text: str) -> SplitTerms | None:
-        """From ``--sequence-parallel``: off, auto, or tokens from which on every prompt is split.
+        """Parse ``--sequence-parallel``: off, auto, or the number of tokens from which every prompt is split.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: ``text`` is none of these.
         """
         if text == "off":
             return None
@@ -59,10 +59,10 @@ class SplitTerms:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """``source`` computes the leading ``tokens`` tokens. known: those of them that it has.
+    """``source`` computes the leading ``tokens`` tokens. known: leading tokens already in its cache.
 
-    begins_s: until its last pass begins; first_s: until that has ended; seconds: until the first token of the
-    answer; alone_s: the same where nobody helps.
+    begins_s: until its last pass begins; first_s: until that pass has ended; seconds: until the first token
+    of the answer; alone_s: the same without a helper.
     """
 
     source: str
@@ -85,13 +85,13 @@ def best_split(
     *,
     block: int = 16,
 ) -> Split | None:
-    """The split by which the first token comes soonest; None where the terms do not allow any.
+    """The split with the shortest time to first token; None if the terms allow no split.
 
     Args:
-        tokens: of the prompt.
-        helpers: who may compute the first span.
-        chunk: tokens of a prompt that an instance computes in one pass; 0 for all.
-        block: a span is whole blocks.
+        tokens: length of the prompt.
+        helpers: instances that may compute the first span.
+        chunk: tokens of a prompt that an instance computes in one pass, by instance name; 0 for all.
+        block: tokens of a block; a span is whole blocks.
     """
     held = matches.get(target.name, NOTHING)
     if tokens - held.tokens < terms.least_tokens:
@@ -111,7 +111,7 @@ def best_split(
 
 
 def _cuts(tokens: int, least: int, known: int, chunk: int, block: int) -> Iterator[int]:
-    """Places to cut, in whole blocks behind ``least``."""
+    """Possible cuts, in whole blocks behind ``least``."""
     step = max(1, (tokens - least) // CUTS)
     evenly = range(least + step, tokens, step)
     chunks = range(known + chunk, tokens, chunk) if chunk else ()
@@ -131,7 +131,7 @@ def _timed(
     chunk: Callable[[str], int],
     alone: float,
 ) -> Split:
-    """What it takes to cut there. here: tokens that the target has in memory."""
+    """The timing of a split at ``cut``. here: tokens that the target has in memory."""
     new, most = cut - known, chunk(helper.name)
     last = new if not most or new <= most else (new - 1) % most + 1
     last_s = costs.exec_s(helper, last, cut - last)
