@@ -1,1 +1,1 @@
-"""Who holds how much of a prompt, in which tier."""
+"""How much of a prompt each instance holds, by tier."""

@@ -1,8 +1,8 @@
-"""Conversations that may go on: what they sent and were answered last, the coldest first.
+"""Conversations that may continue: the last prompt and answer of each, the coldest first.
 
-A conversation ends where the longest prompt does that continues it; each of its turns replaces the one
-before. It was *used again* when a later request continued or repeated all of an earlier one. A beginning that
-conversations share, such as a system prompt, says nothing of any of them.
+The end of a conversation is the end of its longest known prompt; each turn replaces the one before. A
+conversation was *used again* when a later request continued or repeated all of an earlier one. A beginning
+that conversations share, such as a system prompt, is not a conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORGET_BLOCKS = 256
 
 @dataclass(eq=False, slots=True)
 class Conversation:
-    """namespace, key: of its last turn. request: which that was. uses: requests that were turns of it."""
+    """namespace, key, request: of the last turn. uses: number of requests that were turns of it."""
 
     id: int
     node: Node
@@ -66,7 +66,7 @@ class Conversations:
     def learn(
         self, namespace: tuple[str | None, ...], key: bytes, tenant: str, request: str, *, session: bool
     ) -> None:
-        """A request has sent, and was answered, what ``key`` has."""
+        """Record a turn: ``key`` has the tokens of a request's prompt and answer."""
         node = self._tree.insert(namespace, key, self._holder).node
         if node.is_root or node.children:
             return  # shorter than a block, or a longer one is known
@@ -90,7 +90,7 @@ class Conversations:
                 break
 
     def forget(self, conversation: Conversation) -> None:
-        """Nobody holds anything of it any more: it is as if it had never been."""
+        """Drop a conversation of which no instance holds KV any more."""
         if self._known.get(conversation.node) is conversation:
             self._pop(conversation.node)
             self._tree.remove(conversation.node, self._holder)
@@ -117,7 +117,7 @@ class Conversations:
         return f"Conversations({len(self)}, bytes={self.size_bytes})"
 
     def check(self) -> None:
-        """Verify every invariant. Raises AssertionError naming the first that does not hold."""
+        """Verify every invariant. Raises AssertionError naming the first violated one."""
         self._tree.check()
         self._size.check()
         if self._key_bytes != sum(len(known.key) for known in self._known.values()):

@@ -1,8 +1,8 @@
-"""What left which tier of which instance, and when: a ring, bounded in bytes, for explaining misses.
+"""Evictions of blocks by instance, tier and time: a ring, bounded in bytes, for explaining misses.
 
-An entry refers to the node of the tree that the blocks were in. A node that has left the tree keeps its
-tokens and its way up, so an entry can be compared with a prompt long after; and nothing has to be computed
-when blocks leave, which happens often, but only when somebody asks.
+An entry refers to the tree node of the evicted blocks. A node that has left the tree keeps its tokens and its
+parents, so an entry can be compared with a prompt long after. Evictions are frequent and queries rare, so all
+computing is left to the query.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_ext.radix_global.sync.runs import path_key
 from sglang_ext.tiers import Tier, all_tiers, nearest_in, tier_at
 
 ENTRY_BYTES: Final = 1400
-"""Memory of an entry with the node it keeps, whose tokens come on top."""
+"""Memory of an entry and its node, without the node's tokens."""
 NAME_BYTES: Final = 250
 
 
@@ -33,7 +33,7 @@ class Departure:
     tokens: int
     """Leading tokens of the prompt up to the end of the first block that left."""
     still_in: str = ""
-    """The nearest tier of memory that the instance kept them in; empty for none."""
+    """The nearest tier in memory that still had the blocks; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class History:
 
     Args:
         max_bytes: estimated memory; 0 keeps nothing.
-        block_bytes: of an encoded block.
+        block_bytes: size of an encoded block.
     """
 
     def __init__(self, max_bytes: int, block_bytes: int) -> None:
@@ -69,11 +69,11 @@ class History:
         self.size_bytes = 0
 
     def left(self, instance: str, at: float, node: Node, blocks: int, left: int, kept: int) -> None:
-        """The last ``blocks`` blocks up to ``node`` left the tiers ``left``, and stay in ``kept``."""
+        """Record that the last ``blocks`` blocks up to ``node`` left tiers ``left`` and stay in ``kept``."""
         self._add(_Entry(instance, at, node, blocks, left, kept))
 
     def left_names(self, instance: str, at: float, level: int, names: Iterable[bytes]) -> None:
-        """Blocks left a tier below memory."""
+        """Record that blocks left a tier below memory."""
         self._add(_Names(instance, at, level, frozenset(names)))
 
     def _add(self, entry: _Entry | _Names) -> None:
@@ -83,12 +83,12 @@ class History:
             self.size_bytes -= _bytes_of(self._ring.popleft())
 
     def of(self, namespace: Hashable, key: bytes, names: Iterable[bytes] = ()) -> list[Departure]:
-        """What left of a prompt, oldest first.
+        """Departures of a prompt's blocks, oldest first.
 
         Args:
             namespace: of the tree.
             key: the encoded prompt.
-            names: of its blocks, in order, for what left tiers below memory.
+            names: names of its blocks, in order, for departures from tiers below memory.
         """
         found: list[Departure] = []
         order = {name: place for place, name in enumerate(names)}
@@ -110,7 +110,7 @@ class History:
         return found
 
     def _common_start(self, entry: _Entry, key: bytes) -> int | None:
-        """The block at which the entry's blocks begin, if the prompt has the first of them."""
+        """Index of the entry's first block, if the prompt has that block."""
         prefix = path_key(entry.node)
         end = len(prefix) - entry.blocks * self._step
         return end // self._step if key.startswith(prefix[: end + self._step]) else None

@@ -1,23 +1,24 @@
-"""The index: who holds how much of a prompt, in which tier. True where instances tell, believed where not.
+"""The index: how much of a prompt each instance holds, by tier. Reported by the instances, or inferred.
 
-    instance                  what is known of it                                trusted
+    instance                  source                                             trusted
     ------------------------  -------------------------------------------------  ----------------------------
-    with an agent             a copy of what it tells (`radix_global.replica`),   while its agent is heard and
-                              one tree per role                                  nothing of it is missing
-    stock SGLang with         a copy of what its events tell (`stock_replica`),  while no event is missing;
-    KV events                 in the same tree                                   beside it, while that is
-                                                                                 partial, what passes by
-    any other SGLang          what passes by (`prompt_trees`)                     always, for what it is worth
+    with an agent             a replica of the agent's reports                   while the agent is alive and
+                              (`radix_global.replica`), one tree per role        no report is missing
+    stock SGLang with         a replica of its KV events (`stock_replica`),      while no event is missing;
+    KV events                 in the same tree                                   a partial replica is combined
+                                                                                 with inferred prefixes
+    any other SGLang          inferred from responses (`prompt_trees`)           always, as an approximation
 
-Until the first snapshot of an instance that tells is in, or for as long as it takes to give that up, the
-instance is *awaited*: what it has told so far is used, and nobody knows what else it holds.
+Until the first snapshot of a reporting instance has arrived, or the wait for it has timed out, the instance
+is *awaited*: the index uses its reports so far, and the instance may hold more.
 
-Guesses, made when a request is routed, are the same for all and live 2 s. What the engine knows and the
-router does not (prompts matched by text; adapters, whose ids the router is not told) is believed, not known.
+Guesses, made when a request is routed, apply to all instances and live 2 s. Prompts that the router cannot
+map to the engine's tokens and namespaces (prompts matched by text; adapters, whose engine ids the router
+lacks) are inferred, never reported.
 
-Memory is bounded over all of it. What is too much goes: the coldest ends of prefixes of the instance that has
-most, then names of its blocks below memory. Its index is *partial* then: it tells less than there is, never
-more.
+Memory is bounded over the whole index. Above the bound, the index drops the coldest ends of prefixes of the
+instance with the most blocks, then names of its blocks below memory. The index of that instance is *partial*
+then: it shows less than the instance holds, never more.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
 HISTORY_SHARE: Final = 16
 """The history takes at most this part of the memory."""
 BELIEVED_SHARE: Final = 8
-"""At least this part of the memory is left for what is only believed, guesses among it."""
+"""At least this part of the memory is left for inferred prefixes, including guesses."""
 STOCK_SHARE: Final = 4
 """Names of stock instances' pages take at most this part."""
 GIVE_UP_BLOCKS: Final = 256
@@ -68,25 +69,25 @@ _TRUE: Final = (State.LIVE, State.FILLING)
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    """An instance that tells."""
+    """An instance that reports its cache."""
 
     replica: Replica | StockReplica
     role: Role
     heard: bool = False
     size_bytes: int = 0
-    """Estimated memory of the copy, when it changed last."""
+    """Estimated memory of the replica at its last change."""
     complete: bool = False
-    """A stock instance's copy is complete."""
+    """The replica of a stock instance is complete."""
     mixed: set[str | None] = field(default_factory=set)
-    """Salts under which a stock instance was sent prompts that its events do not tell from others."""
+    """Salts with prompts that a stock instance's events do not distinguish from others under that salt."""
 
     def covers(self, tenant: Tenant) -> bool:
-        """Whether what is told of a tenant's prompts can be told from what is told of others'."""
+        """Whether the replica distinguishes the tenant's prompts from those of other tenants."""
         return isinstance(self.replica, Replica) or (tenant[0] is None and tenant[1] not in self.mixed)
 
 
 class _RoleTree:
-    """The tree of the instances of one role, and what is still to be taken out of it."""
+    """The tree of the instances of one role, and the holders to be removed from it."""
 
     def __init__(self, block_size: int, clock: Clock) -> None:
         self.tree = RadixTree(block_size, clock=clock.monotonic)
@@ -94,7 +95,7 @@ class _RoleTree:
         self.dead: deque[Holder] = deque()
         self.live: dict[Holder, _Known] = {}
         self.name_tellers: dict[Holder, _Known] = {}
-        """Those that tell names of blocks below memory, and perhaps some that no more do."""
+        """Instances that report names of blocks below memory; may include former ones."""
 
 
 class Index(PromptTrees):
@@ -102,12 +103,12 @@ class Index(PromptTrees):
 
     Args:
         clock: seconds.
-        block_size: tokens per block, as the instances have it.
-        ttl_s: seconds after which what was only believed is believed no more.
-        max_bytes: estimated memory of everything.
-        mode: ``auto``; ``exact``: instances without an agent are known to hold nothing; ``approximate``: what
-            agents tell is not looked at.
-        wait_s: how long an instance is awaited of which nothing has come yet.
+        block_size: tokens per block, the same as at the instances.
+        ttl_s: seconds after which an inferred prefix expires.
+        max_bytes: estimated memory of the whole index.
+        mode: ``auto``; ``exact``: instances without an agent count as empty; ``approximate``: reports of
+            agents are ignored.
+        wait_s: how long an instance without any report is awaited.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class Index(PromptTrees):
         self._trees = {role: _RoleTree(block_size, clock) for role in Role}
         self._known: dict[str, _Known] = {}
         self._replica_bytes = 0
-        """Of all copies together, as ``_Known.size_bytes`` has them."""
+        """Sum of ``_Known.size_bytes`` over all replicas."""
         self._stock: set[str] = set()
-        """Instances whose events are followed: what is known of them changes without a word."""
+        """Instances with a KV event subscription: their replicas change without a call of ``_changed``."""
         self._wait_s = wait_s
         self._awaited: dict[str, float] = {}
-        """Instances of which the first snapshot is not in -> until when it is awaited; ``monotonic``."""
+        """Instance whose initial snapshot has not arrived -> end of the wait for it; ``monotonic``."""
         self._numbers = itertools.count()
         self._past = History(max_bytes // HISTORY_SHARE, self._tree.block_bytes)
         self.given_up_blocks = 0
-        """Blocks that instances hold and that were forgotten for lack of memory, since the start."""
+        """Held blocks that the index dropped for lack of memory, since the start."""
 
     def measure(self, metrics: RouterMetrics) -> None:
         super().measure(metrics)
@@ -154,10 +155,10 @@ class Index(PromptTrees):
 
         metrics.refreshing.subscribe(refresh)
 
-    # -- instances that tell ----------------------------------------------------------------------
+    # -- instances that report --------------------------------------------------------------------
 
     def attach(self, name: str, role: Role) -> None:
-        """An instance has an agent: from now on what it tells is believed, and nothing else."""
+        """Begin a replica of an instance with an agent. Its inferred prefixes are dropped."""
         known = self._known.get(name)
         if known is not None and known.role is role and isinstance(known.replica, Replica):
             return
@@ -165,8 +166,8 @@ class Index(PromptTrees):
         super().forget(name)
 
     def attach_stock(self, name: str, role: Role) -> StockReplica:
-        """A stock instance publishes its KV events: what they tell is believed from now on, and where that is
-        not all, what passes by as well. Whatever was known of it is dropped."""
+        """Begin a replica of a stock instance that publishes KV events, and drop its former replica. While
+        the new one is partial, inferred prefixes are used, too."""
         return self._make(name, role, StockReplica)
 
     def _make(self, name: str, role: Role, kind: type[R]) -> R:
@@ -189,14 +190,14 @@ class Index(PromptTrees):
         return replica
 
     def expect(self, name: str) -> None:
-        """An instance has begun that tells, or will: what it holds is awaited from now on."""
+        """Await the snapshot of an instance that reports or soon will."""
         known = self._known.get(name)
         if self.mode != "approximate" and (known is None or not self._is_trusted(known)):
             self._awaited[name] = self._clock.monotonic() + self._wait_s
             self._retold.add(name)
 
     def awaited(self, name: str) -> bool:
-        """Whether the first snapshot of an instance is expected and not in, or one is just coming in."""
+        """Whether an instance's first snapshot is still expected, or a snapshot is arriving."""
         if self.mode == "approximate":
             return False
         known = self._known.get(name)
@@ -213,7 +214,7 @@ class Index(PromptTrees):
         return False
 
     def detach(self, name: str) -> None:
-        """An instance has no agent any more, or is gone."""
+        """Drop the replica of an instance that has no agent any more, or is gone."""
         self._awaited.pop(name, None)
         self._stock.discard(name)
         self._retold.add(name)
@@ -225,33 +226,33 @@ class Index(PromptTrees):
             self._trees[known.role].name_tellers.pop(known.replica.holder, None)
 
     def replica(self, name: str) -> Replica | None:
-        """The copy of what an instance's agent tells; ``None`` when it has none."""
+        """The replica of an instance's agent; ``None`` without an agent."""
         known = self._known.get(name)
         return known.replica if known is not None and isinstance(known.replica, Replica) else None
 
     def stock(self, name: str) -> StockReplica | None:
-        """The copy of what a stock instance's events tell; ``None`` when nobody follows them."""
+        """The replica of a stock instance's KV events; ``None`` without a subscription."""
         known = self._known.get(name)
         return known.replica if known is not None and isinstance(known.replica, StockReplica) else None
 
     def tells(self, name: str) -> bool:
-        """Whether an instance tells what it holds, by an agent or by events."""
+        """Whether an instance reports its cache, by an agent or by KV events."""
         return name in self._known
 
     def began(self, name: str, epoch: bytes, naming: Naming | None) -> None:
-        """An instance's agent said in which epoch it is."""
+        """Handle the announcement of an agent's epoch."""
         if (replica := self.replica(name)) is not None:
             replica.began(epoch, naming)
             self._changed(name)
 
     def lost_touch(self, name: str) -> None:
-        """Nobody knows what an instance with an agent does now."""
+        """Mark the replica of an agent stale after its connection was lost."""
         if (replica := self.replica(name)) is not None:
             replica.lost_touch()
             self._changed(name)
 
     def _changed(self, name: str) -> None:
-        """A copy is not what it was."""
+        """Update the sizes and the name holders after a replica has changed."""
         known = self._known[name]
         before, known.size_bytes = known.size_bytes, known.replica.size_bytes
         self._replica_bytes += known.size_bytes - before
@@ -263,7 +264,7 @@ class Index(PromptTrees):
             tellers.pop(known.replica.holder, None)
 
     def apply(self, name: str, message: IndexMessage) -> Outcome:
-        """An instance tells of placements."""
+        """Apply an agent's message about placements."""
         known = self._known.get(name)
         if known is None or not isinstance(known.replica, Replica):
             return Outcome.IGNORED
@@ -280,8 +281,8 @@ class Index(PromptTrees):
         return outcome
 
     def stock_changed(self, name: str, replica: StockReplica) -> bool:
-        """What the events of a stock instance tell has changed. Returns whether they are still wanted: not
-        when the names of such instances' pages take more than a quarter of the memory."""
+        """Handle a change of a stock instance's replica. Returns False to end its KV event subscription: when
+        the page names of all stock instances take more than a quarter of the memory."""
         known = self._known.get(name)
         if known is None or known.replica is not replica:
             return False
@@ -300,13 +301,13 @@ class Index(PromptTrees):
         return True
 
     def heard(self, name: str, *, alive: bool) -> None:
-        """Whether the agent of an instance is heard."""
+        """Record whether the agent of an instance is alive."""
         if (known := self._known.get(name)) is not None:
             known.heard = alive
             self._retold.add(name)
 
     def told(self, name: str) -> tuple[int, bool, bool]:
-        """``tokens_of``, ``trusted`` and ``awaited`` of an instance, as every request asks of each."""
+        """``tokens_of``, ``trusted`` and ``awaited`` of an instance, which each request needs of all."""
         if name not in self._known and name not in self._awaited:
             return self._blocks.get(name, 0) * self.block_size, self.mode != "exact", False
         return self.tokens_of(name), self.trusted(name), self.awaited(name)
@@ -316,8 +317,8 @@ class Index(PromptTrees):
         return found.union(self._stock, self._awaited) if self._stock or self._awaited else found
 
     def trusted(self, name: str) -> bool:
-        """Whether what is known of an instance is believed, and is all: its cache attracts only then, or for
-        what it has told while it is awaited."""
+        """Whether the index of an instance is complete and up to date. Routing counts the matches of an
+        instance only if it is trusted or awaited."""
         known = self._known.get(name)
         if known is None:
             return self.mode != "exact" and not self.awaited(name)
@@ -329,19 +330,19 @@ class Index(PromptTrees):
 
     @staticmethod
     def _tells_truth(known: _Known) -> bool:
-        """Whether what was told holds, be it all or a part of a snapshot."""
+        """Whether the replica is up to date, be it complete or a part of a snapshot."""
         return known.heard and known.replica.state in _TRUE
 
-    # -- what requests tell -------------------------------------------------------------------------
+    # -- prefixes inferred from requests ------------------------------------------------------------
 
     def confirm(self, namespace: Hashable, key: bytes, instance: str) -> None:
-        """``instance`` has computed these tokens: of no interest where it tells by itself."""
+        """Record that ``instance`` has computed these tokens, unless it reports its cache itself."""
         if self.learns_of(namespace, instance):
             super().confirm(namespace, key, instance)
 
     def guess(self, namespace: Any, key: bytes, instance: str) -> None:
-        """See ``PromptTrees.guess``. A stock instance's events leave out adapters and ``extra_key``: from now
-        on nobody knows whose the prompts are that they tell of under the same salt."""
+        """See ``PromptTrees.guess``. A stock instance's events leave out adapters and ``extra_key``: after a
+        prompt with either, its events under the same salt are ambiguous."""
         known = self._known.get(instance)
         if known is not None and len(namespace) == 4 and (namespace[1] or namespace[2]):
             known.mixed.add(namespace[3] or None)
@@ -356,10 +357,11 @@ class Index(PromptTrees):
             return True
         return not known.covers(tenant) or (isinstance(known.replica, StockReplica) and known.replica.partial)
 
-    # -- what routing asks ----------------------------------------------------------------------------
+    # -- queries of routing ---------------------------------------------------------------------------
 
     def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
-        """What each instance holds of ``key``; who holds nothing, or is not trusted, is left out."""
+        """Each instance's match with ``key``; instances without a match, or with stale replicas, are left
+        out."""
         believed = super().match(namespace, key)
         if not self._known or self.mode == "approximate" or (tenant := tenant_of(namespace)) is None:
             return believed
@@ -382,7 +384,7 @@ class Index(PromptTrees):
         names: dict[Naming, list[bytes]],
         found: dict[str, Match],
     ) -> None:
-        """One role's instances: a walk over the tree, which is not changed, then their tiers below memory."""
+        """Match one role's instances: a walk over the tree, without changing it, then tiers below memory."""
         tree = place.tree
         size = tree.block_size
         whole = len(key) // tree.block_bytes
@@ -392,7 +394,7 @@ class Index(PromptTrees):
         for node in nodes:
             node.last_access = now
         groups = ends(nodes)
-        # Who is not on the way may hold the prompt on a disk only.
+        # An instance without a node on the path may hold the prompt on a disk only.
         first = nodes[0].placements if nodes else {}
         if named := [holder for holder in place.name_tellers if holder not in first]:
             groups.append((-1, named))
@@ -409,7 +411,7 @@ class Index(PromptTrees):
                 replica = known.replica
                 held = blocks
                 below = nothing
-                # Of most instances, all that matches is in HBM.
+                # At most instances, the whole match is in HBM.
                 piece: Piece | None = node.placements.get(holder)
                 if piece is not None and not piece.run.tiers & hbm:
                     below = {}
@@ -423,7 +425,8 @@ class Index(PromptTrees):
                     most -= most % replica.page_blocks
                 if not held:
                     continue
-                # What a disk has after the last block that matches, nobody can say; nor what is yet to come.
+                # `own` stays False where a continuation may exist unseen: on a disk, or in a snapshot that
+                # is still arriving.
                 own = held == most or (
                     further is not None
                     and held == blocks
@@ -447,8 +450,8 @@ class Index(PromptTrees):
         names: dict[Naming, list[bytes]],
         below: dict[Tier, int],
     ) -> int:
-        """How many blocks, after the first ``start``, the instance has below memory; ``below`` is told of
-        the nearest tier of each."""
+        """How many blocks, after the first ``start``, the instance has below memory. Adds each to ``below``
+        under its nearest tier."""
         naming = replica.naming
         if naming is None or (naming.adapters and tenant[0]):
             return 0
@@ -465,7 +468,7 @@ class Index(PromptTrees):
         return count
 
     def durable(self, namespace: Hashable, key: bytes) -> int:
-        """How many leading blocks of a prompt some instance has below memory, as it tells."""
+        """The most leading blocks of a prompt that one instance reports below memory."""
         tenant = tenant_of(namespace)
         if tenant is None or self.mode == "approximate":
             return 0
@@ -478,7 +481,7 @@ class Index(PromptTrees):
         return max(counts, default=0)
 
     def history(self, namespace: Hashable, key: bytes) -> list[Departure]:
-        """What left tiers of a prompt's blocks, oldest first, as far as it is remembered."""
+        """Remembered departures of a prompt's blocks from tiers, oldest first."""
         tenant = tenant_of(namespace)
         if tenant is None:
             return []
@@ -487,7 +490,7 @@ class Index(PromptTrees):
         return self._past.of(tenant, key, names)
 
     def tokens_of(self, instance: str) -> int:
-        """Tokens that ``instance`` holds in memory, as far as is known."""
+        """Tokens that ``instance`` holds in memory according to the index."""
         known = self._known.get(instance)
         if known is None or self.mode == "approximate":
             return self._blocks.get(instance, 0) * self.block_size
@@ -497,7 +500,7 @@ class Index(PromptTrees):
 
     @property
     def size_bytes(self) -> int:
-        """Estimated memory of everything."""
+        """Estimated memory of the whole index."""
         return super().size_bytes + self._told_bytes
 
     @property
@@ -515,7 +518,7 @@ class Index(PromptTrees):
         return self._tree.node_count + sum(place.tree.node_count for place in self._trees.values())
 
     def tidy(self) -> bool:
-        """Take a slice of what is of no use out of the trees. Returns whether there is more to do."""
+        """Remove a slice of dead placements from the trees. Returns whether there is more to do."""
         more = super().tidy()
         for place in self._trees.values():
             if place.dead and not place.tree.evict(place.dead[0], SLICE_BLOCKS):
@@ -524,7 +527,7 @@ class Index(PromptTrees):
         return more
 
     def _bound(self) -> None:
-        """Keep within the memory: first what is dead, then what is cold; then what was only believed."""
+        """Enforce the memory bound: drop dead placements, then cold blocks, then inferred prefixes."""
         limit = self._max_bytes - self._max_bytes // BELIEVED_SHARE
         while self._told_bytes > limit:
             if any(place.dead for place in self._trees.values()):
@@ -553,7 +556,7 @@ class Index(PromptTrees):
         """Verify every invariant.
 
         Raises:
-            AssertionError: names the first that does not hold.
+            AssertionError: names the first violated invariant.
         """
         super().check()
         for place in self._trees.values():
@@ -571,8 +574,8 @@ class Index(PromptTrees):
 
 
 def tenant_of(namespace: Any) -> Tenant | None:
-    """Whose prompts a namespace of the router has, as the engine knows them. ``None`` where that cannot be
-    told: for a prompt that is matched by its text, and for one with an adapter.
+    """The engine's tenant for a namespace of the router. ``None`` for prompts without a known one: prompts
+    that are matched by text, and prompts with an adapter.
     """
     kind, *rest = namespace
     if kind != "tokens" or len(rest) not in (0, 3) or (rest and rest[0]):
@@ -581,7 +584,7 @@ def tenant_of(namespace: Any) -> Tenant | None:
 
 
 def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> list[bytes]:
-    """Names of the blocks of a prompt on disks of this naming."""
+    """Names of a prompt's blocks on disks with this naming."""
     namespace = Namespace(
         naming.model, naming.weights, naming.dtype, naming.geometry, naming.shard, tenant_salt(*tenant)
     )
@@ -589,12 +592,12 @@ def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> lis
 
 
 def _in_memory(path: Sequence[tuple[int, Node]], holder: Holder, below: dict[Tier, int]) -> int:
-    """Blocks that a holder has in memory, of a path of which it has all; ``below`` is told how many of them
-    have which nearest tier below HBM. A tier that has a block has all before it, so sets of tiers only lose
-    members along the way. One of which nothing is known here, from a newer peer, ends what is held."""
+    """Blocks that a holder of a whole path has in memory. Adds to ``below`` the number of blocks by nearest
+    tier below HBM. A tier with a block has all blocks before it, so sets of tiers only lose members along the
+    path. An unknown tier, from a newer peer, ends the count."""
     held = 0
     beyond: dict[int, int] = {}
-    """By set of tiers without HBM: where the prefix that is in those ends, in blocks."""
+    """Set of tiers without HBM -> end of the prefix in these tiers, in blocks."""
     for blocks, node in path:
         bits = node.placements[holder].run.tiers
         if bits & Tier.HBM.bit:
@@ -612,8 +615,8 @@ def _in_memory(path: Sequence[tuple[int, Node]], holder: Holder, below: dict[Tie
 
 
 def _further(path: Sequence[tuple[int, Node]], end: int, holders: Sequence[Holder]) -> set[Holder] | None:
-    """Those of the holders who have something that goes on after a place on the path; None where nobody's
-    prompt ends: in the midst of a node, or after one with many continuations, which is a common beginning."""
+    """The holders that have a continuation behind a place on the path. None where no prompt ends: inside a
+    node, or behind a node with many continuations, which is a common beginning."""
     if end < 0:
         return None
     blocks, node = path[end]

@@ -1,4 +1,4 @@
-"""How large the trees of the true index are: an observer that keeps count of blocks and placements."""
+"""Size of the trees of reported placements: an observer that counts blocks and placements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang_ext.router.index.prompt_trees import NAMESPACE_BYTES, NODE_BYTES, PL
 
 
 class TreeSize:
-    """Counts what a tree holds; the tree's observer from the start.
+    """Counts the blocks and placements of a tree, as its observer from the start.
 
     Args:
         tree: empty.
@@ -52,7 +52,7 @@ class TreeSize:
         """Verify the counts.
 
         Raises:
-            AssertionError: one is wrong.
+            AssertionError: a count is wrong.
         """
         nodes = list(self._tree.nodes())
         truth = (sum(node.blocks for node in nodes), sum(len(node.placements) for node in nodes))

@@ -1,17 +1,17 @@
-"""What the router believes of the instances' caches: a radix tree, updated when responses pass.
+"""Inferred contents of the instances' caches: a radix tree, updated when responses pass.
 
-This is MemServe's own way (section 6): nobody reports placements; the router infers them from the
-requests it has routed, and forgets them after a time to live. It serves instances without our
-extension, and it is approximate by nature: an instance evicts without saying so.
+This is MemServe's own method (section 6): instances report no placements; the router infers them from the
+requests that it has routed, and drops them after a time to live. It serves instances without our
+extension, and it is approximate, because such an instance does not report evictions.
 
-Everything is kept in *generations*: a holder of the tree stands for (instance, span of time), and an
-entry that is used again is inserted again under the present one. A generation expires as a whole, so
-that no entry needs a timer of its own, and the time to live is kept per instance even where many hold
+All entries belong to *generations*: a holder of the tree stands for (instance, span of time), and an
+entry that is used again is inserted again under the present generation. A generation expires as a whole, so
+no entry needs a timer of its own, and the time to live holds per instance even if many instances hold
 the same prefix. Guesses, made when a request is routed and not yet answered, have generations of their
 own that live 2 s.
 
-Expired generations are no longer matched at once, and are taken out of the tree in slices, so that a
-large one does not hold up the event loop.
+Expired generations stop matching at once, and are removed from the tree in slices, so that a large one does
+not block the event loop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Generation:
     holder: Holder
     instance: str
     closes: float
-    """When another one takes new entries."""
+    """When the next generation begins to take new entries."""
     expires: float
     is_guess: bool
 
@@ -66,8 +66,8 @@ class PromptTrees:
     Args:
         clock: seconds.
         block_size: tokens per block; a common prefix is seen in whole blocks.
-        ttl_s: seconds after which an unused entry is no longer believed.
-        max_bytes: estimated memory above which the oldest entries go.
+        ttl_s: seconds after which an unused entry expires.
+        max_bytes: estimated memory above which the oldest entries are dropped.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class PromptTrees:
         self._live: dict[Holder, _Generation] = {}
         """Generations that are matched, in the order in which they were opened."""
         self._dead: deque[Holder] = deque()
-        """Holders whose entries are still to be taken out of the tree."""
+        """Holders whose entries are still to be removed from the tree."""
         self._counted: dict[Holder, str] = {}
-        """Holder -> instance, of generations that are live, or have expired and are still in the tree. Those
-        of a forgotten instance are no longer counted."""
+        """Holder -> instance, of generations that are live, or have expired and are still in the tree, except
+        generations of forgotten instances."""
         self._blocks: dict[str, int] = {}
         """Instance -> different blocks that its counted generations hold."""
         self._retold: set[str] = set()
-        """Instances of which something else may be told than at the last ``retold``."""
+        """Instances whose index may have changed since the last ``retold``."""
         self._next_expiry = math.inf
         self._placed_blocks = 0
         self._unique_blocks = 0
@@ -100,7 +100,7 @@ class PromptTrees:
         """Blocks forgotten because the memory was full, since the start."""
 
     def measure(self, metrics: RouterMetrics) -> None:
-        """Show how large it is."""
+        """Show the size of the tree as metrics."""
         gauges = {
             name: metrics.gauge(f"tree_{name}", text)
             for name, text in {
@@ -119,14 +119,14 @@ class PromptTrees:
 
         metrics.refreshing.subscribe(refresh)
 
-    # -- what requests and responses tell ---------------------------------------------------------
+    # -- updates by requests and responses --------------------------------------------------------
 
     def guess(self, namespace: Hashable, key: bytes, instance: str) -> None:
-        """``instance`` was just chosen for this prompt, and will soon hold it."""
+        """Record that ``instance`` was just chosen for this prompt, and will soon hold it."""
         self._insert(namespace, key, instance, is_guess=True)
 
     def confirm(self, namespace: Hashable, key: bytes, instance: str) -> None:
-        """``instance`` has computed these tokens."""
+        """Record that ``instance`` has computed these tokens."""
         self._insert(namespace, key, instance, is_guess=False)
 
     def learns_of(self, namespace: Hashable, instance: str) -> bool:
@@ -134,7 +134,7 @@ class PromptTrees:
         return True
 
     def forget(self, instance: str) -> None:
-        """``instance`` holds nothing any more: it restarted, or was flushed."""
+        """Drop all entries of ``instance``: it restarted, or was flushed."""
         for generation in list(self._live.values()):
             if generation.instance == instance:
                 self._kill(generation)
@@ -144,14 +144,14 @@ class PromptTrees:
         self._retold.add(instance)
 
     def clear(self) -> None:
-        """No instance holds anything any more: the fleet serves another model."""
+        """Drop the entries of all instances: the fleet serves another model."""
         for instance in list(self._blocks):
             self.forget(instance)
 
-    # -- what routing asks ------------------------------------------------------------------------
+    # -- queries of routing -----------------------------------------------------------------------
 
     def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
-        """What each instance is believed to hold of ``key``; who holds nothing is left out."""
+        """Each instance's inferred match with ``key``; instances without a match are left out."""
         self._expire()
         path = self._tree.match(namespace, key)
         live, size = self._live, self._tree.block_size
@@ -159,7 +159,8 @@ class PromptTrees:
         found: dict[str, Match] = {}
         blocks, deeper = path.blocks, 0
         for node in reversed(path.path):
-            # Whoever has a node has those before it: where there are no more than in the next, nobody ends.
+            # A holder of a node holds all nodes before it. So if this node has no more holders than the
+            # deeper one, no holder's prefix ends here.
             if len(node.placements) > deeper:
                 deeper = len(node.placements)
                 further: set[str] | None = None
@@ -181,7 +182,7 @@ class PromptTrees:
         return found
 
     def _further(self, node: Node) -> set[str]:
-        """Instances that hold something that goes on after ``node``."""
+        """Instances that hold a continuation of ``node``."""
         return {
             self._live[holder].instance
             for child in node.children.values()
@@ -190,11 +191,11 @@ class PromptTrees:
         }
 
     def tokens_of(self, instance: str) -> int:
-        """Tokens ``instance`` is believed to hold, and what has just expired."""
+        """Tokens that ``instance`` holds by inference, including expired ones that are still in the tree."""
         return self._blocks.get(instance, 0) * self._tree.block_size
 
     def retold(self) -> set[str]:
-        """Instances of which something else may be told since this was asked last."""
+        """Instances whose index may have changed since the last call."""
         found, self._retold = self._retold, set()
         return found
 
@@ -222,7 +223,7 @@ class PromptTrees:
         return keys + NODE_BYTES * nodes + PLACEMENT_BYTES * further + namespaces
 
     def tidy(self) -> bool:
-        """Take a slice of what has expired out of the tree. Returns whether there is more to do."""
+        """Remove a slice of the expired entries from the tree. Returns whether there is more to do."""
         self._expire()
         if self._dead and not self._evict(self._dead[0], SLICE_BLOCKS):
             holder = self._dead.popleft()
@@ -275,7 +276,7 @@ class PromptTrees:
         return taken
 
     def _holder(self, instance: str, is_guess: bool, now: float) -> Holder:
-        """Of the generation that takes new entries."""
+        """The holder of the generation that takes new entries."""
         current = self._open.get((instance, is_guess))
         if current is not None and now < current.closes:
             return current.holder
@@ -290,7 +291,7 @@ class PromptTrees:
         return holder
 
     def _expire(self) -> float:
-        """Stop matching what has had its time. Returns what time it is."""
+        """Stop matching expired generations. Returns the present time."""
         now = self._clock.monotonic()
         if now < self._next_expiry:
             return now
@@ -317,7 +318,7 @@ class PromptTrees:
         """Verify every invariant, the tree's included.
 
         Raises:
-            InternalError: names the first that does not hold.
+            InternalError: names the first violated invariant.
         """
         self._tree.check()
         nodes = list(self._tree.nodes())

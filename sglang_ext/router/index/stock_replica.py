@@ -1,16 +1,17 @@
-"""What a stock SGLang server holds in HBM, made from its KV events (``--kv-events-config``).
+"""Replica of a stock SGLang server's HBM cache, built from its KV events (``--kv-events-config``).
 
-The server numbers its batches from 0 at each start and tells of pages: a name (a hash that SGLang made), the
-page before it, its tokens. A page may be shorter or longer than a block of the index. The server never tells
-all that it has, so a copy is right in one of two ways:
+The server numbers its batches from 0 at each start. An event has a page's name (a hash made by SGLang), its
+parent page and its tokens. A page may be shorter or longer than a block of the index. The server never sends
+a snapshot, so a replica is correct in one of two ways:
 
-    complete   every batch from number 0 on is in, or every one since the cache was emptied: that is all
-    partial    a batch was lost, or the first that was heard was not number 0: all that was known is dropped,
-               and what is told from now on is right but not all
+    complete   all batches from number 0 on were received, or all since the cache was emptied: no page is
+               missing
+    partial    a batch was lost, or the first received batch was not number 0: the former pages were dropped;
+               the pages since then are correct, but others may be missing
 
-A page that continues an unknown one is left out of a partial copy. Events leave out a request's ``extra_key``
-and adapter, so that pages of such prompts look like those of prompts without (``Index.guess`` sees them).
-Only HBM is taken; what SGLang's hierarchical cache tells of other media is passed over.
+A partial replica leaves out pages whose parent is unknown. Events leave out a request's ``extra_key`` and
+adapter, so that pages of such prompts look like pages of prompts without (``Index.guess`` detects them).
+Only HBM is followed; events of SGLang's hierarchical cache about other media are ignored.
 
 Dialect of SGLang (``disaggregation/kv_events.py``). Pure: one thread, no clock.
 """
@@ -39,7 +40,7 @@ HBM_NAMES: Final = (None, "GPU")
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """Consecutive pages of ``block_size`` tokens each are in a medium."""
+    """Consecutive pages of ``block_size`` tokens each were stored in a medium."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -49,11 +50,11 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     medium: str | None = None
     cache_salt: str | None = None
     lora_name: str | None = None
-    """Of an adapter's KV, which earlier versions do not publish."""
+    """The adapter's name; earlier versions do not publish KV of adapters."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """Pages are in a medium no more."""
+    """Pages were removed from a medium."""
 
     block_hashes: list[int]
     medium: str | None = None
@@ -75,14 +76,14 @@ DECODER: Final = msgspec.msgpack.Decoder(Batch)
 
 
 class _Segment:
-    """Pages that follow each other; others may branch off after any of them."""
+    """Pages that follow each other; other segments may branch off after any of them."""
 
     __slots__ = ("before", "branches", "names", "page", "start", "tenant", "tokens")
 
     def __init__(self, before: _Segment | None, start: int, tenant: Tenant, page: int) -> None:
         self.before = before
         self.start = start
-        """Tokens of the prompt before it: it branches off there."""
+        """Tokens of the prompt before the segment, where it branches off."""
         self.tenant = tenant
         self.page = page
         """Tokens of a page."""
@@ -106,18 +107,19 @@ class _Segment:
 
 
 _Place: TypeAlias = tuple[_Segment, int]
-"""A page: its segment, and which of its pages it is."""
+"""A page: its segment, and its index in the segment."""
 
 
 class StockReplica:
     """See the module's docstring.
 
     Args:
-        tree: shared by the copies of all instances of a role.
-        instance: its name here.
+        tree: shared by the replicas of all instances of a role.
+        instance: its name in the index.
         serial: numbers for holders.
-        abandon: takes over a holder whose placements are of no use any more.
-        left: told when blocks leave HBM: their last node, how many, the tiers they left, those they are in.
+        abandon: takes over a holder whose placements are invalid.
+        left: called when blocks leave HBM, with their last node, their number, the bits of the tiers that
+            they left and of the tiers that still have them.
     """
 
     def __init__(
@@ -131,17 +133,17 @@ class StockReplica:
     ) -> None:
         self.instance = instance
         self.state = State.BLANK
-        """LIVE: all that was sent up to now is in. STALE: something is missing that may still come."""
+        """LIVE: all batches sent so far were applied. STALE: a missing batch may still arrive."""
         self.partial = True
         self.next = 0
         """Number of the next batch."""
         self.last = b""
-        """The batch before that."""
+        """Payload of the last batch."""
         self.page_blocks = 1
-        """What the server finds again is a multiple of so many blocks."""
+        """Blocks per page: the server's cache hits are multiples of it."""
         self.batches = 0
         self.lost_count = 0
-        """How often batches were lost for good."""
+        """How many times batches were lost for good."""
         self.bad = 0
         """Batches that could not be read."""
         self._tree = tree
@@ -154,22 +156,22 @@ class StockReplica:
 
     @property
     def naming(self) -> Naming | None:
-        """Nothing below HBM is told."""
+        """None: KV events cover HBM only."""
         return None
 
     @property
     def named(self) -> dict[Tier, set[bytes]]:
-        """Nothing below HBM is told."""
+        """Empty: KV events cover HBM only."""
         return {}
 
     @property
     def names(self) -> int:
-        """Nothing below HBM is told."""
+        """0: KV events cover HBM only."""
         return 0
 
     @property
     def holder(self) -> Holder:
-        """Stands for this copy in the tree."""
+        """The holder of this replica's placements in the tree."""
         return self._holder
 
     @property
@@ -178,12 +180,12 @@ class StockReplica:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are known here."""
+        """Number of blocks in the replica."""
         return self._tree.blocks_of(self._holder)
 
     @property
     def pages(self) -> int:
-        """Pages that are known here."""
+        """Number of pages in the replica."""
         return len(self._pages)
 
     @property
@@ -194,7 +196,7 @@ class StockReplica:
     # -- the stream -------------------------------------------------------------------------------
 
     def take(self, number: int, payload: bytes) -> Outcome:
-        """Take one batch in. BROKEN: others are missing before it; say `lost` if they will not come."""
+        """Apply one batch. BROKEN: batches before it are missing; call `lost` if they will not arrive."""
         if self.state is State.BLANK or number > self.next:
             if self.state is State.LIVE:
                 self.state = State.STALE
@@ -214,27 +216,27 @@ class StockReplica:
         return Outcome.APPLIED
 
     def began(self) -> None:
-        """The server says that batch 0 is the first of all it has sent: nothing is missing so far."""
+        """Begin a complete replica: batch 0 is the server's first, so no batch is missing."""
         self._empty()
         self.state, self.partial, self.next, self.last = State.STALE, False, 0, b""
 
     def lost(self, number: int) -> None:
-        """The batches before this one do not come any more."""
+        """Begin a partial replica at batch ``number``: the missing batches before it will not arrive."""
         self._empty()
         self.lost_count += self.state is not State.BLANK
         self.state, self.partial, self.next, self.last = State.STALE, True, number, b""
 
     def caught_up(self) -> None:
-        """All that was sent up to now is in."""
+        """Mark the replica LIVE: all batches sent so far were applied."""
         self.state = State.LIVE
 
     def restart(self) -> None:
-        """The server was started anew, or nobody knows what it does: nothing is known of it."""
+        """Empty the replica: the server has restarted, or its state is unknown."""
         self._empty()
         self.state, self.partial, self.next, self.last = State.BLANK, True, 0, b""
 
     def forget(self) -> None:
-        """The instance is gone, or its events are not wanted any more."""
+        """Empty the replica: the instance is gone, or its events are no longer followed."""
         self.restart()
 
     def _empty(self) -> None:
@@ -280,7 +282,7 @@ class StockReplica:
             before, first = names[end - 1], end
 
     def _add(self, before: int | None, names: list[int], tokens: bytes, page: int, salt: str | None) -> bool:
-        """Note pages that are new, behind a known one. False when that is not known."""
+        """Add new pages behind ``before``. Returns False when ``before`` is unknown."""
         if before is None:
             segment = _Segment(None, 0, (None, salt), page)
         else:
@@ -314,7 +316,7 @@ class StockReplica:
             self._cut(segment, first[segment])
 
     def _cut(self, segment: _Segment, index: int) -> None:
-        """Forget the pages of a segment from ``index`` on, and what continues them."""
+        """Drop the pages of a segment from ``index`` on, and all segments that continue them."""
         if index >= len(segment.names):
             return
         keep = segment.start + index * segment.page
@@ -329,8 +331,8 @@ class StockReplica:
             segment.before.branches.remove(segment)
 
     def _trim(self, tenant: Tenant, key: bytes, keep: int) -> None:
-        """Take the end of a prompt out of the tree, down to ``keep`` blocks, or to where another one that is
-        held parts from it: pages of several blocks may have the same beginning."""
+        """Remove the end of a prompt from the tree, down to ``keep`` blocks, or to the branch of another held
+        prompt, since pages of several blocks may share a beginning."""
         path = list(walk(self._tree.roots.get(tenant), key, self._tree.block_bytes))
         start = 0
         ends: list[tuple[int, int, Node]] = []
@@ -354,11 +356,12 @@ class StockReplica:
     # -- memory -----------------------------------------------------------------------------------
 
     def give_up(self, blocks: int) -> list[Evicted]:
-        """Forget what was not asked for the longest, until it is told of again. Returns what it was."""
+        """Evict the least recently matched blocks from the replica, until they are reported again. Returns
+        the evicted blocks."""
         return self._tree.evict(self._holder, blocks)
 
     def give_up_names(self, blocks: int) -> int:
-        """There are no names of blocks here."""
+        """Returns 0: the replica has no names of blocks."""
         return 0
 
     # -- seeing -----------------------------------------------------------------------------------
@@ -370,10 +373,10 @@ class StockReplica:
         )
 
     def check(self) -> None:
-        """Verify that no block is in the tree that the pages do not have.
+        """Verify that each block in the tree belongs to a page.
 
         Raises:
-            AssertionError: there is one, or a page is not where it is said to be.
+            AssertionError: a block belongs to no page, or a page is not at its recorded place.
         """
         for name, (segment, index) in self._pages.items():
             if segment.names[index] != name:
