@@ -1,1 +1,1 @@
-"""What can be seen of the router: metrics, logs, traces, and one record per request."""
+"""Telemetry of the router: metrics, logs, traces, and one record per request."""

@@ -1,4 +1,4 @@
-"""What a request was expected to take until its first token, term by term, and what it took."""
+"""Expected and observed time of a request until its first token, term by term."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import msgspec
 
 
 class Estimate(msgspec.Struct):
-    """Of one request at the instance it is sent to, in seconds. For ``/explain`` and metrics."""
+    """Estimate for one request at its target instance, in seconds. For ``/explain`` and metrics."""
 
     queue_s: float
-    """Until what was sent there before is computed."""
+    """Until the instance has computed the prompts that were sent before."""
     load_s: float
-    """Bringing what it holds below HBM there; 0 where computing that is expected to take less."""
+    """Loading the instance's own KV from below HBM; 0 if computing is expected to be faster."""
     transfer_s: float
-    """Bringing KV from another instance; with prefill and decode apart, the hand-over too."""
+    """Transferring KV from another instance; with PD disaggregation, including the hand-over."""
     exec_s: float
-    """Computing the rest, together with what waits there."""
+    """Computing the rest, batched with the prompts in the instance's queue."""
     correction: float
-    """The factor in ``queue_s`` and ``exec_s``: observed over calculated, of the last answers."""
+    """The factor in ``queue_s`` and ``exec_s``: observed over calculated seconds of recent answers."""
     observed_s: float | None = None
-    """To the first token; not known of an answer that does not stream."""
+    """Time to first token; None for answers that do not stream."""
     observed_queue_s: float | None = None
-    """Of that, until what was sent there before had its first tokens."""
+    """Part of ``observed_s`` until the requests sent before had their first tokens."""
 
     @property
     def ttft_s(self) -> float:
-        """To the first token."""
+        """Expected time to first token."""
         return self.queue_s + self.load_s + self.transfer_s + self.exec_s
 
     def told(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is known of one fetch: why it was told, and what became of it. For ``/explain``, headers and logs."""
+"""Record of one fetch: its plan and its outcome. For ``/explain``, headers and logs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 UNDER_WAY = "under-way"
 NOT_WORTH_IT = "not-worth-it"
-"""Computing is expected to take less time; nobody was told."""
+"""Computing is expected to take less time; no fetch was sent."""
 UNHEARD = "unheard"
-"""One of those concerned could not be told."""
+"""The fetch could not be sent to one of its instances."""
 COMPUTED = "compute"
-"""In the place of an instance: nobody is read from."""
+"""Stands in place of a source: the span is computed."""
 
 
 @dataclass(eq=False, slots=True)
 class SpanNote:
-    """Tokens ``start`` to ``stop`` of a prompt, and where they come from.
+    """Tokens ``start`` to ``stop`` of a prompt, and the source of their KV.
 
-    source: an instance; None for what is computed. tier: of its tiers, by name; ``compute`` for what it
-    computes meanwhile. expected_s: until they are in HBM; loading_s: of these, until another instance has
-    them in memory, if it has not. end, moved and took_s are of what was read from another instance: why that
-    ended, tokens that came, seconds.
+    source: an instance; None for a computed span. tier: name of the source's tier; ``compute`` for a span
+    that the source computes meanwhile. expected_s: until the KV is in HBM; loading_s: the part of it until
+    the source has loaded the KV into its memory. end, moved and took_s belong to a read from another
+    instance: the reason of its end, the tokens that arrived, its seconds.
     """
 
     source: str | None
@@ -52,24 +52,24 @@ class SpanNote:
 
 @dataclass(eq=False, slots=True)
 class FetchNote:
-    """One prompt's KV that other instances hold."""
+    """A fetch of one prompt's KV from other instances."""
 
     target: str
-    """Who reads."""
+    """The instance that reads."""
     spans: list[SpanNote]
-    """Of the whole prompt, in order."""
+    """Spans of the whole prompt, in order."""
     transfer_s: float
-    """Expected: until what is read from others is in the target's HBM."""
+    """Expected seconds until the KV read from other instances is in the target's HBM."""
     saved_s: float
-    """Expected: what doing without would take longer."""
+    """Expected seconds saved, compared with no fetch."""
     calibrated: bool
-    """Whether that comes from a profile, not from the defaults."""
+    """Whether the expectations come from a profile, not from the defaults."""
     end: str = UNDER_WAY
-    """``done``, or why not all came (``engine.fetches.FetchEnd``), or a word of this module."""
+    """``done``, or the reason of an incomplete fetch (``engine.fetches.FetchEnd``), or a constant above."""
     spare: SpanNote | None = None
-    """What is read instead of the last of the spans, where that does not come."""
+    """Replacement for the last span, read if that span fails."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the target knows of it, or nobody will say so any more."""
+    """Set when the target has acknowledged the fetch, or no acknowledgement can arrive any more."""
 
     @property
     def read(self) -> list[SpanNote]:
@@ -78,17 +78,17 @@ class FetchNote:
 
     @property
     def asked(self) -> list[SpanNote]:
-        """The same, and the spare: what others are asked to export."""
+        """``read`` and the spare: the spans that other instances are asked to export."""
         return [*self.read, *(() if self.spare is None else (self.spare,))]
 
     @property
     def tokens(self) -> int:
-        """Leading tokens of the prompt that are there when all has come."""
+        """Leading tokens of the prompt that the target has after a complete fetch."""
         return max((span.stop for span in self.read), default=0)
 
     @property
     def moved(self) -> int:
-        """Tokens that came."""
+        """Tokens that arrived."""
         return sum(span.moved for span in self.asked)
 
     def told(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class FetchNote:
         }
 
     def headers(self) -> dict[str, str]:
-        """For an answer, as far as it is known when that begins."""
+        """Headers of the answer, from the state of the fetch when the answer begins."""
         if self.end == NOT_WORTH_IT:
             return {"x-kv-fetch": self.end}
         return {

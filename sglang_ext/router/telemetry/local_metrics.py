@@ -1,7 +1,7 @@
-"""Counters and histograms that every request writes: plain numbers, shown to Prometheus when it asks.
+"""Counters and histograms that every request updates: plain numbers, exported when Prometheus scrapes.
 
-prometheus-client takes a lock for each number, and looks at the buckets of a histogram one by one. For a
-dozen metrics that takes as long as choosing an instance does. These are for one thread, the event loop's.
+prometheus-client takes a lock for each update, and scans the buckets of a histogram one by one. For a dozen
+metrics that takes as long as choosing an instance. These metrics are for one thread, the event loop's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LocalCounter:
         self.value = 0.0
 
     def add(self, amount: float = 1.0) -> None:
-        """Count so many more."""
+        """Add ``amount``."""
         self.value += amount
 
 
@@ -32,8 +32,8 @@ class LocalCounters(Collector):
 
     Args:
         name: without ``_total``, which Prometheus appends.
-        text: what it counts.
-        labels: their names. Without any there is one tally, from the start.
+        text: help text.
+        labels: names of the labels. A counter without labels has one tally, from the start.
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
@@ -59,10 +59,10 @@ class LocalCounters(Collector):
 
 
 class LocalHistogram:
-    """How values are spread over buckets.
+    """Counts of values by bucket.
 
     Args:
-        bounds: the largest value of each bucket, ascending; there is one more without a bound.
+        bounds: the largest value of each bucket, ascending; one more bucket has no bound.
     """
 
     __slots__ = ("_bounds", "counts", "total")
@@ -73,7 +73,7 @@ class LocalHistogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
@@ -108,7 +108,7 @@ class LocalHistograms(Collector):
         return spread
 
     def drop(self, first: str) -> None:
-        """Forget all whose first label is this."""
+        """Drop all histograms with this first label."""
         for labels in [labels for labels in self._local_histograms if labels[0] == first]:
             del self._local_histograms[labels]
 

@@ -1,4 +1,4 @@
-"""What the router logs: one line per request, as text or as JSON, with the request's id."""
+"""The router's logs: one line per request, as text or as JSON, with the request's id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ access_logger = logging.getLogger("router.access")
 
 
 def log_access(record: Record, now: float) -> None:
-    """Write the one line of a request. Keys, prompts and answers are never in it."""
+    """Write the line of a request. It never contains keys, prompts or answers."""
     if not access_logger.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
@@ -85,7 +85,7 @@ def _value(value: Any) -> str:
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Send what the router logs to standard error."""
+    """Send the router's logs to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger("router")

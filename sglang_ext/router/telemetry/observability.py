@@ -1,4 +1,4 @@
-"""What can be measured of the router: its Prometheus metrics."""
+"""The router's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_ext.stages import RATIO_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, met
 
 
 class Table(Protocol):
-    """Something kept for clients beyond their requests, such as a ``Bounded``."""
+    """A table of data kept for clients beyond their requests, such as a ``Bounded``."""
 
     @property
     def size_bytes(self) -> int:
@@ -29,7 +29,7 @@ class Table(Protocol):
 
 
 class RouterMetrics:
-    """Everything ``/metrics`` tells, in a registry of its own."""
+    """The metrics of ``/metrics``, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -85,10 +85,10 @@ class RouterMetrics:
         self._prompt_tokens, self._matched_tokens = self.prompt_tokens.of(), self.matched_tokens.of()
         self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()
         self._ends: dict[tuple[str, int], tuple[LocalCounter, LocalHistogram, LocalHistogram]] = {}
-        """(endpoint, status) -> what each request that ends so is counted in."""
+        """(endpoint, status) -> the counter and histograms of requests with this end."""
         self._stages: dict[str, LocalHistogram] = {}
         self.refreshing: Signal[[]] = Signal()
-        """Called before the metrics are shown, for gauges to be brought up to date by their owners."""
+        """Called before the metrics are exported: owners of gauges update them."""
         self.tables: dict[str, Table] = {}
         """Gauges of the tables kept for clients, by table name."""
         self._table_bytes = self.gauge("table_bytes", "Memory of a table that clients fill", "table")
@@ -96,7 +96,7 @@ class RouterMetrics:
         self.refreshing.subscribe(self._show_tables)
 
     def show_table(self, name: str, table: Table) -> None:
-        """Show how large a table is."""
+        """Export the size of a table."""
         self.tables[name] = table
 
     def _show_tables(self) -> None:
@@ -113,13 +113,13 @@ class RouterMetrics:
         return Gauge(metric_name("router", name), text, labels, registry=self.registry)
 
     def _local_counters(self, name: str, text: str, *labels: str) -> LocalCounters:
-        """A new counter that every request writes."""
+        """A new counter that every request updates."""
         return LocalCounters(metric_name("router", name), text, labels, self.registry)
 
     def _local_histograms(
         self, name: str, text: str, bounds: Sequence[float], *labels: str
     ) -> LocalHistograms:
-        """A new histogram that every request writes."""
+        """A new histogram that every request updates."""
         return LocalHistograms(metric_name("router", name), text, labels, bounds, self.registry)
 
     def decided(self, policy: str, reason: str) -> None:
@@ -127,7 +127,7 @@ class RouterMetrics:
         self.decisions.of(policy, reason).add()
 
     def count(self, record: Record, endpoint: str, now: float) -> None:
-        """Take in a request that has ended."""
+        """Count a request that has ended."""
         ends = self._ends.get((endpoint, record.status))
         if ends is None:
             ends = self._ends[endpoint, record.status] = (

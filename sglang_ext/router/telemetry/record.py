@@ -1,4 +1,4 @@
-"""What happened to one request, as it is counted, logged, traced and explained."""
+"""Record of one request, the source of its metrics, log line, trace and explanation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.stages import StageTimes
 
 SHOWN_STEP_S = 0.01
-"""Steps in which tenants are told how long the router took for parts of their requests. Finer ones would show
-what of a prompt the router had in its caches."""
+"""Resolution of the router's stage times in answers to tenants. A finer one would reveal which parts of a
+prompt the router had in its caches."""
 CLIENT_GONE = 499
-"""Status under which a request is counted whose client went away (nginx's number)."""
+"""Status of a request whose client disconnected (nginx's number)."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class DocumentNote:
 
     ids: tuple[str, ...]
     tokens: int = 0
-    """Leading tokens of its prompt for which the KV of the first is held back."""
+    """Leading tokens of its prompt with KV of the first document that is held for it."""
     composed_bytes: int = 0
     """Memory held for the request with their contents, until it has ended."""
 
@@ -35,30 +35,30 @@ class Record:
     priority: int = 0
     stream: bool = False
     instance: str | None = None
-    """Who answers; with prefill and decode apart, who decodes."""
+    """The instance that answers; with PD disaggregation, the decode instance."""
     prefill_instance: str | None = None
-    """Who prefilled, where that is another one."""
+    """The prefill instance, if it differs from ``instance``."""
     reason: str | None = None
     prompt_tokens: int | None = None
     matched_tokens: int | None = None
-    """Tokens that the router believed the chosen instance to hold."""
+    """Tokens that the chosen instance held according to the index."""
     fetch: FetchNote | None = None
-    """What another instance holds of its prompt, and what became of fetching that."""
+    """The fetch of its prompt's KV from other instances."""
     estimate: Estimate | None = None
-    """What it was expected to take where it was sent last."""
+    """The time estimate at the instance of the last attempt."""
     documents: DocumentNote | None = None
     budget: Budget | None = None
     """The budget charged for its bytes and its tokenizing."""
     cached_tokens: int | None = None
-    """Tokens that the instance says it found."""
+    """Cached tokens that the instance reports."""
     completion_tokens: int | None = None
     answer_id: str | None = None
-    """What stands as ``id`` in the answer; of a batch, the first."""
+    """The ``id`` in the answer; of a batch, the first."""
     attempts: int = 0
     instance_stages: StageTimes | None = None
-    """Seconds at the instances, by stage, where they tell."""
+    """Seconds at the instances, by stage, if they report them."""
     durability: str | None = None
-    """With what its end was told, where that waited for the instance's disk."""
+    """The durability reported with the end of the answer, if the end waited for the instance's disk."""
     queued_s: float = 0.0
     first_byte: float | None = None
     error: str | None = None
@@ -70,21 +70,21 @@ class Record:
         self.request_id, self.method, self.path, self.started = request_id, method, path, started
         self.caller = caller
         self.tiers: dict[str, int] = {}
-        """Tier -> tokens that were found there."""
+        """Tier -> cached tokens found in it."""
         self.stages: dict[str, float] = {}
-        """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
+        """Seconds that the router itself spent, by stage, without ``queued_s``."""
 
     def shown(self, seconds: float) -> float:
-        """A time of the router's own as its caller is told it: to a tenant, in steps of ``SHOWN_STEP_S``."""
+        """A stage time of the router for the caller: rounded to ``SHOWN_STEP_S`` unless it is an admin."""
         return seconds if self.caller.admin else round(seconds / SHOWN_STEP_S) * SHOWN_STEP_S
 
     def timings(self) -> list[tuple[str, float]]:
-        """(stage, seconds) as far as they are known, in the order in which a request passes them."""
+        """The known (stage, seconds), in the order in which a request passes the stages."""
         found = self._own_timings()
         return found if self.instance_stages is None else [*found, *self.instance_stages.items()]
 
     def shown_timings(self) -> list[tuple[str, float]]:
-        """``timings`` as the caller is told them."""
+        """``timings`` for the caller, with the router's own times rounded by ``shown``."""
         own = [(stage, self.shown(seconds)) for stage, seconds in self._own_timings()]
         return own if self.instance_stages is None else [*own, *self.instance_stages.items()]
 

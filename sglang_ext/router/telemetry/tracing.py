@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, where they are wanted: a span per request, and ``traceparent`` passed on to workers.
+"""Optional OpenTelemetry traces: a span per request, and ``traceparent`` passed on to workers.
 
-Nothing of OpenTelemetry is imported unless ``--otel-endpoint`` is given (or a tracer is handed over); the
-packages come with the extra ``otel``.
+OpenTelemetry is imported only if ``--otel-endpoint`` or a tracer provider is given; the packages come with
+the extra ``otel``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 
 
 class Tracing(Protocol):
-    """What the router does with traces."""
+    """Tracing of the router's requests."""
 
     def request(self, request: Request, record: Record) -> contextlib.AbstractContextManager[None]:
-        """Surround one request."""
+        """A context around one request."""
 
     def headers(self) -> Mapping[str, str]:
         """Headers with which a worker continues the trace of the running request."""
 
     def close(self) -> None:
-        """Send what is still to be sent."""
+        """Send the pending spans."""
 
 
 _NOTHING = contextlib.nullcontext()
 
 
 class NoTracing:
-    """Nothing is traced; a client's ``traceparent`` passes through as it came."""
+    """No tracing; a client's ``traceparent`` passes through unchanged."""
 
     def request(self, request: Request, record: Record) -> contextlib.AbstractContextManager[None]:
         return _NOTHING
@@ -54,7 +54,7 @@ class OpenTelemetry:
     """Spans by OpenTelemetry.
 
     Args:
-        provider: makes tracers; ``shutdown`` is called in the end, if it has one.
+        provider: makes tracers; its ``shutdown``, if it has one, is called by ``close``.
     """
 
     def __init__(self, provider: Any) -> None:
@@ -84,8 +84,8 @@ class OpenTelemetry:
                     span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, record.error))
 
     def _stages(self, record: Record, began: int) -> None:
-        """A child for each stage. Only their lengths are measured, each by its own host: they are laid one
-        after the other from the request's beginning."""
+        """A child span for each stage. Hosts measure only durations, so the children are laid end to end from
+        the request's beginning."""
         at = began
         for stage, seconds in record.timings():
             if seconds:
@@ -105,7 +105,7 @@ class OpenTelemetry:
 
 
 def attributes(record: Record) -> dict[str, str | int | float | bool]:
-    """What a span tells of a request; prompts, answers and keys are not in it."""
+    """Span attributes of a request, without prompts, answers and keys."""
     found: dict[str, str | int | float | bool | None] = {
         "http.request.method": record.method,
         "url.path": record.path,
