@@ -1,11 +1,11 @@
-"""Rendering a conversation as SGLang does, so that the router's tokens are the server's.
+"""Rendering a conversation as SGLang does, so that the router's tokens equal the server's.
 
 SGLang parses a request into pydantic models, dumps those, reworks the messages and hands them to the
 tokenizer's chat template (``entrypoints/openai/serving_chat.py``, ``protocol.py`` and
-``parser/jinja_template_utils.py``). What those steps do to the input of the template is repeated here
-for the models whose template is a Jinja one; the order of keys matters, because templates print tools as
-JSON. Whatever is not repeated raises ``CannotRender``, and the prompt is then matched by its text: that
-costs precision, never correctness, because requests are forwarded as they came. Beyond that,
+``parser/jinja_template_utils.py``). This module repeats the effect of those steps on the template's input,
+for models with a Jinja template; the order of keys matters, because templates print tools as
+JSON. Unsupported input raises ``CannotRender``, and the prompt is then matched by its text: that
+costs precision, never correctness, because requests are forwarded unchanged. In addition,
 ``tokenizing`` compares a few conversations with the server's own tokens before it trusts this module.
 """
 
@@ -40,7 +40,7 @@ _GENERIC_FIELDS = ("content", "tool_call_id", "name", "phase", "reasoning_conten
 
 
 class CannotRender(Exception):
-    """What SGLang would render is not known here; the text says why."""
+    """This module cannot reproduce SGLang's rendering of a request; the text gives the reason."""
 
 
 class TemplateFailed(CannotRender):
@@ -48,8 +48,8 @@ class TemplateFailed(CannotRender):
 
 
 def reranking(template: str) -> Callable[[Pair], str] | None:
-    """What makes a prompt of a query and a document, where a chat template is a reranker's (Qwen3's); None
-    where it is another one, as SGLang tells them apart (``entrypoints/openai/serving_rerank.py``)."""
+    """A function from a (query, document) pair to the prompt, for the chat template of a reranker (Qwen3's);
+    None for other templates, by SGLang's own test (``entrypoints/openai/serving_rerank.py``)."""
     lower = template.lower()
     if not ("answer can only be" in lower and '"yes"' in lower and '"no"' in lower):
         return None
@@ -74,7 +74,7 @@ def reranking(template: str) -> Callable[[Pair], str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Arguments of the chat template, and what is appended to its tokens."""
+    """Arguments of the chat template, and the text appended to its tokens."""
 
     messages: list[Json]
     tools: list[Json] | None
@@ -83,7 +83,7 @@ class Rendering:
 
 
 _GLM53 = ("[gMASK]<sop>", "Reasoning Effort:", "<tool_call>", "<arg_key>", "<arg_value>")
-"""What the template of GLM-5.3 has; the architecture is that of earlier ones, which have others."""
+"""Markers of GLM-5.3's template; earlier models of the same architecture have other templates."""
 
 
 def unsupported(chat: ChatFacts, architecture: str, template: str | None = None) -> str | None:
@@ -167,17 +167,17 @@ def shows_system_in_place(template: str) -> bool:
 
 
 def prepare(payload: Json, chat: ChatFacts, fmt: str, *, answer_follows: bool = True) -> Rendering:
-    """What SGLang passes to the chat template for the body of a chat request.
+    """SGLang's arguments to the chat template for the body of a chat request.
 
     Args:
         payload: a body that ``openai.parse_chat`` has accepted; it is not changed.
         chat: the server's settings.
         fmt: ``content_format`` of the template.
-        answer_follows: whether the model is to go on from here. Otherwise an answer at the end is one that
-            was given, and stays one.
+        answer_follows: whether the model generates from here. Otherwise a trailing answer is a completed one
+            and is rendered as such.
 
     Raises:
-        CannotRender: the request uses something that is not repeated here.
+        CannotRender: the request uses a feature that this module does not support.
     """
     messages = [_dump_message(message) for message in payload["messages"]]
     if any(message.get("tools") for message in messages):

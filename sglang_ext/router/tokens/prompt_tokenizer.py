@@ -65,7 +65,7 @@ class PromptTokenizer:
         """The tokens of a prompt as ``/generate`` and ``/v1/completions`` take it, special tokens added.
 
         Args:
-            most_new, salt, most: see ``Segmenter.encode``, also for what is raised.
+            most_new, salt, most: see ``Segmenter.encode``, also for the errors.
         """
         return self._before + self.segmenter.encode(text, most_new, salt, most) + self._after
 
@@ -162,8 +162,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
     hint = "Give a folder with tokenizer.json that this machine can read"
     if os.path.isabs(path) and not os.path.isdir(path):
         raise UserError(f"there is no folder {path!r}", field="--tokenizer-path", hint=hint)
-    # Imported here because it takes seconds, and brings torch along where that is installed; by one thread at
-    # a time, since what another has begun to import lacks names.
+    # Imported here because it takes seconds, and imports torch if that is installed; by one thread at a time,
+    # since a module lacks names while another thread is importing it.
     with _IMPORTING:
         from transformers import PreTrainedTokenizerFast
 
@@ -203,8 +203,8 @@ def _template(tokenizer: Any, facts: InstanceFacts) -> str | None:
 def _plain_rendering(
     tokenizer: Any, template: str
 ) -> Callable[[list[Json], list[Json] | None, bool], str] | None:
-    """What ``apply_chat_template`` does with a conversation without settings of its own, less what it finds
-    out anew each time; None for a tokenizer that does it in another way."""
+    """A faster ``apply_chat_template`` for conversations without settings of their own: it skips the work
+    that is the same for each call. None for a tokenizer with its own ``apply_chat_template``."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -1,13 +1,13 @@
-"""Tokenizing in segments, so that the tokens of what was seen before need not be computed again.
+"""Tokenizing in segments, with a cache of the tokens of earlier segments.
 
-A tokenizer cuts its input at special tokens before it does anything else, so the tokens between two of
-them do not depend on what is around. A chat prompt is therefore tokenized message by message, and each
-message once: when a conversation goes on, or starts with a system prompt seen before, only what is new
-costs time. Most tokenizers also cut between two words, and at the end of a line, before they look for tokens.
-So a long text is tokenized in pieces that end there: what texts begin with alike is tokenized once, and the
-pieces of one are tokenized by all cores. Not every tokenizer keeps to either (some treat white space around
-special tokens, or the start of the input, in their own way; some have tokens of several words), so
-``Segmenter`` tries both on awkward inputs first.
+A tokenizer first cuts its input at special tokens, so the tokens between two of
+them do not depend on the surrounding text. A chat prompt is therefore tokenized message by message, and each
+message once: when a conversation continues, or starts with a known system prompt, only new messages
+cost time. Most tokenizers also cut between two words, and at the end of a line, before they look for tokens.
+So a long text is tokenized in pieces that end there: a beginning that texts share is tokenized once, and all
+cores tokenize the pieces of one text. Some tokenizers violate one of these rules (they treat white space
+around special tokens, or the start of the input, differently, or have tokens of several words), so
+``Segmenter`` tries both rules on awkward inputs first.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Border:
     """A place between words or lines at which tokenizers cut.
 
     Attributes:
-        place: matches there, the empty string.
-        spanned: what an entry contains that lies on both sides of such a place.
-        before, after: texts that a tokenizer might treat otherwise there.
+        place: matches the empty string at such a place.
+        spanned: matches vocabulary entries that cross such a place.
+        before, after: texts around such a place that a tokenizer might treat differently.
     """
 
     place: str
@@ -49,8 +49,8 @@ class _Border:
     after: Sequence[str]
 
 
-# One blank, and no white space before a line's end, as what tokenizers make of longer white space depends on
-# what follows it. Digits and marks they cut in many ways.
+# One blank, and no white space before a line's end, because the tokens of longer white space depend on the
+# text behind it. Tokenizers differ in how they cut digits and marks.
 _BORDERS = (
     _Border(
         r"(?<=[^\W\d_])(?= [^\W\d_])",
@@ -113,9 +113,9 @@ class TokenCache:
     Tenants share its memory and no entry: the salt that keeps their KV apart is part of every key. Otherwise
     the time of tokenizing would tell one tenant which texts another has sent.
 
-    An entry has its text, and is found only if that is the same. So the hash need not withstand clients that
-    look for two texts of one hash, which takes them seconds with XXH3. One that does (keyed BLAKE2b) made a
-    known request of 32 KB take a quarter longer; comparing takes a hundredth.
+    An entry contains its text, and a lookup compares it. So the hash need not resist clients that search for
+    collisions, which takes seconds with XXH3. A resistant hash (keyed BLAKE2b) made a cached request of 32 KB
+    take a quarter longer; the comparison takes a hundredth.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -228,7 +228,7 @@ class Segmenter:
 
     @property
     def cached_by(self) -> str:
-        """What the cache finds again, for people."""
+        """The kinds of segments that the cache can find again, as text for people."""
         units = ["message"] * self.by_segment + ["piece"] * self.by_piece
         return " and ".join(units) or "whole prompt"
 

@@ -1,12 +1,12 @@
-"""From prompts to the keys under which the prompt trees know them.
+"""From prompts to their keys in the prompt trees.
 
 Rendering and tokenizing take milliseconds for long prompts, so they run in a pool of threads, with a
-cache of what was tokenized before (``segments``). The tokenizer comes from the path that the workers
+cache of tokenized segments (``segments``). The tokenizer comes from the path that the workers
 report. Before its tokens are trusted, they are compared with a worker's own (``/v1/tokenize``) on a few
 prompts and conversations.
 
-Where tokens cannot be had, a prompt is matched by its text instead, in units of 4 bytes: that finds the
-instance which saw the same beginning, and cannot tell lengths.
+A prompt without trusted tokens is matched by its text instead, in units of 4 bytes: this finds the
+instance with the same beginning, but not the length in tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_THREADS = 8
 LARGE_ANSWER = 16_384
 """Bytes of an answer from which it is not parsed on the event loop."""
 LARGE = 8192
-"""What is taken for the length of what is not plain text."""
+"""Assumed length of input that is not plain text."""
 CUT_CHARACTERS = 1 << 20
 """Of a text that a server cuts, so many may come whatever the model's context is."""
 BATCH = 1 << 16
@@ -104,7 +104,7 @@ class TokenizerService:
         return self.tokenizer is not None and self.tokenizer.shows_in_place
 
     def measure(self, metrics: RouterMetrics) -> None:
-        """Show how much of the prompts was seen before, and count what is matched by text."""
+        """Export the cache's hits as metrics, and count prompts that are matched by text."""
         untokenized = metrics.counter("untokenized_prompts", "Prompts matched by text", "why")
         self.fell_back.subscribe(lambda why: untokenized.labels(why).inc())
         size = metrics.gauge("token_cache_bytes", "Memory of tokens kept for prompts seen before")
@@ -230,7 +230,7 @@ class TokenizerService:
         """Compare with a worker's own tokens, and trust what agrees.
 
         Args:
-            theirs: asks the worker; what it raises is passed on.
+            theirs: asks the worker for its tokens; its exceptions propagate.
         """
         self.trust = await compare(self._sample, theirs)
 
