@@ -54,7 +54,7 @@ class BodyBuffer:
 
     Args:
         max_bytes: longer bodies are refused.
-        budget: holds what has come, until it is dropped or whoever took it gives it back.
+        budget: charged for the received bytes, until ``drop`` or until the taker of the body releases them.
     """
 
     __slots__ = ("_budget", "_held", "_max_bytes", "_pieces", "size")
@@ -83,7 +83,7 @@ class BodyBuffer:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def drop(self) -> None:
-        """Forget what has come."""
+        """Discard the received bytes."""
         self._budget.give(self._held)
         self._held = 0
         self._pieces.clear()
@@ -101,15 +101,15 @@ def packing(headers: Mapping[str, str]) -> str | None:
 async def unpack(body: bytes, coding: str, max_bytes: int, budget: BodyBudget) -> bytes:
     """The body behind a content coding, in time linear in both lengths.
 
-    A small body is unpacked here; of others the rest in threads, ``BATCH_BYTES`` at a time, so that who goes
-    away leaves no more than that to be done.
+    A small body is unpacked here; the rest of a larger one in threads, ``BATCH_BYTES`` at a time, so that at
+    most this much work remains after the client disconnects.
 
     Args:
-        budget: holds the length of what is returned; whoever gets it gives that back.
+        budget: charged for the length of the returned body; the caller releases it.
 
     Raises:
-        RequestRefused: the coding is not known, the body is not of it, it is too long when unpacked, or there
-            is no memory for it. Nothing is held of the budget then.
+        RequestRefused: the coding is unknown, the body does not have it, is too long when unpacked, or there
+            is no memory for it. The budget is not charged then.
     """
     pieces = _unpacked_pieces(body, coding)
     found: list[bytes] = []
@@ -146,10 +146,10 @@ def _next_pieces(pieces: Iterator[bytes], least: int) -> list[bytes]:
 
 
 def _unpacked_pieces(body: bytes, coding: str) -> Iterator[bytes]:
-    """What a body unpacks to, in pieces of at most ``SLICE_BYTES``, none empty.
+    """The unpacked body, in non-empty pieces of at most ``SLICE_BYTES``.
 
-    Only ``PACKED_BYTES`` are given to zlib at a time: what it has not consumed of them when a piece is full
-    is copied, and copying the whole rest for each piece would take quadratic time.
+    zlib gets only ``PACKED_BYTES`` at a time: when a piece is full, zlib copies its unconsumed input, and
+    copying the whole rest for each piece would take quadratic time.
     """
     window = _WINDOWS.get(coding)
     if window is None:

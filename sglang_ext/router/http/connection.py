@@ -1,19 +1,19 @@
 """One client's connection: bytes in, answers back in the order of their requests.
 
-What the connection waits for has its time:
+Each state of the connection has a timeout:
 
-    nothing has come at all           head_timeout_s, then it is closed
-    nothing of a further request has  idle_timeout_s, then it is closed
-    part of a request's head has      head_timeout_s, then 408
-    part of its body has              body_grace_s and a least rate, then 408
-    the client to read an answer      stall_timeout_s, then it is cut
-    the client to hang up after       LINGER_S, then it is closed; what still comes until then is
-    its last answer                   thrown away, so that the client can read that answer
+    no byte received yet              head_timeout_s, then the connection is closed
+    idle between two requests         idle_timeout_s, then the connection is closed
+    part of a request's head is in    head_timeout_s, then 408
+    part of its body is in            body_grace_s and a least rate, then 408
+    the client does not read          stall_timeout_s, then the connection is aborted
+    after the last answer             LINGER_S, then the connection is closed; input until then is
+                                      discarded, so that the client can read that answer
 
-Requests that come before the answer to the one before them wait; beyond ``MAX_WAITING`` the connection is
+Pipelined requests wait for the answer before them; beyond ``MAX_WAITING`` the connection is
 not read any further. Each request is answered in a task of its own, which is cancelled when the client
-goes away. A client that closes its sending side only is taken to have gone away: nobody can tell the two
-apart, and work for nobody must end at once.
+disconnects. A client that closes only its sending side counts as disconnected: the server cannot distinguish
+the two, and work for a disconnected client must end at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ClientConnection(asyncio.Protocol):
     """The server's end of one connection.
 
     Args:
-        state: what all connections of the server share.
+        state: shared by all connections of the server.
     """
 
     __slots__ = (
@@ -223,8 +223,8 @@ class ClientConnection(asyncio.Protocol):
     # -- ends -------------------------------------------------------------------------------------
 
     def _hang_up(self) -> None:
-        """Close once the client has read what was written. Closing with unread input would reset the
-        connection, and could take the answer with it."""
+        """Close once the client has read the written bytes. Closing with unread input would reset the
+        connection, and the client could lose the answer."""
         self._reader.phase = Phase.DEAF
         self._since = self._state.now
         if self.transport.can_write_eof():
@@ -246,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
         if self._drain is not None and now - self._stopped_since > limits.stall_timeout_s:
             self.transport.abort()
         elif phase is Phase.DEAF:
-            # What the system has taken to send is sent after an abort too; what waits here is not.
+            # After an abort, the kernel still sends its own buffer, but the transport's buffer is lost.
             unsent = self.transport.get_write_buffer_size() > 0
             if self._task is None and waited > (limits.stall_timeout_s if unsent else LINGER_S):
                 self.transport.abort()
@@ -289,7 +289,7 @@ async def _unpacked(
     try:
         body = await unpack(request.body, coding, state.limits.max_body_bytes, state.bodies)
     except RequestRefused as refused:
-        refusal = refused.with_traceback(None)  # which has this frame, and so the body
+        refusal = refused.with_traceback(None)  # the traceback keeps this frame and its body alive
     if refusal is not None:
         await handler.refuse(request, responder, refusal)
         return

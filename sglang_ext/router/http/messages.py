@@ -1,8 +1,8 @@
-"""HTTP/1.1 as bytes: heads of answers and requests, chunks, and what a request's head may not say.
+"""HTTP/1.1 as bytes: heads of answers and requests, chunks, and checks of a request's head.
 
-Pure: bytes and values in, bytes and verdicts out. The grammar itself is llhttp's (``httptools``); here is
-what RFC 9110 and 9112 ask for beyond it, and what keeps two readers of the same bytes from disagreeing
-where a request ends.
+Pure: bytes and values in, bytes and verdicts out. The grammar itself is llhttp's (``httptools``); this module
+adds further requirements of RFC 9110 and 9112, and refuses requests whose end two parsers could place
+differently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES: Final[dict[bytes, str]] = {}
 here first, as a call for each header of each message costs more than the look."""
 _MAX_NAMES = 1024
 _TARGETS: dict[bytes, tuple[str, str]] = {}
-"""Targets as clients write them -> what they say. Bounded as well."""
+"""Target as in the request line -> (its origin form, its decoded path). Bounded as well."""
 _MAX_TARGETS = 256
 _MAX_TARGET_BYTES = 256
 
@@ -61,10 +61,10 @@ def add_header(headers: dict[str, str], name: str, value: str) -> bool:
 
 
 def check_head(version: str, method: str, target: str, headers: Mapping[str, str]) -> RequestRefused | None:
-    """What is wrong with a request's head, its grammar being right.
+    """Check a request's head whose grammar is valid; returns the refusal, or None.
 
-    Two readers that do not agree on where a body ends let one request hide in another's body, so every
-    way to say it ambiguously is refused, and the connection is closed.
+    If two parsers disagree on the end of a body, one request can hide in another's body (request smuggling).
+    So every ambiguous body length is refused, and the connection is closed.
     """
     if not version.startswith("1."):
         return refusal(505, f"HTTP/{version} is not spoken here; use HTTP/1.1", "http_version_not_supported")
@@ -196,7 +196,7 @@ def _lines(headers: Mapping[str, str]) -> str:
 
 def _head(text: str, lines: int) -> bytes:
     """A head of so many lines."""
-    # A line break in a value would be a header, or an answer, of somebody else's making.
+    # A line break in a value would let its author inject a header or an answer.
     if text.count("\n") != lines or text.count("\r") != lines or "\0" in text:
         raise InternalError(f"a header with a line break: {text!r}")
     return (text + "\r\n").encode("latin-1", "replace")

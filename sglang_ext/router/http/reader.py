@@ -1,7 +1,7 @@
 """Requests out of bytes, however the bytes are cut. No I/O: bytes in, requests and refusals out.
 
-The grammar is llhttp's, in its strict form. What it leaves open is decided here: sizes, what may not be
-said twice, offers of other protocols, and HTTP/2.
+The grammar is llhttp's, in its strict form. This module adds rules for sizes, duplicate headers, offers of
+other protocols, and HTTP/2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_OVERHEAD = 16
 
 
 class Phase(enum.Enum):
-    """What is being read."""
+    """The part of a request that is being read."""
 
     IDLE = enum.auto()
     """Nothing: a request has ended, or none has begun."""
@@ -68,8 +68,8 @@ class RequestReader:
 
     Args:
         max_head_bytes, max_body_bytes: longer ones are refused.
-        budget: memory for bodies. A request that was read holds the length of its body there, which
-            whoever answers it gives back.
+        budget: memory for bodies, charged for the length of each body that was read. The request's handler
+            releases it.
         turn_away: asked about large bodies, by their head: see ``exchange.Handler``.
     """
 
@@ -144,7 +144,7 @@ class RequestReader:
         self._found.append(self.refuse(refused))
 
     def refuse(self, refused: RequestRefused) -> Parsed:
-        """Give up what is being read, and everything after it."""
+        """Refuse the request that is being read, and all input after it."""
         in_body = self.phase is Phase.BODY
         parsed = Parsed(
             self._request(b"") if in_body else Request("", "", ""),
@@ -157,12 +157,12 @@ class RequestReader:
         return parsed
 
     def abandon(self) -> None:
-        """Read nothing more, and forget what has come of a body."""
+        """Stop reading, and discard the received part of a body."""
         self.phase = Phase.DEAF
         self._body.drop()
         self.expects = False
 
-    # -- what the parser finds --------------------------------------------------------------------
+    # -- the parser's callbacks -------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._replaying:
@@ -177,7 +177,7 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.phase is not Phase.HEAD:
-            return  # a trailer, which nobody here asks for
+            return  # a trailer: not supported, so ignored
         headers, key = self._headers, NAMES.get(name)
         if key is None:
             key = header_name(name)
@@ -207,7 +207,7 @@ class RequestReader:
 
     def _judge(self) -> RequestRefused | None:
         headers = self._headers
-        if self._raw > self._max_head_bytes:  # which counts what has come of the body, too
+        if self._raw > self._max_head_bytes:  # `_raw` includes body bytes
             size = len(self._target) + sum([len(name) + len(value) + 4 for name, value in headers.items()])
             if size > self._max_head_bytes:
                 return self._head_too_large()

@@ -15,7 +15,7 @@ JOINED_BYTES = 1 << 14
 
 
 class ClientSide(Protocol):
-    """What an answer needs of the connection to the client."""
+    """The part of the client's connection that an answer uses."""
 
     transport: asyncio.Transport
     gone: bool

@@ -22,7 +22,7 @@ from sglang_ext.tasks import Rounds
 logger = logging.getLogger("router.http")
 
 SHUTDOWN_GRACE_S = 1.0
-"""What running requests have by default."""
+"""Default time for running requests to end at shutdown."""
 SWEEP_INTERVAL_S = 0.5
 """Between two looks at every connection's clocks."""
 BACKLOG = 2048
@@ -83,8 +83,8 @@ class HttpServer:
 
         Args:
             host, port: where to listen, unless there are sockets.
-            sockets: bound ones to accept connections from. Another process may hold them too: what connects
-                while nobody accepts waits there.
+            sockets: bound sockets to accept connections from. Another process may hold them, too; a
+                connection waits in the socket's backlog until a process accepts it.
 
         Raises:
             OSError: the address is taken or not ours.
@@ -107,7 +107,7 @@ class HttpServer:
             self.port = server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Stop listening, let what is running end for ``grace_s``, and cut the rest."""
+        """Stop listening, wait up to ``grace_s`` for running requests to end, and cancel the rest."""
         if self._state is None or self._state.stopping:
             return
         servers, self._servers = self._servers, []

@@ -1,4 +1,4 @@
-"""What the connections of one server share: limits, clock, and who is there."""
+"""State shared by the connections of one server: limits, clock, and the open connections."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sglang_ext.router.http.types import Handler, Request, RequestRefused
 
 RETRY_AFTER_S = 1
 ALWAYS_ADMITTED = frozenset({"/health", "/ready", "/metrics"})
-"""Answered however busy the router is: who watches it has to see that."""
+"""Answered at any load: monitoring must be able to see that the router is busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """What clients may ask of the HTTP server. Seconds and bytes."""
+    """Limits of the HTTP server for clients, in seconds and bytes."""
 
     max_body_bytes: int = 512 << 20
     max_total_body_bytes: int = 2 << 30
@@ -38,14 +38,14 @@ class HttpLimits:
     head_timeout_s: float = 10.0
     """For the whole head of a request, from its first byte."""
     body_grace_s: float = 30.0
-    """For the whole body, more by ``body_bytes_per_s`` for what has come."""
+    """For the whole body, extended at ``body_bytes_per_s`` for the bytes received."""
     body_bytes_per_s: float = 8192.0
     stall_timeout_s: float = 120.0
     """Without a byte read by a client that has an answer coming."""
 
 
 class Connection(Protocol):
-    """What the server does with connections."""
+    """A connection, as far as the server uses it."""
 
     def sweep(self, now: float) -> None: ...
 
@@ -119,7 +119,7 @@ class ServerState:
         return _busy(status, f"{allowed} requests are being answered already ({why})")
 
     def _bound(self, flag: str) -> str:
-        """What sets a limit: a flag, or the open files of the process."""
+        """The origin of a limit: a flag, or the process's limit of open files."""
         files = self.limits.open_files
         return flag if files is None else f"only {files} files may be open: raise ulimit -n"
 

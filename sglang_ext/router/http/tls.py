@@ -29,7 +29,7 @@ def server_context(cert_file: str, key_file: str | None) -> ssl.SSLContext:
 
 def worker_context(ca_file: str | None) -> ssl.SSLContext:
     """For workers with ``https`` URLs: their certificates are verified against ``ca_file``, or else against
-    what the system trusts.
+    the system's trust store.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -28,9 +28,9 @@ class Request(msgspec.Struct, frozen=True):
 
     method: str
     path: str
-    """Decoded, without the query; what routes are looked up by."""
+    """Decoded, without the query; the key of route lookups."""
     target: str
-    """Path and query as in the request line; what is sent on."""
+    """Path and query as in the request line, forwarded unchanged."""
     headers: Mapping[str, str] = {}
     """Names in lower case."""
     body: bytes = b""
@@ -73,7 +73,7 @@ class Responder(Protocol):
 
 
 class Handler(Protocol):
-    """What answers requests. Each call runs in a task of its own."""
+    """Answers requests. Each call runs in a task of its own."""
 
     async def handle(self, request: Request, responder: Responder) -> None:
         """Answer a request."""
@@ -95,7 +95,7 @@ class UpstreamResponse(Protocol):
     """End-to-end headers, names in lower case."""
 
     async def piece(self) -> bytes:
-        """What comes next of the body; nothing at its end.
+        """The next piece of the body; empty at its end.
 
         Raises:
             ConnectionLost: the worker went away before the end.
@@ -108,7 +108,7 @@ class UpstreamResponse(Protocol):
         """The whole body; raises as ``piece`` does."""
 
     def interrupt(self, error: SglangExtError) -> None:
-        """Have whoever reads the body get ``error`` instead of what has not been read."""
+        """Raise ``error`` from the next ``piece``, in place of the unread rest of the body."""
 
     def close(self) -> None:
         """Give the connection back if the body was read to its end, else close it, on which SGLang
@@ -147,7 +147,7 @@ class ConnectFailed(PeerError):
 
     @property
     def refused(self) -> bool:
-        """Whether its machine said that nobody listens there; else it may be the network between."""
+        """Whether the worker's host refused the connection; otherwise the network may have failed."""
         return isinstance(self.__cause__, ConnectionRefusedError)
 
 

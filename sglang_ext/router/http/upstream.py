@@ -1,10 +1,10 @@
-"""The client side of HTTP: connections to workers, kept alive. Knows nothing of routing.
+"""The client side of HTTP: connections to workers, kept alive. Independent of routing.
 
-When a worker closes a connection that was kept alive just as a request is written to it, nobody can tell
-whether the worker has seen the request. That is avoided: idle connections are given up before the worker
-does so, and one that was idle is looked at before it is used. Where it happens all the same, ``GET`` and
-``HEAD`` are sent again on a new connection; for anything else it is a lost connection, as the worker may
-have died of the request.
+When a worker closes a kept-alive connection just as a request is written to it, the router cannot determine
+whether the worker has seen the request. To avoid this, idle connections are closed before the worker
+closes them, and an idle connection is checked before it is used. If it happens all the same, ``GET`` and
+``HEAD`` are sent again on a new connection; other methods raise ``ConnectionLost``, since the request may
+have crashed the worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which web pages may use the router: what ``Host`` and ``Origin`` may say.
+"""Access control for web pages: checks of ``Host`` and ``Origin``.
 
-Where no key is asked for, whoever reaches the router may use it, and every page in a browser on this machine
-reaches loopback. Two headers tell such a page apart, and no page can forge them:
+Without a key, every client that can connect may use the router, and every page in a browser on this machine
+can connect to loopback. Two headers identify such a page, and no page can forge them:
 
     Origin   the page that sends; every cross-origin POST has it, also a simple one with text/plain
     Host     the name that the page was loaded from, if its name was rebound to this address
@@ -29,7 +29,7 @@ _KNOWN_HOSTS = 1024
 
 
 class WebSites:
-    """What requests may say of where they come from.
+    """The allowed hosts and origins of requests.
 
     Args:
         hosts: names under which the router may be addressed, besides IP addresses and ``localhost``;
@@ -47,13 +47,13 @@ class WebSites:
         self._knows: Callable[[str], bool] = functools.lru_cache(_KNOWN_HOSTS)(self._is_own)
 
     def check(self, request: Request, *, public: bool = False) -> None:
-        """Refuse what a foreign page makes a browser send.
+        """Refuse requests that a foreign page makes a browser send.
 
         Args:
-            public: the endpoint has nothing that a foreign page may not load without reading it.
+            public: a foreign page may load the endpoint's answer, though not read it.
 
         Raises:
-            RequestRefused: 403, naming the flag that would let it pass.
+            RequestRefused: 403; names the flag that would allow the request.
         """
         headers = request.headers
         host = headers.get("host")
@@ -135,12 +135,12 @@ def host_name(host: str) -> str:
 
 
 def is_preflight(request: Request) -> bool:
-    """Whether a browser asks what a page may send."""
+    """Whether the request is a browser's CORS preflight."""
     return request.method == "OPTIONS" and "access-control-request-method" in request.headers
 
 
 def preflight_headers(request: Request) -> dict[str, str]:
-    """What a browser is told whose page may send what it wants."""
+    """Headers of the answer to a preflight whose origin is allowed."""
     told = {
         "access-control-allow-methods": _METHODS,
         "access-control-allow-headers": request.headers.get("access-control-request-headers", ""),

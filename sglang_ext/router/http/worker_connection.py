@@ -116,7 +116,7 @@ class WorkerConnection(asyncio.Protocol):
             raise self._failure
 
     def take(self) -> bytes:
-        """What has arrived of the body since the last time."""
+        """The bytes of the body that have arrived since the last call."""
         pieces = self._pieces
         if not pieces:
             return b""
@@ -161,7 +161,7 @@ class WorkerConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # What follows a complete answer concerns nobody, and only costs the connection.
+            # Bytes behind a complete answer are ignored; the connection is not reused.
             if not self.complete:
                 self.fail(ConnectionLost(f"{self._origin} does not answer in HTTP/1.1: {error}"))
             self.reusable = False
@@ -191,7 +191,7 @@ class WorkerConnection(asyncio.Protocol):
         self._wake()
         self._on_closed(self)
 
-    # -- what the parser finds --------------------------------------------------------------------
+    # -- the parser's callbacks -------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self.complete:  # bytes behind the answer
