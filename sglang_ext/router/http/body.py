@@ -1,4 +1,4 @@
-"""Bodies of requests: collected with a limit, unpacked where they came compressed."""
+"""Bodies of requests: collected with a limit, and unpacked if they are compressed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_ext.router.http.messages import refusal, too_large
 from sglang_ext.router.http.types import RequestRefused
 
 SLICE_BYTES = 1 << 18
-"""Unpacked at once, and before a thread is asked for."""
+"""Bytes of an unpacked piece, and the most that are unpacked on the event loop."""
 BATCH_BYTES = 1 << 22
 """Unpacked by a thread before the event loop looks at it."""
 PACKED_BYTES = 1 << 14
@@ -35,14 +35,14 @@ class BodyBudget:
         self.used = 0
 
     def take(self, size: int) -> bool:
-        """Hold so many bytes more; returns whether there is room for them."""
+        """Charge ``size`` bytes; returns False, without a charge, if they exceed the limit."""
         if self.used + size > self.limit:
             return False
         self.used += size
         return True
 
     def give(self, size: int) -> None:
-        """Hold so many bytes less."""
+        """Release ``size`` bytes."""
         self.used -= size
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ async def unpack(body: bytes, coding: str, max_bytes: int, budget: BodyBudget) -
 
 
 def _next_pieces(pieces: Iterator[bytes], least: int) -> list[bytes]:
-    """The next pieces, of so many bytes together; fewer only at the end."""
+    """The next pieces, of at least ``least`` bytes together; fewer only at the end."""
     found: list[bytes] = []
     for piece in pieces:
         found.append(piece)

@@ -62,7 +62,7 @@ class ClientConnection(asyncio.Protocol):
         self._since = state.now
         """When the reader's phase began."""
         self._fresh = True
-        """Nothing has come."""
+        """No byte has been received."""
         self._waiting: deque[Parsed] = deque()
         self._waiting_bytes = 0
         self._paused = False
@@ -203,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
             self._free()
 
     def _free(self) -> None:
-        """Every request that has come is answered."""
+        """Resume reading when every received request is answered."""
         if self._paused:
             self._paused = False
             self._since = self._state.now
@@ -213,7 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self._say_continue()
 
     def _say_continue(self) -> None:
-        """Ask for the body, if the client waits for that and has every earlier answer."""
+        """Send ``100 Continue``, if the client waits for it and has every earlier answer."""
         reader = self._reader
         if reader.expects and self._task is None and not self._waiting:
             reader.expects = False
@@ -283,7 +283,7 @@ class ClientConnection(asyncio.Protocol):
 async def _unpacked(
     handler: Handler, request: Request, responder: HttpResponder, coding: str, state: ServerState
 ) -> None:
-    """Answer a request whose body came compressed."""
+    """Answer a request with a compressed body."""
     refusal: RequestRefused | None = None
     body = b""
     try:

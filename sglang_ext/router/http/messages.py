@@ -142,7 +142,7 @@ def answer_head(
 
     Args:
         date: for the Date header.
-        length: bytes of the body, where it is known.
+        length: bytes of the body; None if unknown.
         chunked: the body follows in chunks.
         keep: the connection stays open after the answer.
     """
@@ -195,7 +195,7 @@ def _lines(headers: Mapping[str, str]) -> str:
 
 
 def _head(text: str, lines: int) -> bytes:
-    """A head of so many lines."""
+    """The encoded head, which must have ``lines`` lines."""
     # A line break in a value would let its author inject a header or an answer.
     if text.count("\n") != lines or text.count("\r") != lines or "\0" in text:
         raise InternalError(f"a header with a line break: {text!r}")

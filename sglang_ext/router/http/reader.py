@@ -54,7 +54,7 @@ class Parsed(msgspec.Struct):
     head_only: bool
     """It was HEAD."""
     chunks: bool
-    """Its client knows chunked bodies."""
+    """Its client supports chunked bodies."""
     keep: bool
     """The connection stays open after the answer, as far as the client is concerned."""
 
@@ -93,7 +93,7 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._found: list[Parsed] = []
         self._raw = 0
-        """Bytes since the message began, as they came."""
+        """Received bytes since the message began."""
         self._target = b""
         self._headers: dict[str, str] = {}
         self._body = BodyBuffer(max_body_bytes, budget)
@@ -103,16 +103,16 @@ class RequestReader:
         self._upgrading = False
         self._replaying = False
         self.client = ""
-        """The address that requests come from."""
+        """The client's address."""
         self.phase = Phase.IDLE
         self.expects = False
-        """The client waits for a word before it sends the body."""
+        """The client waits for ``100 Continue`` before it sends the body."""
         self.speaks_http2 = False
         """It began with HTTP/2's preface; nothing more will be read."""
 
     @property
     def body_size(self) -> int:
-        """Bytes of the present body that have come."""
+        """Received bytes of the present body."""
         return self._body.size
 
     def feed(self, data: bytes) -> list[Parsed]:
@@ -259,13 +259,13 @@ class RequestReader:
 
     def _request(self, body: bytes) -> Request:
         target, path = target_and_path(self._target)
-        # HEAD is GET whose body stays here, which who answers need not know.
+        # Handlers see HEAD as GET; the connection leaves out the body of the answer.
         method = "GET" if self._method == "HEAD" else self._method
         return Request(method, path, target, self._headers, body, self.client)
 
     def _after_upgrade(self, rest: memoryview) -> None:
-        """Go on after a head that offers another protocol, which the parser took for an accepted offer,
-        forgetting the body."""
+        """Continue behind a head that offers another protocol: the parser treats the offer as accepted, and
+        so skips the body."""
         while self._resumed():
             try:
                 self._parser.feed_data(rest)
@@ -277,7 +277,7 @@ class RequestReader:
                 return
 
     def _resumed(self) -> bool:
-        """Tell a new parser the length of the body again. Returns whether anything may follow the head."""
+        """Give a new parser the length of the body. Returns whether more input may follow the head."""
         self._upgrading = False
         self._parser = httptools.HttpRequestParser(self)
         length, coded = int(self._headers.get("content-length", 0)), "transfer-encoding" in self._headers

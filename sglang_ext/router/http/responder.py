@@ -33,7 +33,7 @@ class HttpResponder(Responder):
 
     Args:
         head_only: the request was HEAD: the body is counted and not sent.
-        chunks: the client knows chunked bodies (HTTP/1.1); for others the connection's end is the end.
+        chunks: the client supports chunked bodies (HTTP/1.1); for others the connection's end is the end.
         keep: the connection may stay open afterwards.
     """
 

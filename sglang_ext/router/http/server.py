@@ -28,12 +28,12 @@ SWEEP_INTERVAL_S = 0.5
 BACKLOG = 2048
 LEAST_BACKLOG = 16
 BACKLOG_SHARE = 16
-"""Where few files may be open, one of so many may wait to be accepted: these are accepted at once."""
+"""With a low limit of open files, the backlog is the limit divided by this: they are accepted at once."""
 HANDSHAKE_TIMEOUT_S = 10.0
 OTHER_FILES = 256
-"""Open files of a router that are no connections of clients, and none for their requests."""
+"""Open files of a router other than connections of clients and connections for their requests."""
 OTHER_SHARE = 5
-"""Such files have one of so many, where few may be open."""
+"""With a low limit of open files, the limit divided by this is reserved for such files."""
 
 
 class HttpServer:

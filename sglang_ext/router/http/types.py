@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     """Names in lower case."""
     body: bytes = b""
     client: str = ""
-    """The address that it came from; empty of a Unix socket."""
+    """The client's address; empty for a Unix socket."""
 
     @property
     def query(self) -> str:
@@ -79,8 +79,8 @@ class Handler(Protocol):
         """Answer a request."""
 
     def turn_away(self, request: Request) -> RequestRefused | None:
-        """Why the body of a request need not be read or unpacked. Asked about large ones before they have
-        come, when the body of ``request`` is empty, and about compressed ones."""
+        """The refusal of a request whose body need not be read or unpacked; None to read it. Called for large
+        bodies before they arrive, while the body of ``request`` is empty, and for compressed bodies."""
 
     async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
         """Answer a request that could not be read or is one too many. Of one whose head could not be
@@ -164,7 +164,7 @@ class RequestTimeout(DeadlineError):
 
 
 class NoFilesLeft(RequestTimeout):
-    """This process lacks files or memory for a connection, which says nothing of the worker."""
+    """This process lacks files or memory for a connection; the worker may be healthy."""
 
 
 class RequestRefused(UserError):

@@ -32,15 +32,15 @@ from sglang_ext.router.http.types import (
 from sglang_ext.router.http.worker_connection import WorkerConnection
 
 KEEP_ALIVE_S = 3.0
-"""Idle connections are given up after this time: before the worker closes them (SGLang's uvicorn: 5 s)."""
+"""Idle connections are closed after this time, before the worker closes them (SGLang's uvicorn: 5 s)."""
 LOOK_AFTER_S = 0.05
 """A connection that was idle for longer is looked at before it is used."""
 OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Why a connection cannot be made that are the fault of this side."""
+"""Errors of connecting that are caused by this side."""
 REPEATABLE = frozenset({"GET", "HEAD"})
 SLICES = 10
-"""Parts of the time to connect, of which each turn of the event loop takes one at most. A process that stands
-still finds the time over before it sees that the connection stands, which says nothing of the worker."""
+"""Parts of the time to connect; each turn of the event loop uses up at most one. Without them, a process that
+was not scheduled could time out before it sees an established connection, although the worker is healthy."""
 
 
 class HttpUpstream(Upstream):
@@ -111,7 +111,7 @@ class HttpUpstream(Upstream):
                 return connecting.result()
         except OSError as error:  # ssl.SSLError is one
             if error.errno in OURS:
-                # Not ConnectFailed: it says nothing of the worker, which must not be taken for dead.
+                # Not ConnectFailed: the worker may be healthy and must not count as dead.
                 raise NoFilesLeft(f"no connection to {origin} can be made now: {error}") from error
             raise ConnectFailed(f"cannot connect to {origin}: {error}") from error
         except asyncio.CancelledError:
@@ -306,7 +306,7 @@ class _Response(UpstreamResponse):
         self.headers: Mapping[str, str] = {}
 
     def begin(self) -> None:
-        """The head has come."""
+        """Take status and headers from the arrived head."""
         connection = self._open()
         self.status, self.headers = connection.status, connection.headers
 

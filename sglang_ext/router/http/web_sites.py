@@ -6,8 +6,8 @@ can connect to loopback. Two headers identify such a page, and no page can forge
     Origin   the page that sends; every cross-origin POST has it, also a simple one with text/plain
     Host     the name that the page was loaded from, if its name was rebound to this address
 
-A name that the router does not know is refused, and so is an origin that is not the router's own. An address
-cannot be rebound, so every IP address is a good host. With a key, both are left alone unless configured: no
+An unknown host name is refused, and so is an origin other than the router's own. An address cannot be
+rebound, so every IP address is a valid host. With a key, both are left alone unless configured: no
 browser sends a key that the page does not have.
 """
 

@@ -1,8 +1,8 @@
 """One connection to a worker: requests out, one at a time, and answers back.
 
-A connection is idle, or carries one exchange from ``send`` until its answer has been read or given up.
-Whatever comes while it is idle was not asked for, and ends it: it could be taken for the answer to the
-next request.
+A connection is idle, or carries one exchange from ``send`` until its answer has been read or abandoned.
+Bytes that arrive on an idle connection close it, since they could be taken for the answer to the next
+request.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class WorkerConnection(asyncio.Protocol):
         """Begin an exchange.
 
         Args:
-            head_only: the request is HEAD: its answer has no body, whatever it says.
+            head_only: the request is HEAD: its answer has no body, whatever its headers announce.
         """
         self.complete = self.answering = self.heard = self._to_the_end = self._chunked = False
         self.reusable = False
@@ -137,7 +137,8 @@ class WorkerConnection(asyncio.Protocol):
         self._wake()
 
     def interrupt(self, failure: SglangExtError) -> None:
-        """End the exchange for its reader, who gets nothing more of it, complete or not."""
+        """End the exchange for its reader with ``failure``, and discard unread pieces, even of a complete
+        answer."""
         self._pieces.clear()
         self._size = 0
         self.complete = False

@@ -342,10 +342,10 @@ def _reasoning(payload: Json) -> tuple[Any, bool | None]:
 
 
 def text_of(payload: Json) -> str:
-    """A text in which a conversation that goes on starts with the conversation before it.
+    """A text form of a conversation; the text of its next turn starts with it.
 
-    It stands for the prompt when its tokens cannot be known. A long part that is not text, such as a picture,
-    is in it by its digest: another picture is another text, and the prompt tree keeps no pictures.
+    It represents the prompt when the tokens are unknown. A long part that is not text, such as a picture, is
+    replaced by its digest: pictures stay distinct, and the prompt tree stores none.
     """
     head = orjson.dumps([payload.get("tools"), payload.get("chat_template_kwargs")])
     return (head + orjson.dumps([_with_digests(each) for each in payload["messages"]])[:-1]).decode()

@@ -1,4 +1,4 @@
-"""A prompt as the indexes know it."""
+"""A prompt in the form of the indexes: its namespace and its key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_ext.keys import TOKEN_BYTES
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """A prompt as the trees know it."""
+    """A prompt's namespace and key in the prompt trees."""
 
     namespace: tuple[str | None, ...]
     key: bytes

@@ -101,8 +101,8 @@ class PromptTokenizer:
         """The tokens of a conversation.
 
         Args:
-            answer_follows: they end with what makes the model answer. Without it they are how a longer
-                conversation begins.
+            answer_follows: append the generation prompt. Without it, the tokens are a prefix of a longer
+                conversation.
             most_new, salt, most: see ``Segmenter.encode``.
 
         Raises:
@@ -152,12 +152,12 @@ class PromptTokenizer:
 def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
     """The tokenizer at ``path``, a folder or the name of a model.
 
-    ``tokenizer.json`` is taken as it is written, which needs nothing of the model's own code. It is also
-    what SGLang restores where transformers 5 would build something else for the model's class. Only
-    models without that file are left to ``AutoTokenizer``.
+    ``tokenizer.json`` is used as written, without the model's own code. SGLang also restores this form where
+    transformers 5 would build a different tokenizer for the model's class. Only models without that file are
+    loaded by ``AutoTokenizer``.
 
     Raises:
-        UserError: there is none, with what transformers says.
+        UserError: there is no tokenizer; includes the error of transformers.
     """
     hint = "Give a folder with tokenizer.json that this machine can read"
     if os.path.isabs(path) and not os.path.isdir(path):

@@ -85,10 +85,10 @@ _AWKWARD = (
 
 
 SLICE = 1 << 17
-"""Characters that a tokenizer is given at a time: its own threads do one call after the other, and texts of
-others come in between."""
+"""Characters per call of a tokenizer: its threads serve one call after the other, so texts of other clients
+get their turn between two calls."""
 LONGEST = 256
-"""Characters of the longest token, where the vocabulary is not known."""
+"""Assumed characters of the longest token if the vocabulary is unknown."""
 
 
 class TooMuchNew(Exception):
@@ -111,7 +111,7 @@ class TokenCache:
     """Segment -> tokens, bounded in bytes; the least recently used go first. For many threads.
 
     Tenants share its memory and no entry: the salt that keeps their KV apart is part of every key. Otherwise
-    the time of tokenizing would tell one tenant which texts another has sent.
+    the time of tokenizing would reveal to one tenant which texts another has sent.
 
     An entry contains its text, and a lookup compares it. So the hash need not resist clients that search for
     collisions, which takes seconds with XXH3. A resistant hash (keyed BLAKE2b) made a cached request of 32 KB
@@ -124,12 +124,12 @@ class TokenCache:
         """Key -> (text, tokens)."""
         self._lock = threading.Lock()
         self.size_bytes = 0
-        """Of texts, tokens and what else an entry takes."""
+        """Memory of texts, tokens and the entries themselves."""
         self.hits = 0
         self.misses = 0
 
     def get(self, key: bytes, text: bytes) -> bytes | None:
-        """The tokens of a text, if they are known under its key (``key_of``)."""
+        """The cached tokens of a text under its key (``key_of``); None if absent."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry[0] != text:
@@ -244,8 +244,8 @@ class Segmenter:
                 is tokenized, and returned.
 
         Raises:
-            TooMuchNew: there are more.
-            TextTooLong: no text of so many characters has so few tokens.
+            TooMuchNew: more than ``most_new`` characters have to be tokenized.
+            TextTooLong: the text has too many characters for ``most`` tokens.
         """
         if most is not None and len(text) > most * self.longest:
             raise TextTooLong(len(text), most * self.longest)

@@ -1,7 +1,7 @@
 """Comparing the router's tokens with a worker's, before they are trusted.
 
 The worker's own ``/v1/tokenize`` renders conversations by the code that serves them. A difference costs
-precision of routing and of length checks, so what differs is not tokenized here at all.
+precision of routing and of length checks, so kinds of prompts with a difference are not tokenized here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("router.tokenizer_check")
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """For which prompts the router's tokens are known to be the server's."""
+    """The kinds of prompts whose tokens in the router equal the server's."""
 
     text: bool = False
     chat: bool = False
@@ -78,7 +78,7 @@ worker refuses the sample."""
 async def compare(ours: Ours, theirs: ServerTokenizer) -> Trust:
     """Try every sample on both sides.
 
-    A worker without the endpoint is taken at its word: nothing says that the tokens differ.
+    For a worker without the endpoint the tokens count as equal, since no difference can be shown.
     """
     text = await _agree("text", [{"prompt": text} for text in TEXTS], ours, theirs)
     chat = await _agree("conversations", CHATS, ours, theirs)

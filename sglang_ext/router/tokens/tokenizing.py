@@ -52,7 +52,7 @@ LARGE_ANSWER = 16_384
 LARGE = 8192
 """Assumed length of input that is not plain text."""
 CUT_CHARACTERS = 1 << 20
-"""Of a text that a server cuts, so many may come whatever the model's context is."""
+"""Characters allowed at any context length for a text that the server truncates."""
 BATCH = 1 << 16
 """Characters of a request's prompts that are tokenized together, before another client has its turn."""
 
@@ -100,7 +100,7 @@ class TokenizerService:
 
     @property
     def shows_in_place(self) -> bool:
-        """Whether the model is known to see system messages in the midst of a conversation."""
+        """Whether the model's template renders system messages in the middle of a conversation."""
         return self.tokenizer is not None and self.tokenizer.shows_in_place
 
     def measure(self, metrics: RouterMetrics) -> None:
@@ -119,8 +119,8 @@ class TokenizerService:
         metrics.refreshing.subscribe(refresh)
 
     async def load(self, facts: InstanceFacts) -> None:
-        """Take on the tokenizer of a model. Never raises for a tokenizer that cannot be had: prompts are
-        then matched by text, and the log says so."""
+        """Load the tokenizer of a model. Never raises for a tokenizer that cannot be loaded: prompts are then
+        matched by text, and a log line reports it."""
         self.tokenizer = None
         self.trust = Trust()
         self.cache = TokenCache(self._cache_bytes)
@@ -203,12 +203,12 @@ class TokenizerService:
     async def check_text(
         self, text: str, salt: str | None, limits: Limits, budget: Budget | None, field: str
     ) -> None:
-        """Refuse a text that is no prompt because of its length, before a server is given it.
+        """Refuse a text that is too long, before it is sent to a server. For texts that are no prompts.
 
         Args:
             salt: of the client's tenant.
             limits, budget: see ``encode``.
-            field: that has it.
+            field: name of the field with the text, for the error.
 
         Raises:
             RequestRefused: as ``encode``.
@@ -227,7 +227,7 @@ class TokenizerService:
         return await self.pool.run(budget.owner, size, call, budget.tokenized)
 
     async def verify(self, theirs: ServerTokenizer) -> None:
-        """Compare with a worker's own tokens, and trust what agrees.
+        """Compare with a worker's own tokens, and trust the kinds of prompts without a difference.
 
         Args:
             theirs: asks the worker for its tokens; its exceptions propagate.
@@ -388,7 +388,7 @@ class TokenizerService:
 
 
 class PromptTooLong(Exception):
-    """A prompt of which far more tokens would be made than the model takes."""
+    """A prompt with far more tokens than the model's context."""
 
     def __init__(self, prompt: PromptInput, size: str) -> None:
         super().__init__(size)
