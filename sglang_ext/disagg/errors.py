@@ -1,8 +1,8 @@
-"""What can go wrong in a transfer, by who must act.
+"""Errors of a transfer, by the party that must act.
 
-Every error ends one transfer, never the process. Whoever catches one treats the blocks as absent and
-computes them again (a cache fault is a miss); the class only decides what is counted and whether the peer
-stays connected.
+Every error ends one transfer, never the process. The code that catches one treats the blocks as absent and
+computes them again (a cache fault is a miss); the class only decides the counter and whether the peer stays
+connected.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RangeError(TransferError, errors.UserError):
 
 
 class RefusedError(TransferError, errors.PeerError):
-    """The peer will not connect or publish; `reason` is one word, the text names what differs.
+    """The peer will not connect or publish; `reason` is one word, the text names the difference.
 
-    again_s: what is not published yet is expected to be after so many seconds; 0 where nothing is known.
+    again_s: seconds after which unpublished blocks are expected to be published; 0 where nothing is known.
     """
 
     actor = errors.Actor.PEER

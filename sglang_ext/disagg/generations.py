@@ -1,4 +1,4 @@
-"""Generations: how a reader knows that what it read one-sidedly is what was published.
+"""Generations: how a reader verifies that the bytes of a one-sided read are the published bytes.
 
 Each block of a pool has a 64-bit counter in memory that peers may read. It is a sequence lock with one
 writer, the owner, and readers that never write:
@@ -11,7 +11,7 @@ writer, the owner, and readers that never write:
              one-sidedly; equal to g: the bytes are those of generation g; anything else: discard
 
 Why that is enough. Suppose one byte that the reader took was written after generation g. The owner stored the
-counter before that byte (`open` ends with a full fence, and what changes the bytes starts after it). The
+counter before that byte (`open` ends with a full fence, and the write of the bytes starts after it). The
 reader read the counter after that byte (the transport's `read` has returned, so the loads were done). So
 the reader sees the counter that `open` wrote, or a later one; counters only grow; it differs from g.
 docs/transfer.md says for each transport why "returned" means "loaded".
@@ -106,7 +106,7 @@ class GenerationTable:
         return counters
 
     def is_sealed(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` may be published."""
+        """A mask of the `blocks` that may be published."""
         sealed: npt.NDArray[np.bool_] = self._counters[self._valid(blocks)] & 1 == 0
         return sealed
 

@@ -6,23 +6,23 @@ prefill writes.
 
 Prefill's side of a hand-over (`SenderState`):
 
-    state      what is pinned on prefill            ends by itself when
-    COMPUTING  what the engine holds to compute     never: the engine ends it; pushing, no decode rank has
+    state      pinned on prefill                    ends by itself when
+    COMPUTING  slots that the engine computes into  never: the engine ends it; pushing, no decode rank has
                                                     met it: JOIN_SECONDS
     COMPLETE   the request's slots                  no decode rank has joined: JOIN_SECONDS
     OFFERED    the request's slots, leased          a lease is not renewed: LEASE_SECONDS
-    WRITING    the request's slots (push)           WRITE_SECONDS and what its bytes take
+    WRITING    the request's slots (push)           WRITE_SECONDS and the time for its bytes
     RELEASED   nothing
     LOST       nothing
 
 Decode's side (`ReceiverState`):
 
-    state      what is pinned on decode             ends by itself when
+    state      pinned on decode                     ends by itself when
     JOINING    nothing                              the prefill rank is not found: CONNECT_SECONDS
     WAITING    nothing                              never while the prefill rank lives
     READY      nothing; renews prefill's lease      never while the prefill rank lives
     GRANTED    slots, metadata row (push)           WRITE_SECONDS after prefill has computed
-    READING    slots, metadata row                  READ_SECONDS and what its bytes take; renews the lease
+    READING    slots, metadata row                  READ_SECONDS and the time for its bytes; renews the lease
     STOPPING   slots, metadata row                  when nothing writes to the slots any more
     HELD       slots, metadata row: the engine's
     FAILED     nothing
@@ -31,11 +31,12 @@ Rules on top:
 
 - A side's death is known to the other within VERDICT_SECONDS; it moves every hand-over of that peer
   (`PEER_DEAD`). A hand-over belongs to one connection: a side that only stood still finds the connection
-  ended by the other, and its hand-overs are over too, even if there is a new one at once. What it begins
-  before it has noticed is not over: prefill lets nobody join by a connection that it has ended, and decode
-  joins by a new one, once; ranks of prefill that had let it join by the former are left (`LEFT`).
-- Slots are free only in a state that pins nothing. On decode that is why STOPPING exists: what still reads
-  into, or is written to, slots keeps them.
+  ended by the other, and its hand-overs are over too, even if there is a new one at once. A hand-over
+  that it begins before it notices this is not over: prefill refuses to join by a connection that it has
+  ended, and decode joins by a new one, once; ranks of prefill that had let it join by the former are left
+  (`LEFT`).
+- Slots are free only in a state that pins nothing. On decode that is why STOPPING exists: a read into the
+  slots, or a write to them, that is still under way keeps them.
 - The end states take no event but those that change nothing: a late message moves no hand-over.
 - A message for a hand-over that is not there is refused; it never makes one.
 """
@@ -56,9 +57,9 @@ LEASE_SECONDS: Final = 10.0
 RENEW_SECONDS: Final = 1.0
 READ_SECONDS: Final = 30.0
 WRITE_SECONDS: Final = 30.0
-"""For small requests; `moving_seconds` adds what the bytes of a large one take."""
+"""For small requests; `moving_seconds` adds the time for the bytes of a large one."""
 SLOWEST_BYTES_PER_SECOND: Final = 100e6
-"""About what a network of 1 Gbit/s moves: whoever is slower than that has stopped."""
+"""About the rate of a network of 1 Gbit/s: a slower transfer counts as stopped."""
 
 
 def moving_seconds(least: float, nbytes: int) -> float:
@@ -91,12 +92,12 @@ class ReceiverState(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What moves a hand-over. Who says so is in brackets."""
+    """Events that move a hand-over. The source of each is in brackets."""
 
     COMPUTED = "computed"
     """[prefill's engine] the KV of the whole prompt is there"""
     JOINED = "joined"
-    """[decode] the ranks that take part have said so"""
+    """[decode] all ranks that take part have reported it"""
     LEFT = "left"
     """[decode] a rank takes its part back, to take part by another connection"""
     OFFER = "offer"
@@ -126,7 +127,7 @@ State = SenderState | ReceiverState
 
 @dataclass(frozen=True)
 class Facts:
-    """What a state means for the rest. seconds: its deadline; None when it has none.
+    """The consequences of a state. seconds: its deadline; None when it has none.
 
     pins: whether slots (and on decode the metadata row) must stay. end: whether nothing follows.
     on_deadline: the event that its deadline is.
@@ -206,11 +207,12 @@ TABLE: Final[dict[tuple[State, Event], State]] = {
 _LATE: Final = frozenset(
     {Event.JOINED, Event.LEFT, Event.OFFER, Event.WRITE, Event.ARRIVED, Event.RELEASE, Event.STOPPED, *_OVER}
 )
-"""What may still come for a hand-over that has ended: messages on their way, a second abort, a death."""
+"""Events that may still come for a hand-over that has ended: messages on their way, a second abort, a
+death."""
 
 
 class HandoverError(Exception):
-    """An event that cannot be, in this state: a bug of whoever sent it."""
+    """An event that cannot be, in this state: a bug of its sender."""
 
 
 def after(state: State, event: Event) -> State:

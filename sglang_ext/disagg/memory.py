@@ -1,4 +1,5 @@
-"""Registered memory: what peers may reach, by region index and offset, and shared memory to put pools in.
+"""Registered memory: the ranges that peers may reach, by region index and offset, and shared memory to put
+pools in.
 
 Region 0 of every endpoint is its control region: header, generation counters, scratch. Regions live as long
 as their endpoint. Nothing outside a registered region is ever read or written: runs are checked against the
@@ -30,7 +31,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class MemoryKind(enum.StrEnum):
-    """Where a region's bytes are, which decides what transports reach it."""
+    """Where a region's bytes are, which decides the transports that reach it."""
 
     HOST = "host"
     CUDA = "cuda"
@@ -55,8 +56,8 @@ class SharedMemory:
     """Memory that peers on this host can map: a memfd, sealed against resizing, gone with its last user.
 
     It has no name in any file system, so that nothing is left behind when a process is killed. Peers open it
-    through /proc. The seals are what makes mapping it safe for a peer: memory that its owner could still
-    shrink would kill whoever reads past the new end.
+    through /proc. The seals make mapping it safe for a peer: if the owner could still shrink the
+    memory, a process reading past the new end would be killed.
     """
 
     def __init__(self, nbytes: int, name: str = "kv") -> None:
@@ -73,7 +74,7 @@ class SharedMemory:
         except BaseException:
             os.close(self.fd)
             raise
-        # Whoever forgets to close it leaks no descriptor.
+        # An instance that is never closed leaks no descriptor.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self.array.ctypes.data)
@@ -161,7 +162,7 @@ class RegionTable:
         return locate([(r.index, r.address, r.nbytes) for r in self._regions.values()], address, nbytes)
 
     def metas(self) -> tuple[RegionMeta, ...]:
-        """What CONNECT tells about the regions, index by index; free indices have 0 bytes."""
+        """The regions as described in CONNECT, index by index; free indices have 0 bytes."""
         return tuple(
             _meta(self._regions[i]) if i in self._regions else RegionMeta(0, 0, MemoryKind.HOST, -1, 0, 0, 0)
             for i in range(max(self._regions, default=-1) + 1)
@@ -234,10 +235,10 @@ class PeerMapping:
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data) + meta.fd_offset - low
 
     def words(self) -> npt.NDArray[np.int64] | None:
-        """The region as int64, without what is left over at its end; None when it is not aligned to them.
+        """The region as int64, without the remainder at its end; None when it is not aligned to them.
 
-        Only to be read, which numpy is not told: compiled loops take arrays of one kind. Unmapped only when
-        this view is gone too.
+        Only to be read, though numpy's flags do not forbid writes: compiled loops take arrays of one kind.
+        Unmapped only when this view is gone too.
         """
         if self.address % 8:
             return None

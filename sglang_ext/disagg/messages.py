@@ -26,7 +26,7 @@ Reasons = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who speaks, and all that is needed to reach its memory (KVDirect, 4.1: sent once, at CONNECT)."""
+    """The sender, and all that is needed to reach its memory (KVDirect, 4.1: sent once, at CONNECT)."""
 
     version: int
     instance: Name
@@ -42,7 +42,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """A reader asks to connect. transports: what each transport of the reader offers."""
+    """A reader asks to connect. transports: the offer of each transport of the reader."""
 
     who: Identity
     transports: Blobs
@@ -58,8 +58,8 @@ class Connected(Message, frozen=True, tag="connected"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """No. reason: one word; text: what differs and what to do. again_ms: when to ask again for what is on its
-    way to where it can be published; 0 where nothing is known of it."""
+    """No. reason: one word; text: the difference and the remedy. again_ms: when to ask again for blocks that
+    are about to be published; 0 where that is unknown."""
 
     reason: Name
     text: str
@@ -90,7 +90,7 @@ class Want(Message, frozen=True, tag="want"):
 class Offer(Message, frozen=True, tag="offer"):
     """Published blocks: read them until the lease ends, and compare generations afterwards.
 
-    blocks, generations: `wire.pack_ids`. ttl_ms: what was left of the lease when this was made.
+    blocks, generations: `wire.pack_ids`. ttl_ms: the rest of the lease when this was made.
     """
 
     instance: Name
@@ -105,7 +105,7 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class Complete(Message, frozen=True, tag="complete"):
-    """The reader is done with a lease (KVDirect, 4.1). discarded: it could not use what it read."""
+    """The reader is done with a lease (KVDirect, 4.1). discarded: it could not use the bytes that it read."""
 
     session: Session
     request: Name
@@ -161,14 +161,15 @@ class Revoke(Message, frozen=True, tag="revoke"):
 
 
 class Revoked(Message, frozen=True, tag="revoked"):
-    """Nothing of ours writes under the grant any more. Answered by Completed."""
+    """None of our transfers writes under the grant any more. Answered by Completed."""
 
     session: Session
     grant: Number
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The peer disconnects; its leases end, and nothing of it writes any more. Answered by Completed."""
+    """The peer disconnects; its leases end, and none of its transfers writes any more. Answered by
+    Completed."""
 
     session: Session
 
@@ -185,7 +186,7 @@ class _Speaker(msgspec.Struct, frozen=True):
 
 
 class _AnyConnect(msgspec.Struct, frozen=True, tag_field="t", tag="connect"):
-    """Of CONNECT, what it has in every release."""
+    """The fields that CONNECT has in every release."""
 
     who: _Speaker
 

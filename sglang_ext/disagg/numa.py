@@ -1,7 +1,7 @@
-"""NUMA: which nodes there are, on which one memory lies, and putting it on one.
+"""NUMA: list the nodes, find the node of memory, and place memory on one.
 
 By system calls and ``/sys``, without libnuma. A container may forbid the calls, and a virtual machine may
-tell of no nodes: then nothing is known, and memory lies where the kernel puts it.
+expose no nodes: then the nodes are unknown, and memory lies where the kernel puts it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def node_of(address: int, nbytes: int) -> int:
         *((address + i * step) // mmap.PAGESIZE * mmap.PAGESIZE for i in range(count))
     )
     nodes = (ctypes.c_int * count)()
-    # Without nodes to move them to, it only tells where they are.
+    # Without nodes to move them to, it only reports where they are.
     if _call("move_pages", 0, ctypes.c_ulong(count), pages, None, nodes, 0) != 0:
         return -1
     told = Counter(node for node in nodes if node >= 0)
@@ -69,8 +69,8 @@ def arena_node(
     """On which node a rank's arena shall lie; None for where the kernel puts it.
 
     Args:
-        wanted: what `--kv-numa` says: ``auto``, ``none`` or the number of a node.
-        gpu: node of the rank's GPU; -1 where it has none, or nobody knows.
+        wanted: the value of `--kv-numa`: ``auto``, ``none`` or the number of a node.
+        gpu: node of the rank's GPU; -1 where it has none, or it is unknown.
         cpus: that the rank may run on. nodes: as `cpus_by_node`.
 
     Raises:
@@ -111,7 +111,7 @@ def place_arena(wanted: str, gpu: int, address: int, nbytes: int) -> None:
     """Have a rank's arena, which was not touched yet, lie where `arena_node` says.
 
     Raises:
-        ConfigError: there is no such node, or the kernel refuses one that was named.
+        ConfigError: there is no such node, or the kernel refuses the named one.
     """
     node = arena_node(wanted, gpu, frozenset(os.sched_getaffinity(0)), cpus_by_node())
     if node is None:

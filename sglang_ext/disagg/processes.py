@@ -9,8 +9,8 @@ _STOPPED = (b"T", b"t")
 
 
 def process_born(pid: int) -> int:
-    """When a process on this host started, in clock ticks; 0 when there is none. Tells it from a later
-    one.
+    """When a process on this host started, in clock ticks; 0 when there is none. Distinguishes it from a
+    later process with the same pid.
     """
     fields = _stat(f"/proc/{pid}/stat")
     return 0 if not fields or fields[0] in _ENDED else int(fields[19])

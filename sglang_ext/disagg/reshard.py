@@ -1,4 +1,4 @@
-"""Unequal parallelism: which byte ranges of which peer rank make up the blocks of this rank (MemServe, 4.3).
+"""Unequal parallelism: the byte ranges of peer ranks that make up the blocks of this rank (MemServe, 4.3).
 
 Pure arithmetic over the metadata of CONNECT, done once per peer instance. TP n to m, PP n to m, both at
 once, and KV heads or latents that several ranks replicate. The result is a *template* per peer rank: rows
@@ -30,7 +30,7 @@ Locate = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What to read from, or write to, one peer rank.
+    """The reads from, or writes to, one peer rank.
 
     template: int64, shape (rows, 10), see `runs`; column 9 is the layer in the whole model.
     split_remote, split_local: units per block of each side. blocks_remote, blocks_local: valid ids per side.
@@ -116,11 +116,12 @@ def plan(
 
     remotes: the same pool on every rank of the peer instance, in rank order; None for ranks that are not
         connected. remote_at: how to find addresses in each rank's registered regions.
-    replica: which of several ranks with the same bytes to prefer, modulo their number; pass this rank's
+    replica: the preferred one of several ranks with the same bytes, modulo their number; pass this rank's
         index, so that replicas share the load.
 
     Raises:
-        RefusedError: dtype, model or block size differ, or the peers hold too little; the text names what.
+        RefusedError: dtype, model or block size differ, or the peers hold too little; the text names the
+            difference.
     """
     mine = pool_strided(local)
     theirs = [None if r is None else pool_strided(r) for r in remotes]
@@ -162,8 +163,8 @@ def push_plan(
 ) -> Plan:
     """Where each (layer, kind, head) of this rank has to be written: every peer rank that holds it gets it.
 
-    A peer rank may need others beside this one (TP n to 1): its own `plan` says which ranks fill it between
-    them, and whoever pushes is one of those.
+    A peer rank may need others beside this one (TP n to 1): its own `plan` lists the ranks that fill it
+    between them, and the pushing rank is one of those.
 
     Raises:
         RefusedError: as `plan`.

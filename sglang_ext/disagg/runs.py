@@ -1,4 +1,4 @@
-"""Runs: what is to be moved, as rows of numbers, and the arithmetic on them.
+"""Runs: the ranges to be moved, as rows of numbers, and the arithmetic on them.
 
 A run is one contiguous range on both sides. A batch of runs is an int64 array of shape (n, 5):
 
@@ -88,7 +88,8 @@ def expand(
 
     splits: units per block of the remote and the local side; a unit's id is block * split + index in the
         block.
-    merge: join a run to the one before where both sides continue it; off only to measure what that is worth.
+    merge: join a run to the one before where both sides continue it; off only to measure the benefit of
+        merging.
     limits: units of the remote and the local side.
 
     Raises:
@@ -117,7 +118,7 @@ def _slot(remote, at, local, to):  # type: ignore[no-untyped-def]
 def _coalesce(runs, out, group, slots, following, taken):  # type: ignore[no-untyped-def]
     """Chains of runs that continue each other on both sides; each chain becomes one row of `out`.
 
-    Open addressing over the starts of runs: the successor of a run is the one that starts where it ends.
+    Open addressing over the starts of runs: the successor of a run starts where the run ends.
     `slots` must be filled with -1 and be a power of two, at least twice the rows.
     """
     n = runs.shape[0]

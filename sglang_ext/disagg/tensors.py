@@ -48,7 +48,7 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pool of blocks: tensors that share block ids, and the generation table over those ids.
 
-    name: what the blocks are made of, `hbm` or `dram`, and whatever else an owner registers.
+    name: the memory of the blocks, `hbm` or `dram`, or another name that an owner registers.
     blocks, block_tokens: ids run over [0, blocks), each `block_tokens` tokens.
     shard: (first layer, layers, first head, heads, model layers, model heads), see `geometry.Shard`.
     generations: offset of this pool's first generation in the control region, in bytes.

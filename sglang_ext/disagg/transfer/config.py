@@ -18,15 +18,15 @@ class EndpointConfig:
     namespace: model, weights version, dtype and tenant salt, without the shard: ranks that cut the model
         another way have the same. Endpoints of other namespaces are refused.
     bind: address of the control plane and of `tcp`'s data connections, with a port of the control plane or
-        without; beyond loopback only with `keys`. ports: for both where none is named: the first that nobody
-        has is taken; 0 is any. announce: the host at which peers are told to reach both; empty for `bind`'s.
-    transports: which to use, best first; empty for all, in the order of TransportName.
+        without; beyond loopback only with `keys`. ports: for both where none is named: the first free port is
+        taken; 0 is any. announce: the host that peers use to reach both; empty for `bind`'s.
+    transports: the transports to use, best first; empty for all, in the order of TransportName.
     place: of this rank's accelerator: its RDMA adapter is the nearest. rdma_devices: named ones instead.
     lanes: threads, and connections or queue pairs, per connected rank; 0 for one, and over tcp, where a lane
         waits for the network, for eight.
-    piece_bytes: what a lane moves at a time. inline_bytes: reads up to this are made by the event loop's own
-        thread, if no lane is at work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for
-        never.
+    piece_bytes: bytes that a lane moves at a time. inline_bytes: reads up to this are made by the event
+        loop's own thread, if no lane is at work and the transport does not block (shm up to 32 MiB, cma
+        16); 0 for never.
     verifications: lanes of all connections that may compare generations at a time.
     dead_after: a peer on this machine that is silent for so long is gone: its leases end, reads from it fail.
     far_after: the same of peers on other machines, where a network may fail over; 0 for `dead_after`.

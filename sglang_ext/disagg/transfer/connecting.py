@@ -31,9 +31,9 @@ from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Transpo
 class Connector:
     """Makes the connections of one endpoint.
 
-    identity: what CONNECT tells about it. control, scratch: its region 0, and the places in it where headers
-    and counters land. pools: its own, whose dtypes a peer's pools of the same names must have. messages: what
-    else than transfers is asked on a connection.
+    identity: the endpoint's description in CONNECT. control, scratch: its region 0, and the places in it
+    where headers and counters land. pools: its own, whose dtypes a peer's pools of the same names must have.
+    messages: the other messages, besides transfers', of a connection.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Connector:
             try:
                 channel = await asyncio.shield(opening)
             except BaseException:
-                # Where this was cancelled, the thread goes on, and what it opens is nobody's.
+                # If this was cancelled, the thread goes on, and the channel that it opens has no user.
                 await asyncio.wait([opening])
                 if opening.exception() is None:
                     opening.result().close()
@@ -165,7 +165,7 @@ class Connector:
 def offers_of(
     transports: Mapping[TransportName, Transport],
 ) -> tuple[dict[TransportName, bytes], dict[TransportName, str]]:
-    """What a reader offers, by transport, and why it cannot use the others."""
+    """A reader's offers, by transport, and the reasons why it cannot use the others."""
     offers: dict[TransportName, bytes] = {}
     reasons: dict[TransportName, str] = {}
     for name, transport in transports.items():
@@ -191,7 +191,7 @@ def open_first(
     """The first transport, in order of preference, by which the owner's header can really be read; None
     where there is none.
 
-    reasons: told why it was not one that comes before. read: the header, by a channel.
+    reasons: receives the reasons why earlier transports failed. read: the header, by a channel.
     """
     for name, transport in transports.items():
         if name not in offers or name not in answers:

@@ -1,14 +1,14 @@
 """The control plane: one ROUTER socket to answer peers, one DEALER per peer to ask it. CURVE when a key is
 set.
 
-Frames: [number, message]. A number is chosen by whoever asks; 0 marks what the owner sends by itself.
+Frames: [number, message]. The asking side chooses a number; 0 marks messages that the owner sends by itself.
 libzmq drops a peer that announces a message over the limit before any of it is stored.
 
-Keys change while connections are up (`MemberKeys`). When the first pair is another, or one was removed, a
-server listens anew on its port, in a moment in which it answers nobody. That ends every connection: nobody
-goes on with a key that was removed. A client cannot know by which of the accepted pairs a server listens:
-with two it opens two sockets, of which one gets through the handshake. When a connection ends, it
-opens new ones by the keys of that time, if they are others or two, and asks again what is unanswered.
+Keys change while connections are up (`MemberKeys`). When the first pair changes, or a pair is removed, a
+server listens anew on its port, at a moment when it is answering no peer. That ends every connection: no peer
+can continue with a removed key. A client cannot know by which of the accepted pairs a server listens: with
+two it opens two sockets, of which one gets through the handshake. When a connection ends, it opens new ones
+by the keys of that time, if those changed or are two, and repeats its unanswered requests.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ ZAP_DOMAIN: Final = "kv"
 LOOK_SECONDS: Final = 0.5
 """Pause between two looks at whether the keys have changed."""
 QUIET_SECONDS: Final = 5.0
-"""How long a server that changes its key waits, at most, for what it is answering."""
+"""How long a server that changes its key waits, at most, for the answers under way."""
 REBIND_SECONDS: Final = 5.0
 """For the system to give the port back, which the socket itself has held."""
 ENDED_EVENTS: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""What libzmq tells of a server that has ended the connection, as one that listens by another pair does in
-the handshake, and of one that does not know ours."""
+"""libzmq's events when a server has ended the connection, as a server with another pair does in the
+handshake, and when a server does not know our key."""
 
 Pair = tuple[bytes, bytes]
 """A CURVE key pair: public and secret key, 40 characters of Z85 each."""
@@ -82,7 +82,7 @@ class MemberKeys(Protocol):
 class CurveKeys:
     """One key pair for good, as `zmq.curve_keypair()` makes it (40 characters of Z85 each).
 
-    Every member has the same pair: who holds it is a member, nobody else gets past the handshake.
+    Every member has the same pair: a process that holds it is a member, and no other gets past the handshake.
     """
 
     public: bytes
@@ -126,10 +126,10 @@ Handler = Callable[[bytes, Any], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Messages:
-    """What is said on a connection. `Refused` must be one of the replies.
+    """The message types of a connection. `Refused` must be one of the replies.
 
-    other_release: what to say of bytes that are no reply here and are one of another release; empty for bytes
-        that are none.
+    other_release: the error text for bytes that are no reply here but a reply of another release; empty for
+        other bytes.
     """
 
     requests: Codec[Any]
@@ -154,7 +154,7 @@ class ControlServer:
         messages: Messages = TRANSFERS,
         ports: Sequence[int] = (0,),
     ) -> None:
-        """Bind to `bind`, an address; the port is the first of `ports` that nobody has (0: any), or
+        """Bind to `bind`, an address; the port is the first free one of `ports` (0: any), or
         `host:port`.
 
         Raises:
@@ -174,7 +174,7 @@ class ControlServer:
         self._authenticator: Any = None
         self._socket = context.socket(zmq.ROUTER)
         _limit(self._socket)
-        # A socket for both would name 127.0.0.1 as [::ffff:127.0.0.1], and peers be told that.
+        # A socket for both would name 127.0.0.1 as [::ffff:127.0.0.1], and peers would receive that address.
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         if keys is not None:
             self._authenticator = AsyncioAuthenticator(context)
@@ -285,7 +285,7 @@ class ControlServer:
 
 
 class _Line:
-    """One socket of a client, and what is heard on it."""
+    """One socket of a client, and the events received on it."""
 
     def __init__(self, socket: Any, ends: Any) -> None:
         self.socket = socket
@@ -306,7 +306,7 @@ class _Line:
 
 
 class ControlClient:
-    """Asks one peer. `on_unasked` gets what the peer sends by itself."""
+    """Sends requests to one peer. `on_unasked` gets messages that the peer sends by itself."""
 
     def __init__(
         self,
@@ -325,10 +325,10 @@ class ControlClient:
         self._numbers = itertools.count(1)
         self._failed: TransferError | None = None
         self.heard = 0.0
-        """When the peer last said anything, in the event loop's time."""
+        """When the peer last sent a message, in the event loop's time."""
         self._pairs: Sequence[Pair] = ()
         self._lines: list[_Line] = []
-        """As many as there are pairs by which the server may listen, until it is heard on one."""
+        """One socket for each pair by which the server may listen, until a message arrives on one of them."""
         self._closing = Tasks()
         self._closed = False
         self._open()
@@ -340,7 +340,7 @@ class ControlClient:
         """Send a request, return its reply. seconds: None waits until the peer is gone (`fail`).
 
         Raises:
-            RefusedError: the peer said no. PeerProtocolError: its reply is not one.
+            RefusedError: the peer refused. PeerProtocolError: its reply is not one.
             TransferDeadlineError: no reply within `seconds`.
         """
         if self._failed is not None:
@@ -364,7 +364,7 @@ class ControlClient:
         return answer
 
     async def tell(self, message: Any) -> None:
-        """Send a request whose reply nobody waits for, also to a peer that is asked nothing more (`fail`)."""
+        """Send a request without waiting for the reply, also after `fail`."""
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
         data = self._messages.requests.encode(message)
         for line in self._lines:
@@ -372,14 +372,15 @@ class ControlClient:
                 await line.socket.send_multipart([number, data], zmq.NOBLOCK)
 
     async def close(self, linger_ms: int = 0) -> None:
-        """Stop; whoever waits gets a PeerGoneError. linger_ms: for what was told to reach the peer."""
+        """Stop; pending requests raise PeerGoneError. linger_ms: time for the messages of `tell` to reach the
+        peer."""
         self._closed = True
         self.fail(PeerGoneError(f"the connection to {self.address} was closed"))
         lines, self._lines = self._lines, []
         await asyncio.gather(*(line.close(linger_ms) for line in lines), *self._closing)
 
     def fail(self, error: TransferError) -> None:
-        """Ask nothing more; whoever waits gets `error`."""
+        """Send no further requests; pending ones raise `error`."""
         self._failed = self._failed or error
         for _, reply in self._waiting.values():
             if not reply.done():

@@ -99,7 +99,7 @@ class Endpoint:
         self.pools: Mapping[str, OwnedPool] = self._add_pools(pools)
         self._metas = {name: p.meta for name, p in self.pools.items()}
         runs.warm()
-        # Which may not be able to listen: before there is anything to close.
+        # Transports may fail to listen: make them before there is anything to close.
         self.transports = make_transports(config, self.regions)
         self._context = Context()
         self._connector = Connector(
@@ -147,7 +147,7 @@ class Endpoint:
     ) -> Endpoint:
         """Register the pools and begin to serve.
 
-        on_ended: told of each lease that ended, with the blocks that are free by it; on the event loop.
+        on_ended: called for each lease that ended, with the blocks that it freed; on the event loop.
         receiver: grants memory that peers may write; None refuses them.
         messages: those of transfers, and others that are asked on the same connections (`serve`).
 
@@ -191,7 +191,7 @@ class Endpoint:
         return self._owner
 
     def serve(self, kinds: tuple[type, ...], handler: Handler | None) -> None:
-        """Who answers messages that are not of transfers, by their kinds; None refuses them again."""
+        """Set the handler of messages other than transfers', by their kinds; None refuses them again."""
         for kind in kinds:
             if handler is None:
                 self._handlers.pop(kind, None)
@@ -199,11 +199,11 @@ class Endpoint:
                 self._handlers[kind] = handler
 
     def client(self, address: str) -> ControlClient:
-        """For questions to somebody who need not be connected. Whoever calls closes it."""
+        """A client for requests to a peer that need not be connected. The caller closes it."""
         return ControlClient(self._context, address, self.config.keys, messages=self._messages)
 
     def identity(self) -> Identity:
-        """What CONNECT tells about this rank."""
+        """This rank's description in CONNECT."""
         return Identity(
             VERSION,
             self.config.instance,
@@ -220,7 +220,7 @@ class Endpoint:
     def publish(
         self, pool: str, request: str, blocks: Ids, ttl: float | None = None, reader: bytes | None = None
     ) -> Offer:
-        """Lease sealed blocks to whoever reads them (or only to the reader of an epoch). Thread-safe.
+        """Lease sealed blocks to any reader (or only to the reader of an epoch). Thread-safe.
 
         Raises:
             RangeError: a block is open or unknown. RefusedError: the pool's lease budget is spent.
@@ -240,11 +240,11 @@ class Endpoint:
         )
 
     def expect(self, pool: str, request: str, seconds: float) -> None:
-        """Whoever asks for a request is told to ask again after so many seconds. Thread-safe."""
+        """Answer peers that request these blocks with a time, in seconds, to ask again. Thread-safe."""
         self.pools[pool].expect(request, seconds)
 
     def give_up(self, pool: str, request: str, seconds: float) -> None:
-        """Whoever asks for a request in so many seconds is told that nothing will come. Thread-safe."""
+        """For so many seconds, answer peers that ask for a request that no blocks will come. Thread-safe."""
         self.pools[pool].give_up(request, seconds)
 
     def withdraw(self, pool: str, lease: int) -> bool:
@@ -255,7 +255,7 @@ class Endpoint:
         return ended is not None
 
     async def connect(self, addresses: Sequence[str], use: str = "") -> Instance:
-        """CONNECT to every rank of an instance, in rank order. use: as what its bytes are counted.
+        """CONNECT to every rank of an instance, in rank order. use: the use that its bytes are counted under.
 
         Raises:
             RefusedError: another namespace, dtype or version, by name. TransportUnavailableError: with the
@@ -264,12 +264,12 @@ class Endpoint:
         """
         if self._closed:
             raise PeerGoneError("this endpoint has been closed")
-        # `close` ends what is under way: a connection made behind its back would never be ended.
+        # `close` ends the connections under way: a connection made behind its back would never be ended.
         task = self._connecting.start(self._connect(addresses, use))
         try:
             return await task
         except asyncio.CancelledError:
-            # It was `close`, where nobody has cancelled who asked.
+            # `close` cancelled the connection, unless our own task was cancelled.
             asked = asyncio.current_task()
             if task.cancelled() and asked is not None and not asked.cancelling():
                 raise PeerGoneError("this endpoint has been closed") from None
@@ -294,7 +294,7 @@ class Endpoint:
     async def reach(self, *addresses: str, use: str = "") -> Instance:
         """The connection to ranks of an instance: made once (see `connect`), and again when it broke.
 
-        Who does not answer keeps nobody from the others.
+        A peer that does not answer delays no connection to the others.
         """
         key = (use, *addresses)
         async with self._reaching.setdefault(key, asyncio.Lock()):
@@ -307,8 +307,9 @@ class Endpoint:
             return fresh
 
     def doubt(self, instance: Callable[[str], bool]) -> None:
-        """Somebody else says that instances died, by their names. The verdict stays ours: who of them is
-        silent for one heartbeat from now on is gone, instead of for `dead_after`; who is not goes on.
+        """Another process reported instances dead; `instance` selects them by name. The verdict stays ours: a
+        peer of them that is silent for one heartbeat from now on is gone, instead of for `dead_after`; a peer
+        that answers goes on.
 
         On the event loop.
         """
@@ -332,7 +333,7 @@ class Endpoint:
         return totals
 
     async def leave(self) -> None:
-        """Disconnect from everyone, and end their leases; who connects again is served."""
+        """Disconnect from all peers, and end their leases; a peer that connects again is served."""
         for instance in list(self.instances):
             await instance.close()
         await self._owner.close()
@@ -414,6 +415,6 @@ class Endpoint:
                 log.exception("a lease or grant could not be ended")
             for peer in [link.peer for instance in self.instances for link in instance.links]:
                 if peer.gone is not None and not peer.closed:
-                    # What is mapped of a dead owner's memory would keep all of it allocated.
+                    # A mapping of a dead owner's memory would keep all of it allocated.
                     self._tasks.start(peer.close())
             await self._clock.sleep(min(0.25, self.config.heartbeat))

@@ -35,7 +35,8 @@ class Transfer:
 class Express:
     """At most one transfer of a connection, on the event loop.
 
-    waiting: the transfer, None when there is none. stats: where it is counted. queue: what it passes by.
+    waiting: the transfer, None when there is none. stats: where it is counted. queue: the queue that it
+        bypasses.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class Express:
         self.waiting: Transfer | None = None
 
     def take(self) -> Transfer | None:
-        """What is waiting, for the queue."""
+        """Hand the waiting transfer back to the queue; None when there is none."""
         taken, self.waiting = self.waiting, None
         return taken
 
     def read(self) -> None:
-        """Read what is waiting, and compare its generations. Blocks for as long as the bytes take.
+        """Read the waiting transfer, and compare its generations. Blocks for as long as the bytes take.
 
         Raises:
             StaleReadError, PeerGoneError: discard the bytes.

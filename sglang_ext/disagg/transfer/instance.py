@@ -46,7 +46,7 @@ RENEWALS = 10
 
 @dataclass(slots=True)
 class _Reading:
-    """A request under way: which links it uses, and the leases to release."""
+    """A request under way: the links that it uses, and the leases to release."""
 
     links: dict[int, Offer] = field(default_factory=dict)
     leases: set[tuple[int, int]] = field(default_factory=set)
@@ -68,7 +68,7 @@ class Instance:
         use: str = "",
     ) -> None:
         self.use = use
-        """As what its bytes are counted."""
+        """The use that its bytes are counted under."""
         self.links = tuple(links)
         self._pools = pools
         self._regions = regions
@@ -91,7 +91,7 @@ class Instance:
         return any(link.peer.gone is not None for link in self.links)
 
     def plan(self, local: str, remote: str) -> reshard.Plan:
-        """What this rank's pool `local` takes from the peer's pool `remote`; decided once.
+        """The part of the peer's pool `remote` that this rank's pool `local` takes; decided once.
 
         Raises:
             RefusedError: the pools do not match. PeerProtocolError: the peer's metadata make no sense.
@@ -114,7 +114,7 @@ class Instance:
         return found
 
     async def offer(self, rank: int, request: str, pool: str, seconds: float = 5.0) -> Offer:
-        """Ask a rank what it has published for a request.
+        """Ask a rank for the blocks that it has published for a request.
 
         Raises:
             RefusedError: nothing, or no longer.
@@ -184,7 +184,7 @@ class Instance:
 
     async def complete(self, request: str, seconds: float) -> Outcome:
         """COMPLETE: as `finish`, and wait for the acknowledgements."""
-        # Shielded: whoever stops waiting for the acknowledgement has the bytes, and the owner gets its
+        # Shielded: a caller that stops waiting for the acknowledgement has the bytes, and the owner gets its
         # COMPLETE.
         outcomes = await asyncio.gather(*(asyncio.shield(a) for a in await self.finish(request, seconds)))
         for worse in (Outcome.UNACKNOWLEDGED, Outcome.LEASE_OVER):
@@ -193,8 +193,8 @@ class Instance:
         return Outcome.RELEASED if outcomes else Outcome.LEASE_OVER
 
     async def finish(self, request: str, seconds: float) -> list[asyncio.Task[Outcome]]:
-        """As `landed`, then release the leases: COMPLETE is on its way when this returns. Whoever wants the
-        bytes need not wait for its acknowledgements, which take a round trip.
+        """As `landed`, then release the leases: COMPLETE is on its way when this returns. A caller that wants
+        the bytes need not wait for its acknowledgements, which take a round trip.
 
         The leases are released also when the bytes have to be discarded.
         """

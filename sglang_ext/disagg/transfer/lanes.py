@@ -29,10 +29,11 @@ VERIFICATION_LOAD = 4096
 class Lanes:
     """The lanes of one channel.
 
-    lock: guards what the callbacks guard too; every method but `close` is called under it.
+    lock: guards these lanes, and also the state that the callbacks guard with it; every method but `close` is
+        called under it.
     read: moves a piece of a read. ended: takes a piece that was moved, or was not; called without the lock,
         exactly once per piece that was put and not dropped.
-    verify: takes a request. broke: told of what none of them expected.
+    verify: takes a request. broke: called with an error that none of them expected.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Lanes:
         self._give(lane, piece)
 
     def check(self, request: str, lane: int) -> None:
-        """Have a request verified by a lane, after what it has to do already."""
+        """Have a lane verify a request, after the work that it already has."""
         self._load[lane] += VERIFICATION_LOAD
         self._give(lane, request)
 
@@ -92,7 +93,7 @@ class Lanes:
         return True
 
     def close(self) -> None:
-        """End the threads, after what they have to do. Blocks."""
+        """End the threads, after the work that they have. Blocks."""
         with self._lock:
             threads = dict(self._threads)
         for lane, thread in threads.items():

@@ -10,14 +10,14 @@ them. It ends exactly once:
     LIVE     the owner withdraws it               WITHDRAWN
 
 After any of these the blocks are free once no other lease holds them. A late reader of an expired lease does
-no harm: reusing a block opens its generation first, and the reader discards what it read.
+no harm: reusing a block opens its generation first, and the reader discards the bytes that it read.
 
 A grant lets one peer write into blocks of ours (push mode). A late writer would do harm, and nothing that a
 reader checks afterwards could undo it. So an expired grant frees nothing until the writer is known to be
 fenced:
 
     state        event                                  next          blocks
-    GRANTED      written(grant) by its writer           WRITTEN       to whoever inserts them
+    GRANTED      written(grant) by its writer           WRITTEN       to the inserting caller
     GRANTED      deadline passes, it is revoked, or      QUARANTINED   held: ask the writer to stop
                  the writer's epoch dies
     QUARANTINED  fenced(grant): writer acknowledged,    FREED         free
@@ -104,7 +104,7 @@ class LeaseTable:
         return self._pinned
 
     def is_pinned(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` a live lease holds."""
+        """A mask of the `blocks` that a live lease holds."""
         held: npt.NDArray[np.bool_] = self._pins[blocks] > 0
         return held
 
@@ -235,7 +235,8 @@ class GrantTable:
 
         Raises:
             RangeError: a block is granted for another request, or for this one and not as these blocks to
-                another writer; or a grant for this one is over: who reads the blocks next would read a part.
+                another writer; or a grant for this one is over: the next reader of the blocks would read a
+                part.
         """
         shared = {g.number for g in self.sharing(request, pool, blocks) if g.state is GrantState.GRANTED}
         for g in self._grants.values():

@@ -1,4 +1,4 @@
-"""One connected rank: asking it, noticing that it is gone, and what it sends by itself."""
+"""One connected rank: requests to it, detection of its death, and messages that it sends by itself."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Outcome(enum.Enum):
 
 
 class Silence:
-    """For how long a peer has not answered, in seconds in which we could have heard it.
+    """How long a peer has not answered, in seconds during which we could have received an answer.
 
     Where we notice late that the time of a question is over, this process got no core, and the answer may lie
-    in our socket: that question says nothing of the peer, the next one does.
+    in our socket: that question proves nothing about the peer, the next one does.
     """
 
     LATE_SECONDS = 0.25
@@ -74,7 +74,7 @@ class Silence:
         self._waited = 0.0
 
     def doubted(self, seconds: float) -> None:
-        """Somebody says that the peer is dead: another `seconds` without an answer are enough."""
+        """The peer was reported dead: another `seconds` without an answer are enough."""
         self._waited = max(self._waited, self._dead_after - seconds)
 
     def unanswered(self, waited: float, late: float) -> bool:
@@ -105,7 +105,7 @@ class Link:
         self._interval = heartbeat
         self._silence = Silence(dead)
         self._since = asyncio.get_running_loop().time()
-        """What is heard after this is a sign of life."""
+        """Messages received after this are a sign of life."""
         self._tasks = Tasks()
         self._tasks.start(self._heartbeat(), name="kv-heartbeat")
 
@@ -120,12 +120,12 @@ class Link:
             raise PeerProtocolError(f"the peer describes a tensor outside of its regions: {error}") from None
 
     def fail(self, error: TransferError) -> None:
-        """The peer is gone: end its transfers, and whoever waits for an answer."""
+        """The peer is gone: end its transfers and pending requests."""
         self.peer.fail(error)
         self.client.fail(error)
 
     def doubt(self) -> None:
-        """Somebody says that the peer is dead: the next question that it does not answer is the last."""
+        """The peer was reported dead: the next question that it does not answer is the last."""
         self._since = asyncio.get_running_loop().time()
         self._silence.doubted(self._interval / 2)
 
@@ -165,7 +165,7 @@ class Link:
         return self._tasks.start(work)
 
     def spawn(self, work: Coroutine[object, object, object]) -> None:
-        """Run something that nobody waits for; its errors are expected and dropped."""
+        """Run a coroutine in the background; its errors are expected and dropped."""
         self.start(self._quietly(work))
 
     async def complete(self, request: str, lease: int, discarded: bool, seconds: float) -> Outcome:
@@ -179,8 +179,8 @@ class Link:
         return Outcome.RELEASED if reply.released else Outcome.LEASE_OVER
 
     async def give_up(self, grant: int) -> None:
-        """Tell the receiver that nothing of ours writes under the grant. It waits for that as long as we
-        live, also when each of us has taken the other for dead."""
+        """Notify the receiver that none of our transfers writes under the grant. It waits for that as long as
+        we live, also when each of us has taken the other for dead."""
         message = Revoked(self.session, grant)
         if self.peer.gone is None:
             await self.ask(message, self._dead_after)
@@ -188,7 +188,7 @@ class Link:
             await self.client.tell(message)
 
     async def close(self) -> None:
-        """Disconnect; when the peer hears of it, nothing of ours writes there any more."""
+        """Disconnect; when the peer receives that, none of our transfers writes there any more."""
         await self._tasks.cancel()
         gone = self.peer.gone
         await self.peer.close()
@@ -211,7 +211,7 @@ class Link:
 
     async def _heartbeat(self) -> None:
         """Ask once an interval. Each question has half of it to be answered, so that the verdict takes
-        several, and one that fell into a time in which we did not run costs an interval and no more."""
+        several, and a question during which this process did not run costs only one interval."""
         pause = patience = self._interval / 2
         silence, loop = self._silence, asyncio.get_running_loop()
         while self.peer.gone is None:
@@ -231,5 +231,5 @@ class Link:
                 if not isinstance(reply, Pong) or reply.epoch != self.who.epoch:
                     self.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
             await asyncio.sleep(pause)
-        # Also where it was a transfer that found out: nobody waits for an answer of who is gone.
+        # Also where it was a transfer that found out: no request waits for the answer of a dead peer.
         self.client.fail(self.peer.gone)

@@ -60,8 +60,8 @@ SET_ASIDE = 4
 class Owner:
     """Answers the readers of one endpoint.
 
-    notify: sends an unasked message to a peer. on_ended: told of every lease that ended, with the freed
-    blocks.
+    notify: sends an unasked message to a peer. on_ended: called for every lease that ended, with the freed
+        blocks.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class Owner:
         return len({(grant.pool, int(b)) for grant in self._grants.quarantined() for b in grant.blocks})
 
     def let_write(self, receiver: Receiver | None) -> None:
-        """Grant what it has set aside from now on; None refuses whoever wants to write."""
+        """From now on, grant the blocks that `receiver` has set aside; None refuses every writer."""
         self._receiver = receiver
 
     async def revoke(self, request: str) -> None:
-        """End all grants of a request. The receiver's `discard` is told when nothing writes under them."""
+        """End all grants of a request. The receiver's `discard` is called when nothing writes under them."""
         revoked = [known for known in self._grants.all() if known.request == request]
         for grant in revoked:
             self._grants.quarantine(grant.number)
@@ -159,7 +159,7 @@ class Owner:
         raise PeerProtocolError(f"{type(message).__name__} is not handled here")
 
     async def tick(self) -> None:
-        """End what is overdue: silent readers, leases, grants. Called a few times a second."""
+        """End overdue entries: silent readers, leases, grants. Called a few times a second."""
         now = self._clock.monotonic()
         if now - self._last_tick > self._stood_still:
             # It was this process that stood still: the readers' pings wait in our socket, they are not
@@ -178,7 +178,7 @@ class Owner:
             await self._fence(grant)
 
     def doubt(self, instance: Callable[[str], bool], seconds: float) -> None:
-        """Readers of instances that may be dead have so long to be heard."""
+        """Readers of instances that may be dead have so long to send a message."""
         now = self._clock.monotonic()
         for session in self._sessions.values():
             if instance(session.reader.instance):
@@ -199,7 +199,7 @@ class Owner:
             await self._fence(grant)
 
     async def close(self) -> None:
-        """Tell the readers, and end all sessions."""
+        """Notify the readers, and end all sessions."""
         for session in list(self._sessions.values()):
             self._notify(session.identity, Refused("session", "the owner closes"))
             await self.end(session)
@@ -298,7 +298,8 @@ class Owner:
             self._on_ended(pool.name, end)
 
     async def _reserve(self, session: Session, message: Reserve) -> Reserved:
-        """MemServe's step 1: the receiver allocates, and grants what it has set aside for the request."""
+        """MemServe's step 1: the receiver allocates, and grants the blocks that it has set aside for the
+        request."""
         receiver = self._receiving()
         pool = self._pool(message.pool)
         blocks = unpack_ids(message.blocks, pool.blocks)
@@ -318,7 +319,7 @@ class Owner:
         try:
             return self._grant(session, message, pool, blocks, seconds)
         except BaseException:
-            # They are nobody's yet: whoever set them aside has them back.
+            # The blocks have no owner yet: the receiver that set them aside gets them back.
             await receiver.discard(pool.name, blocks, message.request)
             raise
 
@@ -419,7 +420,7 @@ class Owner:
         return True
 
     def _forget(self, grant: Grant) -> None:
-        """A grant has ended; its blocks are nobody's to write once those of all other writers have."""
+        """A grant has ended; no peer may write its blocks once the grants of all other writers have ended."""
         if not self._grants.sharing(grant.request, grant.pool, grant.blocks):
             self._pool(grant.pool).release(grant.blocks)
         writer = self._writers.pop(grant.number)

@@ -6,11 +6,11 @@ without a hop back.
 
     transfer() ─> queue ─pump─> lane threads ─> landed, verified ─call_soon_threadsafe─> future of the request
 
-What is small and waits for nobody is read by the event loop's own thread (`Channel.inline`, `express`).
+The event loop's own thread reads small transfers that do not block (`Channel.inline`, `express`).
 
 Rules: a request's future is resolved exactly once, and not before the queue has forgotten the request or
-all of its bytes are in place and verified: whoever waited may then free or use the local ranges. The first
-error of a request is the one that is reported.
+all of its bytes are in place and verified: the waiting caller may then free or use the local ranges. The
+first error of a request is reported.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Peer:
     """One connected owner.
 
     channel: how its memory is reached. scratch: where counters land.
-    piece_bytes: how much a lane moves at a time. inline_bytes: what the event loop's own thread reads at once
-    when no lane is at work, as far as the channel allows it. Belongs to the event loop it was made in; not
-    thread-safe.
+    piece_bytes: how much a lane moves at a time. inline_bytes: bytes that the event loop's own thread reads
+    at once when no lane is at work, as far as the channel allows it. Belongs to the event loop it was made
+    in; not thread-safe.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Peer:
         direction: Direction = Direction.READ,
         grant: tuple[int, int] = (0, 0),
     ) -> None:
-        """TRANSFER: queue runs of a request. Posted in this turn of the event loop, merged with what else
-        is queued.
+        """TRANSFER: queue runs of a request. Posted in this turn of the event loop, merged with the other
+        queued transfers.
 
         Raises:
             RangeError: a run leaves a region of either side. PeerGoneError: the peer is gone. RefusedError:
@@ -162,7 +162,7 @@ class Peer:
             known.checks = self._verifier.prepare(known.expects)
         if ready and self._inline_bytes:
             self._verify_inline(request)
-        # At once: the lanes copy while we prepare what comes after the copy.
+        # At once: the lanes copy while we prepare the verification.
         self._pump()
         cancelled: asyncio.CancelledError | None = None
         if not known.landed.done():
@@ -243,7 +243,7 @@ class Peer:
         known = self._requests.get(request)
         if known is None:
             known = self._requests[request] = Request(self._loop.create_future())
-            # Looked at by `landed`, or by nobody when the request is dropped before.
+            # Retrieved by `landed`, or never when the request is dropped before.
             known.landed.add_done_callback(lambda f: f.cancelled() or f.exception())
         return known
 
@@ -287,7 +287,7 @@ class Peer:
                 self._read_inline(batch)
 
     def _read_inline(self, batch: Batch) -> None:
-        """Read a small batch here and now; nothing of the event loop can come between."""
+        """Read a small batch here and now; no other callback of the event loop can come between."""
         for piece in batch.pieces:
             error: TransferError | None = None
             try:

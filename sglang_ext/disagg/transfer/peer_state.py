@@ -1,4 +1,4 @@
-"""What a connection knows of each request, and what it counts."""
+"""State of each request of a connection, and the connection's counters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request of a connection, from its first transfer until `landed` has told how it ended."""
+    """One request of a connection, from its first transfer until `landed` has returned or raised."""
 
     landed: asyncio.Future[None]
     expects: list[Expect] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Request:
     checks: list[Check] | None = None
     """How to read the counters of `expects`; None until it is prepared."""
     stale: int | None = None
-    """What the comparison found, when it came along with the last of the data."""
+    """The comparison's result, when the counters came along with the last of the data."""
     phase: Phase = Phase.MOVING
     error: TransferError | None = None
     token: CancelToken = field(default_factory=CancelToken)

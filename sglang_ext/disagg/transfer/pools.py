@@ -1,4 +1,4 @@
-"""The owner's pools: who may read which blocks, and when their bytes may change.
+"""The owner's pools: the readers of each block, and the times when its bytes may change.
 
     engine writes a block:     open(blocks) -> write -> seal(blocks)
     engine publishes blocks:   publish(...) -> Offer, which travels to the reader by whatever way
@@ -51,7 +51,7 @@ class SharedPages(Protocol):
 
 
 class BlockArena(Protocol):
-    """What of `tiered_store.dram.arena.DramArena` a pool is made of."""
+    """The part of `tiered_store.dram.arena.DramArena` that a pool uses."""
 
     @property
     def address(self) -> int: ...
@@ -74,11 +74,11 @@ class PoolSpec:
     memory: ranges that together hold every tensor; each tensor must lie inside one of them.
     lease_budget: most blocks that leases may pin at a time; 0 for half of the pool.
     borrowed: the blocks' real owner, an engine's allocator, reuses them without calling `open`. Then a lease
-        seals what is open, and its end opens what no other lease holds, before anybody is told of the end.
-        Whoever leases keeps the engine from reusing the blocks until then (by a lock on tree nodes, or a
-        request that has not been freed), and gives that up in `on_ended`.
-    namespace: what a peer's pool of this name must have too before one is read into the other, such as the
-        names of model, weights and shard.
+        seals open blocks, and its end opens the blocks that no other lease holds, before `on_ended` is
+        called. The lease's caller keeps the engine from reusing the blocks until then (by a lock on tree
+        nodes, or a request that has not been freed), and gives that up in `on_ended`.
+    namespace: must be equal in a peer's pool of this name before one is read into the other; holds the names
+        of model, weights and shard, for example.
     """
 
     name: str
@@ -118,7 +118,7 @@ class PoolSpec:
     def of_arena(
         name: str, geometry: Geometry, arena: BlockArena, lease_budget: int = 0, borrowed: bool = True
     ) -> PoolSpec:
-        """A block-first arena. geometry: what the bytes of a block mean; its addresses are not used."""
+        """A block-first arena. geometry: the layout of a block's bytes; its addresses are not used."""
         memory = MemoryRange(
             arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena
         )
@@ -175,7 +175,8 @@ class OwnedPool:
         self._leases = LeaseTable(spec.blocks, spec.lease_budget or max(1, spec.blocks // 2), numbers)
         self._granted: npt.NDArray[np.bool_] = np.zeros(spec.blocks, np.bool_)
         self._coming: dict[str, tuple[float, float]] = {}
-        """Requests without anything published yet -> when that is expected, and until when that is said."""
+        """Requests without anything published yet -> when that is expected, and until when this answer is
+        given."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -213,11 +214,11 @@ class OwnedPool:
         return self._generations.current(blocks)
 
     def is_sealed(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` may be published."""
+        """A mask of the `blocks` that may be published."""
         return self._generations.is_sealed(blocks)
 
     def may_reuse(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` neither a lease nor a grant holds."""
+        """A mask of the `blocks` that neither a lease nor a grant holds."""
         blocks = np.asarray(blocks, np.int64)
         with self._lock:
             free: npt.NDArray[np.bool_] = ~(self._leases.is_pinned(blocks) | self._granted[blocks])
@@ -251,12 +252,12 @@ class OwnedPool:
             return lease.number, self._generations.current(blocks)
 
     def expect(self, request: str, seconds: float) -> None:
-        """What a request wants is on its way, and is expected to be published after so many seconds."""
+        """A request's blocks are on their way, and are expected to be published after so many seconds."""
         now = self._clock.monotonic()
         self._say(request, now + seconds, now + seconds)
 
     def give_up(self, request: str, seconds: float) -> None:
-        """Nothing will be published for a request. Said for so many seconds."""
+        """Nothing will be published for a request. This answer is given for so many seconds."""
         self._say(request, math.inf, self._clock.monotonic() + seconds)
 
     def _say(self, request: str, at: float, until: float) -> None:
@@ -322,14 +323,15 @@ class OwnedPool:
             return ended
 
     def _open_freed(self, *ended: Ended | None) -> None:
-        """What of a borrowed pool is no longer leased may be reused as soon as our caller is told."""
+        """Blocks of a borrowed pool that are no longer leased may be reused as soon as our caller gets the
+        result."""
         if self._borrowed:
             for end in ended:
                 if end is not None:
                     self._generations.open(end.freed[self._generations.is_sealed(end.freed)])
 
     def hold(self, blocks: Ids) -> None:
-        """Blocks that a peer may write from now on. They must be open, and nobody's.
+        """Blocks that a peer may write from now on. They must be open, and without a lease or grant.
 
         Raises:
             RangeError: a block is sealed, leased, or granted already.

@@ -1,4 +1,4 @@
-"""What an owner knows of each connected reader, and what it asks of whoever receives transfers."""
+"""An owner's state of each connected reader, and its interface to the receiver of transfers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sglang_ext.disagg.transports import MAX_GRANTS, Served
 
 
 class Receiver(Protocol):
-    """What the owner of pushed-to memory decides (MemServe, 4.3). Called on the event loop."""
+    """Decisions of the owner of pushed-to memory (MemServe, 4.3). Called on the event loop."""
 
     async def claim(self, pool: str, blocks: Ids, request: str) -> float | None:
         """A peer wants to write to blocks: returns when they were set aside for that, and are open.
 
-        Said once by each peer. Where several may have the same blocks, each fills a part of every block.
+        Called once for each peer. Where several may have the same blocks, each fills a part of every block.
 
         Returns for how many seconds they may be written, None for the endpoint's `grant_ttl`; infinity where
-        whoever set them aside ends the grant itself (`Owner.revoke`).
+        the receiver ends the grant itself (`Owner.revoke`).
 
         Raises:
-            RefusedError: they were not, so that nobody may write to them.
+            RefusedError: they were not set aside, so no peer may write to them.
         """
 
     async def filled(self, pool: str, blocks: Ids, request: str) -> None:

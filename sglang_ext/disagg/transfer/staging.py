@@ -2,7 +2,7 @@
 
 The engine's pool keeps a layer's K and V apart, so that a page is as many ranges as there are planes. In
 staging a page has its planes adjacent, and the pages of a request lie side by side: one range, on both
-sides. The price is a copy in memory on each side. What finds no room in staging goes from and to the
+sides. The price is a copy in memory on each side. Blocks that find no room in staging go from and to the
 engine's pages as they are.
 """
 
@@ -84,7 +84,7 @@ class Staging:
         return np.arange(at, at + count, dtype=np.int64)
 
     def give(self, blocks: Ids) -> None:
-        """What `take` gave is free again."""
+        """Free blocks that `take` gave."""
         with self._lock:
             count = self._taken.pop(int(blocks[0]))
             assert count == len(blocks), "blocks that were not taken together"
@@ -106,7 +106,8 @@ class Staging:
 
 
 async def _to_the_end(copy: Callable[[Ids, Ids], None], source: Ids, target: Ids) -> None:
-    """Run a copy beside the event loop; whoever is cancelled meanwhile is so when it has ended."""
+    """Run a copy beside the event loop; a cancellation of the caller meanwhile takes effect when the copy has
+    ended."""
     work = asyncio.ensure_future(asyncio.to_thread(copy, source, target))
     cancelled = False
     while not work.done():

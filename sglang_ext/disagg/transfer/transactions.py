@@ -1,13 +1,13 @@
 """The transaction queue (KVDirect, section 4.2). Pure: no I/O, no clock, no threads.
 
 TRANSFER and COMPLETE of all requests to one peer stand in one queue. `take` pops every transfer up to the
-next COMPLETE and merges those that are contiguous on both sides, across requests. What it returns is posted
-without waiting; a COMPLETE goes out once the transfers of its own request have landed, whatever others are
-doing.
+next COMPLETE and merges those that are contiguous on both sides, across requests. The returned pieces are
+posted without waiting; a COMPLETE goes out once the transfers of its own request have landed, whatever others
+are doing.
 
 A request, from its first transfer to its end:
 
-    state      event                          next       what the caller does
+    state      event                          next       action of the caller
     OPEN       transfer(request, runs)        OPEN
     OPEN       complete(request)              CLOSING
     OPEN       its last piece lands           OPEN
@@ -35,7 +35,7 @@ from sglang_ext.disagg.runs import Runs, coalesce, cut, total_bytes
 
 
 class Direction(enum.Enum):
-    """Which way the bytes go."""
+    """The direction of the bytes."""
 
     READ = "read"
     WRITE = "write"
@@ -52,7 +52,7 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one lane of a transport is given at a time. Every piece must be answered by `landed` or
+    """The unit of work of a transport's lane. Every piece must be answered by `landed` or
     `failed`.
     """
 
@@ -104,7 +104,7 @@ class TransactionQueue:
 
     piece_bytes: how much one lane moves at a time. Smaller pieces let a request complete sooner and cancel
         faster, larger ones cost fewer hand-overs between threads.
-    coalescing: off only to measure what it is worth.
+    coalescing: off only to measure its benefit.
     """
 
     def __init__(self, piece_bytes: int = 16 << 20, *, coalescing: bool = True) -> None:
@@ -220,7 +220,7 @@ class TransactionQueue:
         del self._requests[request]
 
     def cancel(self, request: str) -> tuple[Piece, ...]:
-        """Drop what the request has queued. Returns the pieces under way that hold bytes of it alone.
+        """Drop the request's queued transfers. Returns the pieces under way that hold bytes of it alone.
 
         Those may be stopped; pieces that it shares with others run on. The request is over, and its local
         ranges free, once `state` says None.

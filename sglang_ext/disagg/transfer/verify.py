@@ -2,8 +2,8 @@
 
 Counters are read one-sidedly, after the data. Where the owner's control region is mapped here (`shm`, and
 `cma` too, since the control region is always shared memory), they are compared where they lie; else the
-transport reads them into scratch space like any other bytes. The header, which says that the owner is still
-the one that we connected to, is always read by the transport that read the data: a mapping outlives its
+transport reads them into scratch space like any other bytes. The header, which shows that the owner is still
+the process that we connected to, is always read by the transport that read the data: a mapping outlives its
 owner.
 """
 
@@ -70,7 +70,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """What must still hold after the read: these blocks have these generations.
+    """The condition that must still hold after the read: these blocks have these generations.
 
     table_at: offset of the pool's counters in the owner's region 0.
     """
@@ -115,7 +115,7 @@ class Verifier:
         self._own = _view(int(regions.bases[0]) + own, HEADER_BYTES)
 
     def prepare(self, expects: Sequence[Expect]) -> list[Check]:
-        """What to read for `expects`, as many counters at a time as a scratch slot holds; may be done before
+        """The reads of counters for `expects`, as many at a time as a scratch slot holds; may be done before
         the data have landed. Without any there is still the header, and with a mapped table only that.
         """
         checks: list[Check] = []
@@ -137,10 +137,10 @@ class Verifier:
         checks: Sequence[Check] | None,
         token: CancelToken,
     ) -> TransferError | None:
-        """Why the bytes of a request have to be discarded; None when they are what was offered.
+        """Why the bytes of a request have to be discarded; None when they match the offer.
 
-        checks: what `prepare` made of `expects`. Blocks on the transport. A RangeError says that the offer
-        names blocks outside of the generation table.
+        checks: the result of `prepare` for `expects`. Blocks on the transport. A RangeError says that the
+        offer names blocks outside of the generation table.
         """
         try:
             stale = 0
@@ -161,7 +161,7 @@ class Verifier:
 
     def read_and_compare(self, lane: int, runs: Runs, check: Check, token: CancelToken) -> int:
         """Read the data, then the counters of `check`, with one way to the owner and back; returns how many
-        blocks are stale. Raises what makes a `verdict`.
+        blocks are stale. Raises the errors that `verdict` returns.
         """
         return self._differing(lane, check, token, runs)
 
@@ -196,7 +196,7 @@ class Verifier:
 
 
 def stale_error(request: str, expects: Sequence[Expect], stale: int) -> StaleReadError | None:
-    """What a request ends with when so many of its blocks were changed; None for none."""
+    """The error of a request of which `stale` blocks were changed; None for 0."""
     return StaleReadError(request, stale, sum(e.blocks.size for e in expects)) if stale else None
 
 
@@ -213,6 +213,6 @@ def _view(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 _HEADER = Check(header_runs(0), np.empty(0, np.int64), np.empty(0, np.int64))
-"""What is read when nothing is expected: that the peer is still the one we connected to."""
+"""The check without expectations: the peer is still the process that we connected to."""
 _NEVER = CancelToken()
 _OUTSIDE = "the offer names blocks outside of the peer's generation table"

@@ -8,21 +8,20 @@ handshake of their own need no messages besides CONNECT:
     owner    accept(session, blob)      -> blob, in the answer; starts serving the session
     reader   open(peer, session, blobs) -> Channel; the engine then probes it by reading the owner's header
 
-What the caller guarantees
+The caller guarantees
     - Runs lie inside the regions of both sides (the engine checks them against both tables).
     - A lane of a channel is used by one thread at a time. Lanes may run at the same time.
     - Local ranges stay registered and allocated until `read` or `write` has returned or raised.
 
-What a channel guarantees
+A channel guarantees
     - `read` returns only when every byte is in place and was loaded from the owner's memory before the
-    return: a
-      later read of a generation counter, by any lane, sees at least what the owner had stored before any of
-      those loads. This is what generations stand on; each transport says why it holds.
+      return: a later read of a generation counter, by any lane, sees at least the value that the owner had
+      stored before any of those loads. Generations rely on this; each transport says why it holds.
     - `write` returns only when every byte is visible to the owner's processors.
     - However `read` or `write` ends, no byte of the local ranges changes after that.
     - They block without the GIL, and end soon after `token` is cancelled, with CancelledTransferError.
-    (`verbs`
-      ends what it has posted first; that is bounded by the queue pair's retries.)
+      (`verbs` first ends the reads and writes that it has posted; that is bounded by the queue pair's
+      retries.)
     - A peer that is gone is a PeerGoneError, a peer that breaks the protocol a PeerProtocolError. Then the
       channel may be broken, and says so.
 """
@@ -76,7 +75,7 @@ class CancelToken:
             hook()
 
     def on_cancel(self, hook: Callable[[], None] | None) -> None:
-        """What else wakes the operation (it may be blocked in a system call); called at once if it is too
+        """Another way to wake the operation (it may be blocked in a system call); called at once if it is too
         late.
         """
         with self._lock:
@@ -88,7 +87,7 @@ class CancelToken:
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """What CONNECT told about the other side. host: same text on the same host and pid namespace."""
+    """The other side's description in CONNECT. host: same text on the same host and pid namespace."""
 
     instance: str
     epoch: bytes
@@ -106,14 +105,14 @@ class Channel(ABC):
     lanes: int
     """How many reads and writes may run at a time."""
     gap: ClassVar[int] = 256
-    """Bytes that cost as much as another run: what is worth reading between two counters."""
+    """Bytes that cost as much as another run: a shorter gap between two counters is read along."""
     counters: npt.NDArray[np.int64] | None = None
     """The owner's control region, where this side has it mapped: generations are compared where they lie. A
-    load from it after `read` has returned sees at least what a `read` would."""
+    load from it after `read` has returned sees a value at least as new as a `read` would."""
     inline: int = 0
-    """Bytes that a read moves in two or three milliseconds without waiting for anybody. A channel that has
-    any, has `counters` too, and a lane more, number `lanes`: the event loop's own thread reads so much at
-    once, which saves the way to a lane and back."""
+    """Bytes that a read moves in two or three milliseconds without blocking on another thread or process. A
+    channel that has any, has `counters` too, and a lane more, number `lanes`: the event loop's own thread
+    reads so much at once, which saves the way to a lane and back."""
 
     @abstractmethod
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
@@ -150,8 +149,9 @@ class Served(ABC):
 
     @abstractmethod
     def bar(self, slot: int) -> None:
-        """The grant is over: no write under this slot lands that begins from now on. Said at least once for
-        each that was admitted; transports that look at `grants` before each write need not do anything."""
+        """The grant is over: no write under this slot lands that begins from now on. Called at least once for
+        each session that was admitted; transports that look at `grants` before each write need not do
+        anything."""
 
     @abstractmethod
     def fence(self) -> bool:
@@ -178,7 +178,7 @@ class Transport(ABC):
 
     @abstractmethod
     def offer(self) -> bytes:
-        """What the reader sends with CONNECT. May reserve what `open` or `withdraw` will consume."""
+        """The blob that the reader sends with CONNECT. May reserve what `open` or `withdraw` will consume."""
 
     @abstractmethod
     def withdraw(self, offer: bytes) -> None:

@@ -55,7 +55,7 @@ class GuardPages:
         """Calls under this slot that begin from now on fail before they write."""
         if slot in self._open:
             self._open.discard(slot)
-            # Its memory goes first; the page reads as zero from then on, which nobody looks at.
+            # Its memory goes first; the page reads as zero from then on, and no code reads it.
             self._pages.madvise(mmap.MADV_DONTNEED, slot * _PAGE, _PAGE)
             self._protect(slot, 1, _PROT_NONE)
 

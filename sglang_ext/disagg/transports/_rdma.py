@@ -1,4 +1,4 @@
-"""What `verbs` needs of a device: opening it, registering memory, and connecting queue pairs.
+"""Operations of `verbs` on a device: opening it, registering memory, and connecting queue pairs.
 
 Everything that touches pyverbs is in this file and in `verbs`; both import it late, so that a host without
 it only loses the transport. Traps of pyverbs 44 that the code works around are named where they are met.
@@ -54,7 +54,7 @@ def enums() -> Any:
 
 
 class QueuePairInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the other side needs to connect to a queue pair."""
+    """The parameters with which the other side connects to a queue pair."""
 
     number: int
     sequence: int
@@ -189,7 +189,7 @@ class QueuePair:
             attr.ah_attr = AHAttr(port_num=d.port, is_global=1, gr=route, dlid=peer.lid)
             self._qp.to_rtr(attr)
             attr.sq_psn = self.sequence
-            # The responder serves as many reads as it said; more may be refused by hardware.
+            # The responder serves as many reads as it announced; more may be refused by hardware.
             attr.max_rd_atomic = max(1, min(self.reads, peer.reads))
             attr.timeout = TIMEOUT
             attr.retry_cnt = RETRIES
@@ -235,7 +235,8 @@ class QueuePair:
         while (status := self.poll()) is None:
             spins += 1
             if spins > 50:
-                # Sleeping gives the interpreter to others; the first polls catch what is done at once.
+                # Sleeping gives the interpreter to others; the first polls catch operations that complete at
+                # once.
                 time.sleep(20e-6)
                 if time.monotonic() > deadline:
                     raise PeerGoneError("verbs: no completion within the retries of the queue pair")

@@ -40,7 +40,7 @@ CANCELLED: Final = -1
 CLOSED: Final = -2
 PROTOCOL: Final = -3
 REFUSED: Final = -100
-"""REFUSED - status: what the owner answered."""
+"""REFUSED - status: the owner's answer."""
 ERRNO: Final = -1000
 
 _sendmsg = libc("sendmsg", "int32", "intp", "int32")
@@ -49,7 +49,7 @@ _errno = libc("__errno_location", result="int32*")
 
 
 class Scratch:
-    """What the loops of one connection work in. Not shared between threads."""
+    """Working memory of the loops of one connection. Not shared between threads."""
 
     def __init__(self) -> None:
         self.ranges: npt.NDArray[np.int64] = np.zeros((WINDOW + 1, MAX_RANGES, 3), np.int64)
@@ -57,7 +57,7 @@ class Scratch:
         self.iov: npt.NDArray[np.int64] = np.zeros((MAX_RANGES + 2, 2), np.int64)
         self.message: npt.NDArray[np.int64] = np.zeros(7, np.int64)
         self.state: npt.NDArray[np.int64] = np.zeros(1, np.int64)
-        """Odd while a request is being served; what a fence waits for."""
+        """Odd while a request is being served; a fence waits until it is even."""
 
 
 @kernel

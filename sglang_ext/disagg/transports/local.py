@@ -53,8 +53,9 @@ ADDRESS = struct.Struct("<Q")
 """Of the guard pages, in the owner's answer."""
 INLINE_SHM = 32 << 20
 INLINE_CMA = 16 << 20
-"""What the event loop's own thread may read: two or three milliseconds. Two hand-overs between threads cost
-0.2 ms when nobody else wants the GIL or the processor, and up to 10 ms when somebody computes in Python."""
+"""Bytes that the event loop's own thread may read: two or three milliseconds. Two hand-overs between threads
+cost 0.2 ms when no other thread wants the GIL or the processor, and up to 10 ms when another thread computes
+in Python."""
 
 _readv = libc("process_vm_readv", "int32", "intp", "intp", "intp", "intp", "intp")
 _writev = libc("process_vm_writev", "int32", "intp", "intp", "intp", "intp", "intp")
@@ -77,7 +78,7 @@ def _vector(pid, runs, remote_bases, local_bases, iov, flag, guard):  # type: ig
         count = 0
         total = 0
         if guard:
-            # From anywhere: what the byte is does not matter.
+            # From anywhere: the byte's value does not matter.
             iov[0, 0, 0] = flag.ctypes.data
             iov[1, 0, 0] = guard
             iov[0, 0, 1] = 1
@@ -168,8 +169,8 @@ class ShmChannel(Channel):
         self._kernel = _Kernel(regions, peer, lanes, guards)
         self._maps: list[PeerMapping] = []
         self._bases: npt.NDArray[np.int64] = np.zeros(MAX_REGIONS, np.int64)
-        # Regions that share a memfd are mapped one by one: mappings are cheap, and each is exactly what was
-        # offered.
+        # Regions that share a memfd are mapped one by one: mappings are cheap, and each covers exactly the
+        # offered range.
         try:
             for i, meta in enumerate(peer.regions):
                 if meta.nbytes:
@@ -211,7 +212,7 @@ class CmaChannel(Channel):
         self._kernel = _Kernel(regions, peer, lanes + 1, guards)
         self._control: PeerMapping | None = None
         # The pool may be in any memory, but the owner's counters are in shared memory: mapped here, they cost
-        # no call. Whose they are is read from the process itself, by its header.
+        # no call. The process itself proves by its header that it owns them.
         with contextlib.suppress(TransferError):
             if peer.regions and peer.regions[0].fd >= 0:
                 self._control = PeerMapping(peer.pid, peer.regions[0])

@@ -1,4 +1,4 @@
-"""Which RDMA adapter a rank uses: the one nearest to its memory (KVDirect, section 4.2).
+"""The choice of a rank's RDMA adapter: the one nearest to its memory (KVDirect, section 4.2).
 
     named by --kv-rdma-devices          rank i takes entry i of the list, round and round
     on the PCI switch of its GPU        the longest path that adapter and GPU share below a root port
@@ -34,7 +34,7 @@ _DISPLAY: Final = 0x03
 @dataclass(frozen=True)
 class Place:
     """Where memory is. path: of its PCI device, from the host bridge on, such as
-    ``("pci0000:00", "0000:00:01.0", "0000:01:00.0")``; empty for host memory. numa: -1 where nobody says.
+    ``("pci0000:00", "0000:00:01.0", "0000:01:00.0")``; empty for host memory. numa: -1 where it is unknown.
     """
 
     path: tuple[str, ...] = ()
@@ -81,14 +81,14 @@ def choose(topology: Topology, place: Place, rank: int, named: Sequence[str] = (
     """The rail of a rank whose memory is at `place`.
 
     Args:
-        named: what `--kv-rdma-devices` says, each ``device`` or ``device:port``.
+        named: the value of `--kv-rdma-devices`, each ``device`` or ``device:port``.
 
     Raises:
-        TransportUnavailableError: there is no adapter, or not the one that is named.
+        TransportUnavailableError: there is no adapter, or not the named one.
     """
     if named:
         return Rail(_named(topology.nics, named[rank % len(named)]), f"named by {FLAG}")
-    # A port without a link is taken only where none has one: opening it says what is wrong.
+    # A port without a link is taken only where none has one: opening it gives the reason.
     nics = [nic for nic in topology.nics if nic.active] or list(topology.nics)
     if not nics:
         raise TransportUnavailableError("verbs: no RDMA device")
@@ -134,7 +134,7 @@ def _named(nics: Sequence[Nic], wanted: str) -> Nic:
     return next((nic for nic in found if nic.active), found[0])
 
 
-# -- what sysfs says ------------------------------------------------------------------------------
+# -- values of sysfs -----------------------------------------------------------------------------
 
 
 def topology(root: Path = SYS) -> Topology:

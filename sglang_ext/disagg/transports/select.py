@@ -1,4 +1,4 @@
-"""Which transports an endpoint has, and why it lacks the others."""
+"""The transports of an endpoint, and the reasons why it lacks the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_ext.disagg.transports.tcp import TcpTransport
 from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
 
 TCP_LANES = 8
-"""Of a connection over tcp, unless it is said: requests in flight share the way to a peer and back, where one
-lane goes it for each of them."""
+"""Lanes of a tcp connection, unless configured: requests in flight share the way to a peer and back, where
+one lane goes it for each of them."""
 
 
 class TransportConfig(Protocol):
-    """What a transport may ask of the configuration."""
+    """The settings that a transport may read."""
 
     @property
     def bind(self) -> str: ...
@@ -41,7 +41,7 @@ class TransportConfig(Protocol):
 def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
     """The transports of an endpoint in order of preference, also those that this host cannot use.
 
-    Those say why in `unavailable`, are not offered, and cost nothing.
+    Those give the reason in `unavailable`, are not offered, and cost nothing.
     """
     made: dict[TransportName, Transport] = {}
     for name in config.transports or tuple(TransportName):
@@ -62,7 +62,7 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
 
 
 def reasons() -> dict[TransportName, str | None]:
-    """Why this host cannot use each transport, None where it can: what `sglang-ext doctor` prints."""
+    """Why this host cannot use each transport, None where it can: `sglang-ext doctor` prints this."""
     regions = RegionTable()
     return {
         TransportName.SHM: ShmTransport(regions).unavailable(),

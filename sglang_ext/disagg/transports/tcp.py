@@ -3,7 +3,7 @@
 Why a counter read later is enough: the owner's kernel has copied the bytes from memory into the socket when
 sendmsg returns, before the reader can have received them; the request for the counter is sent after that.
 (Zero-copy sends, which leave the bytes in place until they are on the wire, are not used: their copy would
-be later, though still before the reader has them.) What is written is in the owner's memory before it
+be later, though still before the reader has them.) Written bytes are in the owner's memory before it
 acknowledges.
 
 A data connection proves that it belongs to a CONNECT: the owner sends a nonce, the reader answers with its
@@ -56,8 +56,8 @@ NONCE_BYTES: Final = 16
 HANDSHAKE_SECONDS: Final = 5.0
 """For a whole handshake, however many pieces it comes in."""
 MAX_HANDSHAKES: Final = 64
-"""Connections that may be proving themselves at a time. One more takes the place of the oldest: who means
-well is through in milliseconds, and nobody keeps others out by being slow."""
+"""Connections that may be proving themselves at a time. One more takes the place of the oldest: an honest
+peer is through in milliseconds, and a slow one cannot keep others out."""
 
 
 class _Answer(Message, frozen=True, tag="tcp"):
@@ -203,7 +203,7 @@ class TcpChannel(Channel):
         finally:
             token.on_cancel(None)
         if token.cancelled or code:
-            # What is still on the way belongs to nobody: the connection goes, and with it whatever may
+            # Bytes still on the way have no reader: the connection goes, and with it whatever may
             # arrive.
             self._sockets[lane] = None
             sock.close()
@@ -291,7 +291,7 @@ class TcpTransport(Transport):
     """See the top of this file.
 
     bind: address to serve data on; loopback unless the control plane has a key. lanes: connections per
-        channel. ports: the first that nobody has is served on; 0 is any.
+        channel. ports: the first free one is served on; 0 is any.
     """
 
     name = TransportName.TCP

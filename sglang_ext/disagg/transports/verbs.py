@@ -4,7 +4,7 @@ Why a counter read later is enough: a read's completion says that the responder'
 and that they are in place here. `read` polls the completions of all its requests before it returns, and the
 counter is asked for by a request posted after that. (Two reads in flight on one queue pair would not do:
 their fetches over the owner's bus may overtake each other.) A write is followed by a read of the owner's
-header, by which the bus has delivered what was written before.
+header, by which the bus has delivered the earlier writes.
 
 Several lanes are several queue pairs, each with a completion queue of its own, polled in the lane's thread.
 """
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE: Final = 1 << 30
 """Bytes of one request; the specification allows 2**31."""
 PATIENCE: Final = 10.0
-"""Seconds without a completion after which the peer is gone: above what the adapter's own retries take."""
+"""Seconds without a completion after which the peer is gone: longer than the adapter's own retries take."""
 
 
 class _Offer(Message, frozen=True, tag="vo"):
