@@ -13,13 +13,13 @@ Two sides, as with any contract:
   time.
 
 **A tier must**
-- show all layers of a block or none: a block is found only after `complete_puts` said `DONE` for it (atomic
-  per run: the blocks of one `Put` appear together);
+- show all layers of a block or none: a block is found only after `complete_puts` returned `DONE` for it
+  (atomic per run: the blocks of one `Put` appear together);
 - keep the blocks that a `Get` has pinned readable until `complete_get`, despite evictions meanwhile;
 - hand out only bytes that were put under that key in that namespace, verified where the medium can err. A
   block that cannot be verified is a miss with a reason, never wrong bytes and never an exception;
 - count every block that it refused, lost or failed to read, by `Outcome`;
-- when `durable`: have on the medium, findable after a crash, every block for which `complete_puts` said
+- when `durable`: have on the medium, findable after a crash, every block for which `complete_puts` returned
   `DONE`.
 
 **Calls that may block**
@@ -51,7 +51,8 @@ Ids = npt.NDArray[np.int64]
 
 
 class Outcome(enum.Enum):
-    """How a call went, by who must act. Every value but `DONE` means: treat the block as not being there."""
+    """The result of a call, by the party that must act. Every value but `DONE` means: treat the block as not
+    being there."""
 
     DONE = "done"
     ABSENT = "absent"

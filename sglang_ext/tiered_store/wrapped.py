@@ -1,4 +1,4 @@
-"""A tier around another one, for what adds to a tier or disturbs it."""
+"""A tier around another tier, to add behaviour or to inject faults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whether the patches fit SGLang's source: every name, call, member, override and hook in our text.
 
-Nothing is listed by hand but what text cannot show: the type of a variable such as ``req`` where it is not
+Only facts that text cannot show are listed by hand: the type of a variable such as ``req`` where it is not
 annotated (``_KNOWN``). From there types follow SGLang's own annotations.
 """
 
@@ -376,7 +376,7 @@ class _Reader:
 
 
 def _calls(name: str, theirs: Function) -> bool:
-    """Whether SGLang calls a method as its base class has it: a constructor only where that is said."""
+    """Whether SGLang calls a method as its base class has it: a constructor only where that is stated."""
     return not name.startswith("__") or (name == "__init__" and is_abstract(theirs))
 
 

@@ -39,7 +39,8 @@ class _Bare(ast.NodeTransformer):
 
 
 def _meaning(found: Found) -> str:
-    """The code without what does not run. A class counts by its fields and its methods' parameters."""
+    """The code without docstrings and annotations. A class counts by its fields and its methods'
+    parameters."""
     node = ast.parse(ast.unparse(found.node)).body[0]
     if isinstance(node, ast.ClassDef):
         for each in node.body:

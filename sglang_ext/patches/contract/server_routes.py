@@ -1,7 +1,7 @@
 """The routes of SGLang's HTTP server, read from its source: each needs a row in `sglang_ext.router`.
 
-Decorators of the application and of the routers that it includes are read, and what functions that are given
-the application mount on it. A path that is named by an environment variable counts by its default.
+Decorators of the application and of the routers that it includes are read, and the routes mounted by
+functions that receive the application. A path that is named by an environment variable counts by its default.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Types:
         """The classes around the code being read."""
 
     def knows(self, name: str) -> bool:
-        """Whether a name says what it holds."""
+        """Whether a name alone gives its type."""
         return name.lstrip("_") in _KNOWN
 
     def annotated(
@@ -67,7 +67,7 @@ class Types:
     def type(
         self, node: ast.AST, scope: Mapping[str, Found | None], local: Mapping[str, Imported]
     ) -> Found | None:
-        """The class of an expression's value, as far as names and annotations tell."""
+        """The class of an expression's value, as far as names and annotations give it."""
         match node:
             case ast.Name(id=name):
                 return scope[name] if name in scope else self._known(name)

@@ -4,9 +4,9 @@ What: SGLang keeps a finished request's KV before it streams its end. Four hooks
 
 - around ``stream_output``: of requests that have finished, only requests whose end may be sent go on to the
   detokenizer (`engine/tiers/acked_answers.py`). Tokens before the last chunk have gone on already, as always;
-- after ``ingest_requests``, in each pass: those go on that have become durable, or have waited too long;
+- after ``ingest_requests``, in each pass: requests that have become durable, or have waited too long, go on;
 - after ``get_cached_tokens_details``: the answer says which of the two;
-- after ``init_running_status``: the cache tells whose KV is in the tree.
+- after ``init_running_status``: the cache reports the requests whose KV is in the tree.
 
 Aborted answers, and requests that a prefill server hands over, are never held back: their ends promise
 nothing.

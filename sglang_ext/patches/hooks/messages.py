@@ -2,8 +2,8 @@
 
 What: three hooks.
 
-- after rank 0 has pulled what arrived: the commands in the command queue (``engine/commands.py``) are added,
-  and are broadcast over the ranks with the requests;
+- after rank 0 has pulled the messages that arrived: the commands in the command queue
+  (``engine/commands.py``) are added, and are broadcast over the ranks with the requests;
 - after the table of request types was made: it learns the type of a command, which goes to the cache;
 - before an idle scheduler sleeps: it is set to wake when a command comes.
 

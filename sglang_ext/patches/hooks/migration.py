@@ -54,7 +54,7 @@ def before_abort(scheduler: Any, recv_req: Any) -> None:
 
 
 def around_idle(stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``is_fully_idle``. Health checks are answered by what runs, so a stopped request is none to
+    """Around ``is_fully_idle``. Running requests answer health checks, so stopped requests do not count for
     them."""
     asks_for_health = kwargs.get("for_health_check", args[0] if args else False)
     migration = None if asks_for_health else _migration(scheduler)

@@ -346,7 +346,7 @@ class BatchOfOne:
 
 
 class NotTriedError(Exception):
-    """A message does not have what SGLang asks of a request."""
+    """A message lacks an attribute that SGLang reads of a request."""
 
 
 def asks_of_sampling(message: Any) -> bool:

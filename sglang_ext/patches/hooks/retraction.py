@@ -7,7 +7,7 @@ priority finds no place among them, frees their KV, and computes it again. Four 
 - around ``PrefillAdder.preempt_to_schedule``, where no place is free: ours decides, and retracts;
 - around ``PrefillAdder.add_one_req``: so it does where slots are lacking, for which SGLang retracts no
   request;
-- after ``_get_new_batch_prefill_raw``: those retracted wait; those that run again are counted;
+- after ``_get_new_batch_prefill_raw``: retracted requests wait; requests that run again are counted;
 - before ``process_batch_result``: the duration of a decode step is measured.
 
 Why no extension point serves: SGLang's scheduler decides by priority alone, and frees KV by itself.

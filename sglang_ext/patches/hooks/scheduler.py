@@ -1,7 +1,7 @@
 """Let the scheduler call our cache where it calls HiCache.
 
-What: SGLang's scheduler tells a cache about its loop, about a prefill batch that is about to run, and about
-idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight hooks tell ours:
+What: SGLang's scheduler informs a cache of its loop, of a prefill batch that is about to run, and of idleness
+only when HiCache, LMCache, FlexKV or an external linker is on. Eight hooks call ours:
 
 - once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
   (``patches/adapter/storage_prefetch.py``) as it does with a HiCache storage backend;
@@ -14,8 +14,8 @@ idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight h
   are generated, and the batch would read KV that is still being loaded;
 - a beam search request came: refused where there is a DRAM tier, as SGLang refuses it beside HiCache;
 - a prefill batch is about to run, and its result was processed: ``prefill_begins`` and ``prefill_ended``,
-  from which the cache learns what computing costs, and ``pass_begins``, from which it knows whose KV this
-  pass computes;
+  from which the cache measures the cost of computing, and ``pass_begins``, which names the requests whose KV
+  this pass computes;
 - no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
   because slots that a copy still locks come free without a request finishing;
 - each idle pass, after SGLang's own leak check and before it sleeps: ``sanity_check()``, which SGLang itself

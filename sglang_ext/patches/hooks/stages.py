@@ -8,7 +8,7 @@ off`` leaves answers as they are; metrics are always kept.
 Why no extension point serves: SGLang's own time stats reach an answer as times of day, of the last instance
 only, and only with ``--enable-metrics``.
 
-Can go: when SGLang tells stages of all instances.
+Can go: when SGLang reports stages of all instances.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Teller:
         self.metrics = StageMetrics() if counts else None
 
     def ended(self, req: Any) -> StageTimes | None:
-        """Count a request that has ended; its stages, if its answer is to tell them."""
+        """Count a request that has ended; its stages, if its answer is to report them."""
         from sglang_ext.patches.adapter.request_stages import request_stages
 
         if self.metrics is not None:

@@ -1,4 +1,4 @@
-"""Tell our cache when the model's weights or the KV pool's memory change under it.
+"""Notify our cache when the model's weights or the KV pool's memory change under it.
 
 What: around any call that changes weights, ``weights_changing()`` of the cache is called before the change,
 and ``weights_changed()`` once they stand still, also when the call has failed: half an update changes weights
@@ -12,7 +12,7 @@ because SGLang unmaps the pool before it flushes the cache.
 LoRA adapters need no hook: SGLang gives each load of an adapter an id of its own, which is part of the extra
 key of its requests.
 
-Why no extension point serves: SGLang tells a cache of weight updates only by ``reset()``, and only when the
+Why no extension point serves: SGLang signals weight updates to a cache only by ``reset()``, and only when the
 caller asks for it.
 
 Can go: when SGLang has such calls in its cache interface.
@@ -69,7 +69,7 @@ def around_resume(resume: Callable[..., Any], manager: Any, recv_req: Any) -> An
 
 
 def _changing(scheduler: Any) -> None:
-    """Tell our parts in the scheduler's process, whichever are there."""
+    """Notify our parts in the scheduler's process, as far as they are there."""
     cache = called_cache(scheduler)
     if cache is not None:
         cache.weights_changing()

@@ -339,7 +339,7 @@ def _row_of(path: Path, header: RunHeader, number: int) -> tuple[RunRow, set[int
 
 
 def _mend_first_page(file: Path, number: int, store: bytes) -> None:
-    """Write a segment's first page again if it is damaged; its runs tell which store it belongs to."""
+    """Write a segment's first page again if it is damaged; its runs name the store that it belongs to."""
     with os.fdopen(open_own(file, os.O_RDWR), "r+b") as opened:
         try:
             decode_segment_header(opened.read(PAGE))

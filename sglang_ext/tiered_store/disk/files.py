@@ -87,7 +87,7 @@ class Files:
 
     def in_page_cache(self, fd: int, offset: int, size: int) -> bool:
         """Whether the page cache holds all of a range, so that reading it costs no access to the disk. False
-        where the kernel cannot tell (before Linux 6.5).
+        where the kernel does not report it (before Linux 6.5).
         """
         asked, found = _CacheStatRange(offset, size), _CacheStat()
         if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(found), 0) < 0:

@@ -12,7 +12,7 @@ Each change is one LMDB transaction, synced: after a crash the index has all of 
 transaction refers to has been synced before; see `disk.py`.
 
 LMDB trusts its file: damage could crash the process. So the file is verified first (`lmdb.verify`, which
-walks it without LMDB, a tenth of a second per 100,000 blocks), and rows carry what proves them: a run row its
+walks it without LMDB, a tenth of a second per 100,000 blocks), and rows carry their own proof: a run row its
 checksum, a block entry the run's header, which names the block's key.
 """
 
@@ -111,7 +111,7 @@ class Snapshot:
 class Index:
     """The LMDB environment of one disk tier.
 
-    step: told `index_prepared` inside each change, before it is committed; for crash tests.
+    step: called with `index_prepared` inside each change, before it is committed; for crash tests.
 
     Lookups may be made from any thread at any time. Changes are serialised by the caller.
 

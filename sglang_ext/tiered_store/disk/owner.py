@@ -1,4 +1,4 @@
-"""One owner per directory: a lock that goes with its process, and a note that says who holds it."""
+"""One owner per directory: a lock that goes with its process, and a note that names its holder."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Place:
 
 def take_anew(lost: DirectoryOwner, place: Place, instance: str) -> DirectoryOwner:
     """Replace a directory that was removed, emptied or swapped, and hold the new one; creates it if it is
-    missing. Nothing of others is touched: it has to be empty, this user's, and on the same disk.
+    missing. Files of others are never touched: it has to be empty, this user's, and on the same disk.
 
     Returns `lost` where only its lock was left there.
 

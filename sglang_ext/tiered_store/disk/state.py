@@ -341,7 +341,7 @@ class DiskState:
     def commit(self, change: Change) -> dict[int, int]:
         """Commit a change with the uses noted since the last one, and bring memory up to date.
 
-        Call under `write_lock`. Added runs are published by the caller, who knows their segments.
+        Call under `write_lock`. The caller publishes added runs, since it has their segments.
 
         Raises:
             IndexFailedError: nothing has changed.

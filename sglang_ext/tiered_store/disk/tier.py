@@ -1,11 +1,11 @@
 """The disk tier: blocks in append-only segments, found through LMDB, verified on every read.
 
     directory/
-      owner.lock        who uses it now
+      owner.lock        its present user
       index/data.mdb    block key -> run, position     (index.py)
       00000001.seg ...  runs of blocks, layer-major    (segment_format.py)
 
-What fails becomes misses, counted by reason, with a log line that says what to do:
+Failures become misses, counted by reason, with a log line that gives the remedy:
 
     the medium                           the tier
     -----------------------------------  -------------------------------------------------------------------
@@ -85,7 +85,7 @@ class DiskTier(BlockTier):
             namespaces; they age and go like the rest.
         files, clock: the system's, or a test's.
         tier: its number among the tiers below memory.
-        step: told the name of each step of a put and of reclaiming as it is done; for crash tests.
+        step: called with the name of each step of a put and of reclaiming as it is done; for crash tests.
 
     Raises:
         ConfigError: the directory cannot be used, or another process uses it.

@@ -3,7 +3,7 @@
     reserve room -> write layers -> write header -> fdatasync -> commit the index (synced) -> publish
 
 A crash before the commit leaves bytes that no index row leads to, which the next start gives back. A crash
-after it leaves everything. `DONE` is said after the commit only.
+after it leaves everything. `DONE` is returned after the commit only.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ArenaMemoryError(MediumError):
 
 
 class PinError(MediumError):
-    """CUDA is there but refused to pin the memory; the hint says what to do."""
+    """CUDA is there but refused to pin the memory; the hint gives the remedy."""
 
 
 class ArenaMemory:
@@ -174,7 +174,7 @@ class ArenaMemory:
         return True
 
     def huge_bytes(self) -> int:
-        """Bytes of this mapping that lie on huge pages now, as /proc/self/smaps tells."""
+        """Bytes of this mapping that lie on huge pages now, from /proc/self/smaps."""
         wanted = False
         total = 0
         with (

@@ -1,6 +1,6 @@
 """Choose the next layer and request to read: no I/O, no threads, no clock.
 
-Requests compute layer by layer, so what keeps them waiting is always their lowest missing layer. Reads are
+Requests compute layer by layer, so they always wait for their lowest missing layer. Reads are
 therefore ordered lowest layer first across all requests, then by the request's priority, then by arrival
 (Symphony, section 3.3: priority-based K,V cache). Order alone would let a stream of new requests hold back
 the upper layers of an old one for ever; so a request that arrived `patience` reads earlier counts one layer

@@ -25,8 +25,8 @@ from sglang_ext.tiered_store.loading.layers import LayerQueue, LayerTask
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
 
 OnLayer: TypeAlias = "Callable[[int, BlockMemory, int], None]"
-"""Told a layer, the memory, and how many leading blocks of it have their bytes there: to copy them on. Called
-in the thread that read them."""
+"""Called with a layer, the memory, and how many leading blocks of it have their bytes there: to copy them on.
+Called in the thread that read them."""
 
 
 class Load:
