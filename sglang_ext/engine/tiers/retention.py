@@ -13,9 +13,10 @@ same. No I/O; the scheduler's thread only.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.keys import TOKEN_BYTES
@@ -61,6 +62,30 @@ def owner_of(namespace: Hashable) -> Hashable:
 def most_of(namespaces: Iterable[Hashable]) -> Hashable:
     """The tenant to which most of the namespaces belong; of several, the one that comes first."""
     return Counter(map(owner_of, namespaces)).most_common(1)[0][0]
+
+
+def from_most(owned: Sequence[tuple[Hashable, int]]) -> list[int]:
+    """Indices of (tenant, blocks), in the order in which they are given up: each time the first one of the
+    tenant that has the most blocks left. With one tenant, the order in which they come.
+    """
+    left: Counter[Hashable] = Counter()
+    waiting: dict[Hashable, deque[int]] = {}
+    for index, (owner, blocks) in enumerate(owned):
+        left[owner] += blocks
+        waiting.setdefault(owner, deque()).append(index)
+    # Among equals the tenant that came first, so that all ranks choose alike.
+    heap = [(-left[owner], number, owner) for number, owner in enumerate(waiting)]
+    heapq.heapify(heap)
+    found: list[int] = []
+    while heap:
+        negative, number, owner = heap[0]
+        index = waiting[owner].popleft()
+        found.append(index)
+        if waiting[owner]:
+            heapq.heapreplace(heap, (negative + owned[index][1], number, owner))
+        else:
+            heapq.heappop(heap)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ An instance whose DRAM is full is about to lose prefixes that may be asked for a
 one, whose DRAM is not, fetch them before (``router/dispatch/spilling.py``), within ``--kv-dram-for-others``.
 They are spilled blocks there: found, exported and loaded like any others, and the first to go. Nothing of the
 instance's own is evicted for them, they do not go on to its disk, and whatever it needs DRAM for takes theirs
-before anything else, the oldest first and of a prompt the end first.
+before anything else: those of the tenant with the most blocks first, of a tenant the oldest, and of a prompt
+the end first.
 
 A spilled block that a request of this instance uses, or that is announced to it, is its own from then on.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sglang_ext.engine.tiers.retention import path_of
+from sglang_ext.engine.tiers.retention import from_most, owner_of, path_of
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
 
@@ -42,6 +43,8 @@ class _Entry:
     namespace: Hashable
     key: bytes
     start: int
+    returned: bool = False
+    """Another instance has fetched some of it, so that giving it up loses nothing."""
 
 
 class Spilled:
@@ -63,7 +66,7 @@ class Spilled:
         self._announced = announced
         self.limit = limit
         self._entries: list[_Entry] = []
-        """Those first whose prompts were given back to others, then the oldest."""
+        """The oldest first."""
         self.counters = SpilledCounters()
         self.shown = 0
         """``blocks`` as of the last ``show``; from any thread."""
@@ -131,7 +134,7 @@ class Spilled:
             self.show()
 
     def give_up(self, blocks: int) -> list[Evicted]:
-        """Take up to so many spilled blocks from DRAM, the oldest prompts first and of each the end first.
+        """Take up to so many spilled blocks from DRAM, by `_in_order`, of each prompt the end first.
 
         Returns:
             What left the tree; the caller frees it.
@@ -144,12 +147,21 @@ class Spilled:
         while len(gone) > before:
             # The beginning of one may be free to go once the end of another has gone.
             before = len(gone)
-            for entry in self._entries:
+            for entry in self._in_order():
                 gone += self._take(entry, blocks - _sum(gone))
         self.counters.given_up += _sum(gone)
         self._look()
         self.show()
         return gone
+
+    def _in_order(self) -> list[_Entry]:
+        """Returned prompts first, then those of the tenant with the most blocks, the oldest first."""
+        kept = [entry for entry in self._entries if not entry.returned]
+        owned = [
+            (owner_of(entry.namespace), sum(node.blocks for node in self._nodes(entry))) for entry in kept
+        ]
+        returned = [entry for entry in self._entries if entry.returned]
+        return returned + [kept[index] for index in from_most(owned)]
 
     def _take(self, entry: _Entry, blocks: int) -> list[Evicted]:
         gone: list[Evicted] = []
@@ -165,13 +177,10 @@ class Spilled:
     def on_export(self, nodes: Sequence[Node]) -> None:
         """Another instance is given these nodes. What it has then is no loss here: that goes first."""
         exported = set(nodes)
-        first: list[_Entry] = []
-        others: list[_Entry] = []
         for entry in self._entries:
             blocks = sum(node.blocks for node in self._nodes(entry) if node in exported)
             self.counters.exported += blocks
-            (first if blocks else others).append(entry)
-        self._entries = first + others
+            entry.returned = entry.returned or blocks > 0
 
     def clear(self) -> None:
         """Forget everything: the cache is about to be emptied."""

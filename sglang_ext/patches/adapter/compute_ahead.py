@@ -7,6 +7,9 @@ most, nothing needs to be aborted, and what was computed until then is cached as
 request too. What is computed takes the room of what nobody announced, or announced with a lower priority,
 and no other.
 
+Tenants share it: of equal priorities, the next piece is computed for the tenant with the fewest tokens
+computed since it began to wait, and when all places are taken, the tenant with the most loses its last one.
+
 Decided alike on all ranks: from the scheduler's queues, which they have alike, and their equal trees. The
 scheduler's thread only.
 """
@@ -21,7 +24,7 @@ from typing import Any, Final, Protocol
 
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
-from sglang_ext.engine.tiers.retention import path_of
+from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
 from sglang_ext.patches.adapter.own_requests import Running
 from sglang_ext.radix_global import Holder, RadixTree
@@ -61,6 +64,11 @@ class _Job:
     computed: int = 0
     """Tokens, by requests of ours."""
 
+    @property
+    def owner(self) -> Hashable:
+        """Its tenant."""
+        return owner_of(self.namespace)
+
 
 class ComputeAhead:
     """See the module's docstring.
@@ -90,7 +98,9 @@ class ComputeAhead:
         self._namespace = namespace
         self._host = host
         self._jobs: list[_Job] = []
-        """In the order in which they are done."""
+        """The highest priority first, then the oldest."""
+        self._served: dict[Hashable, int] = {}
+        """Tokens computed for each tenant that waits. A tenant that begins to wait starts from the least."""
         self._running: tuple[_Job, int, Running] | None = None
         """Whose piece is being computed, and how many blocks HBM had of it before."""
         self._ended: deque[PrefetchResult] = deque()
@@ -115,8 +125,6 @@ class ComputeAhead:
         if result.end is not PrefetchEnd.DONE or missing <= 0 or not self._prefetcher.expects(result.id):
             return False
         self.cancel(result.id)
-        if len(self._jobs) >= MOST_WAITING:
-            return False
         job = _Job(
             result.id,
             key,
@@ -128,7 +136,16 @@ class ComputeAhead:
         )
         place = next((at for at, each in enumerate(self._jobs) if each.priority < priority), len(self._jobs))
         self._jobs.insert(place, job)
-        return True
+        self._served.setdefault(job.owner, min(self._served.values(), default=0))
+        if len(self._jobs) <= MOST_WAITING:
+            return True
+        most = most_of(each.namespace for each in self._jobs)
+        weakest = [each for each in self._jobs if each.owner == most][-1]
+        if weakest is not job:
+            self._end(weakest, PrefetchEnd.DROPPED)
+            return True
+        self._forget(job)
+        return False
 
     def cancel(self, id: str) -> None:
         """Compute no more for ``id``. A piece under way ends by itself."""
@@ -158,10 +175,14 @@ class ComputeAhead:
             self._prefetcher.retention.look(job.id)
             if not gained and job in self._jobs:
                 self._end(job, PrefetchEnd.GIVEN_UP)  # refused, aborted, or already evicted
-        while self._jobs and not self._prefetcher.expects(self._jobs[0].id):
-            self._end(self._jobs[0], PrefetchEnd.CANCELLED)
-        if self._jobs and self._host.idle():
-            self._next(self._jobs[0])
+        while (first := self._turn()) is not None and not self._prefetcher.expects(first.id):
+            self._end(first, PrefetchEnd.CANCELLED)
+        if first is not None and self._host.idle():
+            self._next(first)
+
+    def _turn(self) -> _Job | None:
+        """The job whose next piece is computed next."""
+        return min(self._jobs, key=lambda job: (-job.priority, self._served[job.owner]), default=None)
 
     def _next(self, job: _Job) -> None:
         block = self._tree.block_size
@@ -184,6 +205,7 @@ class ComputeAhead:
             self._end(job, PrefetchEnd.GIVEN_UP)
         else:
             self._running = (job, reached // block, running)
+            self._served[job.owner] += piece
 
     def _reached(self, job: _Job) -> int:
         """Blocks of the prompt's beginning that HBM has."""
@@ -195,11 +217,16 @@ class ComputeAhead:
         return reached
 
     def _end(self, job: _Job, end: PrefetchEnd) -> None:
-        self._jobs.remove(job)
+        self._forget(job)
         block = self._tree.block_size
         self._ended.append(
             PrefetchResult(job.id, end, self._reached(job) * block, job.brought, computed=job.computed)
         )
+
+    def _forget(self, job: _Job) -> None:
+        self._jobs.remove(job)
+        if all(each.owner != job.owner for each in self._jobs):
+            del self._served[job.owner]
 
     @property
     def busy(self) -> bool:

@@ -238,6 +238,24 @@ def test_what_comes_behind_what_was_given_up_is_the_instances_own(make_server: M
     assert tier.spilled.give_up(20) == []
 
 
+def test_the_tenant_with_the_most_gives_up_first(make_server: MakeServer) -> None:
+    """Though what is kept for the other tenant is older."""
+    owner, keeper = make_server(), make_server(IDLE)
+    of_small, of_large = prompt(1, 8), prompt(2, 20)
+    for salt, tokens in (("small", of_small), ("large", of_large)):
+        owner.rank.serve(tokens, salt=salt)
+        owner.settle()
+        assert spill(owner, keeper, tokens, salt=salt) is FetchEnd.DONE
+    assert kept(keeper) == 28
+    tier = keeper.rank.tier
+    assert tier is not None
+    tier._delete(tier.spilled.give_up(10))
+    assert [keeper.in_dram(of_small, salt="small"), keeper.in_dram(of_large, salt="large")] == [
+        8 * BLOCK,
+        10 * BLOCK,
+    ]
+
+
 def test_it_is_seen(make_server: MakeServer) -> None:
     owner, keeper, tokens = both(make_server)
     spill(owner, keeper, tokens)

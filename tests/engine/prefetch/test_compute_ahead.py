@@ -180,6 +180,27 @@ def test_only_so_many_wait(rig: Rig) -> None:
     assert not rig.computes.busy
 
 
+def test_tenants_take_turns(rig: Rig) -> None:
+    """B's prompt comes behind three of A's, and is done before the first of these."""
+    for number in range(3):
+        rig.hint(f"a{number}", prompt(number + 1, 10), cache_salt="a")
+    rig.step()
+    rig.hint("b", prompt(9, 4), cache_salt="b")
+    ended = [result.id for result in rig.until_done()]
+    assert ended == ["b", "a0", "a1", "a2"]
+    assert rig.host.started[:4] == [16, 32, 16, 40]
+
+
+def test_a_tenant_with_all_places_makes_room_for_another(rig: Rig) -> None:
+    for number in range(MOST_WAITING):
+        assert rig.hint(f"a{number}", prompt(number + 1, 2), cache_salt="a")
+    assert not rig.hint("more", prompt(100, 2), cache_salt="a"), "the tenant's own places are taken"
+    assert rig.hint("b", prompt(101, 2), cache_salt="b")
+    assert [result.end for result in rig.computes.take_ended()] == [PrefetchEnd.DROPPED]
+    assert rig.computes.busy
+    rig.computes.clear()
+
+
 def test_a_tenants_own(rig: Rig) -> None:
     tokens = prompt(1, 5)
     rig.hint("h", tokens, cache_salt="tenant")

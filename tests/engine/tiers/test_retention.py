@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sglang_ext.engine.tiers.retention import MOST_HINTS, Retention
+from sglang_ext.engine.tiers.retention import MOST_HINTS, Retention, from_most
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiers import Tier
@@ -200,3 +203,23 @@ def test_only_so_many_are_held_back() -> None:
     assert len(retention) == MOST_HINTS
     retention.forget("0")
     assert len(retention) == MOST_HINTS, "the weakest are gone"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=20))
+def test_tenants_with_the_most_give_up_first(owned: list[tuple[str, int]]) -> None:
+    order = from_most(owned)
+    assert sorted(order) == [*range(len(owned))]
+    left = Counter[str]()
+    for owner, blocks in owned:
+        left[owner] += blocks
+    for index in order:
+        owner, blocks = owned[index]
+        assert left[owner] == max(left.values())
+        left[owner] -= blocks
+    for tenant in "abc":
+        theirs = [index for index in order if owned[index][0] == tenant]
+        assert theirs == sorted(theirs), "the oldest first"
+
+
+def test_a_small_tenant_keeps_its_blocks_while_a_large_one_has_more() -> None:
+    assert from_most([("small", 2), ("large", 3), ("large", 3)]) == [1, 2, 0]
