@@ -1,4 +1,4 @@
-"""Taking on a model: what was known of the former one is dropped, and the new one's tokenizer is loaded."""
+"""Adopting a model: drop the index and costs of the former one, and load the new one's tokenizer."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Router(Parts):
             logger.info("%r from %s", self.keys, self.config.api_keys_file)
 
     async def stop(self) -> None:
-        """Stop listening, let what is running end for the grace period, and end every task and thread."""
+        """Stop listening, let running requests end within the grace period, and end every task and thread."""
         # First, because what still runs needs all the rest.
         await self.server.stop()
         await self.watch.stop()
@@ -214,8 +214,8 @@ class Router(Parts):
 
 
 def settle_garbage() -> None:
-    """Never look again at what is there now. For a process that is a router and nothing else, once it has
-    loaded what it needs.
+    """Exempt the objects of this moment from garbage collection. For a process that is a router and nothing
+    else, once all is loaded.
 
     Python looks at every object that there is, now and then, for cycles. A tokenizer's libraries leave half a
     million objects behind that never become garbage; looking at them takes 100 ms and more, in which no
@@ -256,7 +256,7 @@ async def serve(config: RouterConfig) -> None:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, router.hurry)
-            if reading:  # what was asked for before the end is done, if the disk answers
+            if reading:  # a pending reading of the keys is finished, if the disk answers
                 await asyncio.wait(reading, timeout=KEYS_WAIT_S)
             tasks = (stopping, ending, *reading)
             for task in tasks:
@@ -268,7 +268,7 @@ async def _stand_by(router: Router, descriptor: int, ends: Iterable[asyncio.Futu
     """Until a byte comes through the pipe, which makes the router take over, or one of ``ends`` is done.
 
     Raises:
-        PeerError: nobody is left who could write to the pipe.
+        PeerError: the process that held the pipe's other end is gone.
     """
     loop = asyncio.get_running_loop()
     told: asyncio.Future[bytes] = loop.create_future()

@@ -1,4 +1,4 @@
-"""What happens to every request: its id, its key, its endpoint, its errors, and the one log line."""
+"""The frame of every request: its id, its key, its endpoint, its errors, and the one log line."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Service:
     """Answers every request of the router.
 
     Args:
-        routes: who answers what; endpoints may be added while it runs.
-        keys: who may ask.
-        budgets: what clients may use.
+        routes: the handler of each path; endpoints may be added while it runs.
+        keys: the valid API keys.
+        budgets: the budgets of clients.
         metrics: counted here.
-        sites: which web pages may.
+        sites: the web pages that may send requests.
         clock: seconds.
         tracing: a span per request, where that is wanted.
     """
@@ -77,7 +77,7 @@ class Service:
         self.ended: Signal[[Record, float]] = Signal()
         """A request has ended, and when; ``monotonic``."""
 
-    # What only hands on gives the next coroutine back, as one around it would cost every request.
+    # A function that only delegates returns the next coroutine: one around it would cost every request.
 
     def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None]:
         """Answer a request. Raises nothing but the cancellation that a client which goes away brings."""
@@ -196,7 +196,7 @@ class Service:
     def _find(self, request: Request, record: Record) -> Route:
         route = self.routes.get(request.path)
         self._sites.check(request, public=route is not None and route.access is Access.OPEN)
-        # A key is asked for before anything is told, even that there is no such path.
+        # The key is checked before any answer, even that there is no such path.
         if route is None or route.access in (Access.CLIENT, Access.ADMIN):
             self._check_key(request, record, route)
         return found(route, request)

@@ -77,7 +77,7 @@ class Parts:
     """Everything that a router is made of. Nothing runs yet.
 
     Args:
-        config: everything that can be told; each part gets what concerns it.
+        config: the router's whole configuration; each part gets what concerns it.
         clock: seconds.
         on_loaded: called when a tokenizer has been loaded.
         on_crash: called when background work has failed for good: without it the router must not go on.
@@ -99,7 +99,7 @@ class Parts:
         path = config.cluster_key_file
         self.cluster_key = read_cluster_key(path, looks=False) if path else None
 
-        # What is seen, and who may ask.
+        # Observability, and access.
         self.metrics = RouterMetrics()
         failures = self.metrics.counter("task_failures", "Rounds of background work that failed", "task")
         self.rounds = Rounds(clock, on_crash, failures.labels)
@@ -113,7 +113,7 @@ class Parts:
             tokenizing_s=share * threads * MINUTE_S if share < 1.0 else 0.0,
         )
 
-        # The instances: what they hold, how they are, and their agents.
+        # The instances: their caches, states and agents.
         self.upstream = HttpUpstream(
             config.connect_timeout_secs, tls=lambda: worker_context(config.tls_worker_ca_file)
         )
@@ -285,7 +285,7 @@ class Parts:
             explains=config.explain_routing,
         )
 
-        # The cluster: who joins, drains, leaves, and what several routers share.
+        # The cluster: its members, and the state that several routers share.
         store = open_membership(
             config.cluster,
             config.cluster_name,
@@ -320,7 +320,7 @@ class Parts:
         self.members.ticked.subscribe(joins.tell)
         self.agents.reached.subscribe(self.documents.again)
         self.agents.reached.subscribe(self.advisor.tell_unanswered)
-        self.agents.reached.subscribe(self.fetching.forget)  # what it said on a former channel may be lost
+        self.agents.reached.subscribe(self.fetching.forget)  # its messages on a former channel may be lost
 
         self.role_changes = RoleChanges(self.members, self.api)
         self.roles = RoleController(
@@ -348,7 +348,7 @@ class Parts:
         ):  # fmt: skip
             part.measure(self.metrics)
 
-        # What clients can ask.
+        # The endpoints.
         self.advisory = AdvisoryApi(self.advisor, self.fleet, self.documents, clock, self.queries)
         self.generation = Generation(
             Rules(

@@ -1,11 +1,10 @@
 """Several processes of one router at one port: ``--workers N``.
 
 The first process binds the port and forks the workers. Each is a whole router; they share members, sessions,
-hints, documents and what of limits is used through sockets in a folder of their own (``membership_local``),
-and the kernel gives a connection to one that is free. A worker that dies, or ends by an error, is forked
-again; connections that it had not accepted go to another one. What the first start of a worker refuses ends
-all. Each has its own ``/metrics``, at its own port on loopback, which the log
-names.
+hints, documents and the use of limits through sockets in a folder of their own (``membership_local``), and
+the kernel gives a connection to a free one. A worker that dies, or ends by an error, is forked again;
+connections that it had not accepted go to another one. An error of a flag at the first start of a worker ends
+them all. Each has its own ``/metrics``, at its own port on loopback, which the log names.
 
 The first process does nothing else, has no threads and no event loop, so that it can fork at any time.
 """
@@ -72,7 +71,7 @@ def run_workers(config: RouterConfig) -> None:
 
 
 class _Workers:
-    """The processes, by what each is told.
+    """The processes, each with its configuration.
 
     Args:
         configs: of each worker.
@@ -83,7 +82,7 @@ class _Workers:
         self._configs = configs
         self._doors = doors
         self._running: dict[int, int] = {}
-        """By process id: which worker it is."""
+        """Process id -> number of the worker."""
         self._deaths: deque[float] = deque(maxlen=DEATHS)
         self._restarted: set[int] = set()
         """Workers that were started again."""
@@ -153,7 +152,7 @@ class _Workers:
 
 
 def _be_worker(config: RouterConfig, parent: int, mask: Mask) -> NoReturn:
-    """What a forked process does. A terminal's Ctrl-C reaches the first process only, which passes it on."""
+    """Run in a forked process. A terminal's Ctrl-C reaches the first process only, which passes it on."""
     status = FAILED
     try:
         os.setpgid(0, 0)

@@ -1,1 +1,1 @@
-"""What answers each endpoint."""
+"""The handlers of the endpoints."""

@@ -92,10 +92,10 @@ class AdvisoryApi:
         return parse_json_object(body)
 
     async def _offer(self, admitted: AdmittedHint, record: Record) -> dict[str, Any]:
-        """Take a hint, and say what is told of it.
+        """Offer a hint to the advisor, and return its state as JSON.
 
         Raises:
-            RequestRefused: 429 when it was refused, 404 when nothing is known of its session.
+            RequestRefused: 429 when it was refused, 404 when its session is unknown.
         """
         record.priority = admitted.priority
         if (refused := self._advisor.too_fast(record.caller)) is not None:
@@ -136,7 +136,7 @@ class AdvisoryApi:
         """A hint of the caller's.
 
         Raises:
-            RequestRefused: 404, for one that is not known here.
+            RequestRefused: 404: there is no such hint.
         """
         entry = self._advisor.find(id, record.caller)
         if entry is None:
@@ -202,7 +202,9 @@ class AdvisoryApi:
             await _send(responder, record, 200, body, headers)
 
     def note(self, hints: Sequence[Json], record: Record) -> None:
-        """Take the hints that a request carries beside itself. What is wrong with them harms it not."""
+        """Take the hints that a request carries beside itself. An error in one of them does not affect the
+        request.
+        """
         for number, body in enumerate(hints):
             if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
                 logger.info("hints in a request beyond the first %d were not taken", number)
@@ -223,12 +225,12 @@ class AdvisoryApi:
             self._documents.ended(own)
 
     async def stop(self) -> None:
-        """End what goes on after the answers."""
+        """End the work that goes on after the answers."""
         await self._noting.cancel()
 
 
 def check_size(hint: Hint, limits: Limits) -> None:
-    """Refuse a hint that stands for no request, or that no instance can be told of."""
+    """Refuse a hint that stands for no request, or is too long for a message to an instance."""
     if len(hint.key) > MAX_PROMPT_BYTES:
         raise RequestRefused(
             f"the hint has {hint.tokens} tokens, and instances can be told of "

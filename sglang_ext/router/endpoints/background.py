@@ -1,8 +1,8 @@
 """Answers that go on when their request is answered (``background: true``): they count until they end.
 
-SGLang answers such a request at once and generates afterwards. What a request holds while it is answered
-(a place, a share of its instance, one of its key's ``concurrent``) the answer goes on to hold. The instance
-is asked after it until it has ended, and its generated tokens are charged to its key.
+SGLang answers such a request at once and generates afterwards. The answer keeps the resources of its request:
+a place among the admitted, a share of its instance, one of its key's ``concurrent``. The router polls the
+instance until the answer has ended, and charges the generated tokens to the key.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Background:
         )
 
     def keep(self, dialect: Dialect, response_id: str, load: Load, meter: Meter | None) -> None:
-        """Hold on to what the request of an answer holds, which may let go of it now.
+        """Keep the resources of the request of an answer; the request may let go of them now.
 
         Args:
             dialect: of the request.

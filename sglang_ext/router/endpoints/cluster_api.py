@@ -1,7 +1,8 @@
 """The endpoints under ``/cluster``: instances register and leave here, people look, drain and change.
 
-Who may: instances with the key of the cluster; people with that key or an administrator's API key. Without a
-cluster key, whoever reaches a router that listens on loopback only may register instances of this machine.
+Access: instances with the key of the cluster; people with that key or an administrator's API key. Without a
+cluster key, only a router that listens on loopback accepts registrations, and only of instances of this
+machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ClusterApi:
     """Answers requests under ``/cluster``.
 
     Args:
-        members: who is asked and told.
+        members: the members of the cluster.
         roles: changes them.
         controller: wishes changes.
         queries: to other routers.
@@ -44,7 +45,7 @@ class ClusterApi:
         keys: API keys; those of administrators are good here.
         local: whether the router listens on loopback only.
         clock: for signatures.
-        sites: which web pages may do what needs no key.
+        sites: the web pages that may call endpoints without a key.
         replays: knows which signatures were used.
     """
 
@@ -154,7 +155,9 @@ class ClusterApi:
     # -- who may --------------------------------------------------------------------------------------------
 
     def _check_member(self, request: Request, *, or_admin: bool = False) -> None:
-        """Refuse what is not signed by a member, where there is a key to sign with."""
+        """Refuse a request that no member has signed. Without a cluster key, a router on loopback refuses
+        those of foreign web pages, and any other router refuses all.
+        """
         if self._key is None:
             if self._local:
                 self._sites.check(request)
@@ -178,7 +181,7 @@ class ClusterApi:
         )
 
     def _check_admin(self, request: Request) -> None:
-        """Refuse what is neither signed by a member nor has an administrator's key."""
+        """Refuse a request with neither a member's signature nor an administrator's key."""
         if self._is_admin(request):
             return
         if self._key is not None and self._not_signed(request, self._key) is None:

@@ -35,7 +35,7 @@ _GET_OR_POST = frozenset({"GET", "POST"})
 
 
 class Control:
-    """Reaches instances with what is not a generation request.
+    """Serves requests to instances other than generation.
 
     Args:
         fleet: the instances.
@@ -72,7 +72,8 @@ class Control:
     async def _abort(self, request: Request, responder: Responder, record: Record) -> None:
         """End a request by its ``rid`` or ``x-request-id``, or all of them, whichever routers serve them."""
         payload = parse_json_object(request.body)
-        rid = take_string(payload, "rid", most=2 * MAX_NAME_CHARACTERS)  # a tenant may give what it read
+        # Twice the length: a tenant may give a name from an answer, with its prefix.
+        rid = take_string(payload, "rid", most=2 * MAX_NAME_CHARACTERS)
         caller = record.caller
         if take_bool(payload, "abort_all"):
             if caller.tenant is None:

@@ -25,7 +25,7 @@ class DocumentsApi:
     """Answers requests under ``/v1/documents``. Each tenant sees its own documents only.
 
     Args:
-        documents: takes and tells of them.
+        documents: keeps the documents.
         fleet: knows the model, against which contents are checked.
         clock: seconds.
         ttl_s: how long a document lives unless it says.

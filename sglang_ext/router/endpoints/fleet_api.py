@@ -1,6 +1,6 @@
-"""SGLang's routes beside generation: what any worker answers, what goes to every worker, what is refused.
+"""SGLang's routes beside generation: served by any worker, by every worker, or refused.
 
-All of it follows the table of ``server_routes``. What changes the fleet goes to all members or to none: each
+All of it follows the table of ``server_routes``. A change of the fleet goes to all members or to none: each
 of them must be reachable before anything is sent, changes go one after the other, and where a worker fails,
 the others are set back if SGLang has a route for that.
 """
@@ -49,11 +49,11 @@ MISSING: Final = frozenset({State.NEW, State.DOWN})
 SET_BACK: Final = "set back"
 """In an answer: a worker had done it, and was set back because another one failed."""
 _CONTINUES: Final = frozenset({"/pause_generation", "/continue_generation"})
-"""They wait for no other change: an update may be what a pause is for, or what hangs."""
+"""They wait for no other change: the update under way may be the reason for the pause, or may hang."""
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
-    """What one worker answered."""
+    """The answer of one worker."""
 
     status: int
     message: object
@@ -62,7 +62,7 @@ class Outcome(msgspec.Struct, omit_defaults=True):
 
     @property
     def good(self) -> bool:
-        """Whether it has done what it was asked for."""
+        """Whether the worker has done it."""
         return self.status == 200
 
 
@@ -71,7 +71,7 @@ class FleetApi:
 
     Args:
         fleet: the workers.
-        trees: forgets what was flushed, or is of other weights.
+        trees: forgets a worker after a flush or a change of its weights.
         api: reaches the workers.
         bounds: judges requests by their length.
         timeout_s: for a request to a worker.
@@ -161,7 +161,7 @@ class FleetApi:
     async def _all_or_none(
         self, row: ServerRoute, request: Request, responder: Responder, record: Record
     ) -> None:
-        # It goes on when the client goes away: a fleet that is half changed is worse than one that is.
+        # It goes on when the client goes away: a half-changed fleet is worse than a changed one.
         work = self._running.start(self._change(row, request), name=f"{row.path} at every worker")
         outcomes = await asyncio.shield(work)
         await _answer(outcomes, responder, record)
@@ -206,8 +206,9 @@ class FleetApi:
     async def _send(
         self, row: ServerRoute, path: str, names: Sequence[str], method: str, target: str, body: bytes
     ) -> dict[str, Outcome]:
-        """Send one body to several workers at once. What the index knows of a worker is dropped before and
-        after its weights may have changed."""
+        """Send one body to several workers at once. The index entries of a worker are dropped before and
+        after its weights may have changed.
+        """
 
         async def one(name: str) -> Outcome:
             try:
@@ -242,7 +243,7 @@ def _refusing(row: ServerRoute) -> Handler:
 
 
 def _undoing(body: bytes) -> Json:
-    """What sets a worker back: it names the adapter, if there is one."""
+    """The request that sets a worker back: it names the adapter, if there is one."""
     name = take_string(parse_json_object(body), "lora_name") if body else None
     return {} if name is None else {"lora_name": name}
 

@@ -4,12 +4,12 @@
    (``tenancy.admit``, once for everything).
 2. Its prompts become keys of the prompt tree (``tokenizing``); too long ones are refused.
 3. When every instance has as many requests as it may, it waits (``queueing``).
-4. The tree says who holds how much of them, the policy chooses an instance (``choosing``), and the tree is
-   told the guess that this instance will hold them.
+4. The tree finds the instances with the longest prefixes, the policy chooses an instance (``choosing``), and
+   the tree records the guess that this instance will hold them.
 5. The request goes to the instance (``relaying``). While the client has been sent nothing, a lost connection
    means another instance, within the budget for that; a client that goes away means a closed connection, on
    which the worker aborts.
-6. When the answer begins, the guess becomes an entry; when it ends, what was generated is added: its ids
+6. When the answer begins, the guess becomes an entry; when it ends, the generated tokens are added: its ids
    where the answer tells them, else the tokens of its text.
 """
 
@@ -55,7 +55,7 @@ _ids = random.Random()
 
 
 class Hinting(Protocol):
-    """What takes the hints in generation requests (``advisory_api``)."""
+    """Takes the hints in generation requests (``advisory_api``)."""
 
     async def serve_prewarm(
         self, dialect: Dialect, payload: Json, responder: Responder, record: Record
@@ -70,8 +70,8 @@ class Generation:
     """Serves the generation endpoints.
 
     Args:
-        rules: what is asked of requests.
-        fleet: who can take requests.
+        rules: for reading requests.
+        fleet: the instances.
         chooser: from requests to instances.
         relay: sends requests on.
         tokenizers: from prompts to keys.
@@ -251,7 +251,7 @@ class Generation:
             except (ConnectFailed, ConnectionLost) as error:
                 if flight.responder.started:
                     raise
-                failure = error.with_traceback(None)  # which has this frame, and so the request
+                failure = error.with_traceback(None)  # the traceback has this frame, and so the request
                 where, flight.failed = flight.failed or decision.instance, None
                 excluded |= {where}
                 if isinstance(error, ConnectFailed):

@@ -1,8 +1,8 @@
 """``POST /query``: the index, asked by other gateways in the form of Mooncake's KV-indexer API (RFC 1403).
 
-Who asks is told of its own namespace only: with tenants, the router puts the salt of the key's tenant in, as
-with every prompt, so that nobody learns whether another tenant's prompt is cached. What would tell prompts
-themselves (Dynamo's ``/dump``) is not here.
+The answer covers the caller's own namespace only: with tenants, the router puts the salt of the key's tenant
+in, as with every prompt, so that a key does not reveal whether another tenant's prompt is cached. Endpoints
+that would reveal prompts themselves (Dynamo's ``/dump``) do not exist here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_ext.tiers import Tier, all_tiers
 
 MEDIA: Final = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.DISK: "DISK"}
 DEFAULT_TENANT: Final = "default"
-"""What the answer calls the tenant of a router without tenants, as the API does."""
+"""The name, in answers, of the tenant of a router without tenants, as in the API."""
 MAX_BLOCK: Final = 1 << 20
 
 
@@ -34,7 +34,7 @@ class IndexerApi:
     """Answers ``/query``.
 
     Args:
-        fleet: who serves which model.
+        fleet: the model and its instances.
         trees: asked.
     """
 

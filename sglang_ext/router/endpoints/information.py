@@ -200,7 +200,7 @@ class Information:
         await responder.send(answer.status, headers, answer.body)
 
     async def _server_info(self, request: Request, responder: Responder, record: Record) -> None:
-        """A worker's answer without its secrets, and what this router knows of all of them."""
+        """A worker's answer without its secrets, and this router's view of all workers."""
         name, answer = await ask_any(self._fleet, self._api, "GET", "/server_info")
         value = answer.json()
         info = without_secrets(value) if isinstance(value, dict) else {}
@@ -242,8 +242,9 @@ class Information:
 
 
 def fully_unquoted(path: str) -> str:
-    """A path after every proxy on the way has decoded it; ``..`` for one that is encoded more than
-    ``MOST_ENCODED`` times."""
+    """A path after every proxy on the way has decoded it; ``..`` for a path that is encoded more than
+    ``MOST_ENCODED`` times.
+    """
     for _ in range(MOST_ENCODED):
         if (plain := unquote(path)) == path:
             return path

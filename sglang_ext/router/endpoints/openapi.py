@@ -1,7 +1,7 @@
 """The description of the API that ``/openapi.json`` serves (OpenAPI 3.1).
 
-It describes what the router itself checks; what it passes on unread is allowed as additional properties. The
-tests send requests made from it (schemathesis) at a router, and compare it with the table of endpoints.
+It describes the fields that the router itself checks; other fields are allowed as additional properties.
+The tests send requests made from it (schemathesis) at a router, and compare it with the table of endpoints.
 """
 
 from __future__ import annotations

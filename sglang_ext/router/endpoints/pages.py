@@ -1,7 +1,7 @@
 """The chat page under ``/ui``: files of the package, served as they are; ``/`` leads browsers there.
 
-The page holds no secret and no state of the cluster, so it is open; what it asks of the router needs a key
-where one is set. It loads nothing from anywhere else, and the browser is told to see to that.
+The page holds no secret and no state of the cluster, so it is open; its requests to the router need a key
+where one is set. It loads nothing from other sites, and its headers have the browser enforce that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_ext.router.telemetry.record import Record
 PATH = "/ui"
 _FIRST = "index.html"
 _ROOT = b'"SGLang is running"'
-"""What SGLang's server answers at ``/``, by which clients find out that one is there."""
+"""The answer of SGLang's server at ``/``, by which clients recognize one."""
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z]+")
 _TYPES = {
     "html": "text/html; charset=utf-8",

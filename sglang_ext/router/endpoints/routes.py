@@ -1,4 +1,4 @@
-"""The table of endpoints: who may call what, and who answers it."""
+"""The table of endpoints: methods, handler and access of each path."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Handler: TypeAlias = Callable[[Request, Responder, Record], Awaitable[None]]
 
 
 class Access(enum.Enum):
-    """Who may call an endpoint."""
+    """The callers that an endpoint admits."""
 
     OPEN = enum.auto()
-    """Anybody, as with SGLang: probes have no key."""
+    """Any caller, as with SGLang: probes have no key."""
     CLIENT = enum.auto()
-    """Whoever has a key, where keys are asked for."""
+    """Callers with a key, where keys are asked for."""
     ADMIN = enum.auto()
-    """Whoever has an administrator's key, where keys are asked for."""
+    """Callers with an administrator's key, where keys are asked for."""
     OWN = enum.auto()
     """The handler checks for itself, as those that speak to other parts of the cluster do."""
 
@@ -36,7 +36,7 @@ class Route:
     handler: Handler
     access: Access = Access.CLIENT
     logged: bool = True
-    """Whether requests are in the access log; what is asked for every few seconds would drown the rest."""
+    """Whether requests are in the access log; paths polled every few seconds would drown the rest."""
 
 
 class RouteTable:

@@ -1,7 +1,7 @@
-"""Every route of SGLang's server, and what becomes of it at the router.
+"""Every route of SGLang's server, and its treatment at the router.
 
-A test reads the routes from SGLang's source (``patches/contract/server_routes.py``), and fails for one that
-has no row in this table.
+A test reads the routes from SGLang's source (``patches/contract/server_routes.py``), and fails for a route
+without a row in this table.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 
 
 class How(enum.StrEnum):
-    """What becomes of a request to one of SGLang's routes."""
+    """The treatment of a request to one of SGLang's routes."""
 
     PREFIX = "by prefix"
     """As every prompt: to the worker that holds most of it, with limits, waiting and ``/explain``."""
     ANY = "any worker"
     """To the least busy worker."""
     SESSION = "the session's worker"
-    """To the worker that keeps what the request names."""
+    """To the worker that keeps the session or response that the request names."""
     EVERY = "every worker, for administrators"
     """To every worker that can be reached. The answer has each worker's own."""
     ALL_OR_NONE = "every worker, all or none, for administrators"
@@ -39,10 +39,11 @@ class ServerRoute:
     path: str
     how: How
     note: str
-    """What it does; of one that is refused, why, and what to do instead."""
+    """Its effect; of a refused route, the reason and the alternative."""
     method: str = "POST"
-    """With which the router takes what it passes on. What changes state takes no GET: a link or an image of a
-    web page could send that."""
+    """The method with which the router takes a route that it passes on. A change of state takes no GET: a
+    link or an image of a web page could send that.
+    """
     admin: bool = False
     """Of ``How.ANY``: for administrators."""
     prompts: bool = False
@@ -207,7 +208,7 @@ if len(ROWS) != len(_TABLE):
 
 
 def route_of(path: str) -> str:
-    """A path with parameters as a router's route: what stands before the first parameter."""
+    """A path with parameters as a router's route: its part before the first parameter."""
     return path.partition("{")[0]
 
 

@@ -78,7 +78,9 @@ class Sessions:
 
     async def _opened_at(self, given: str | None, body: Json, caller: Caller) -> tuple[str, str, Answer]:
         """(instance, name, its answer). A session is opened at the instance with the fewest requests and
-        sessions, or at the one that had a session of the ``given`` name, which knows whether it still has."""
+        sessions, or at the former home of a session of the ``given`` name, whose server checks whether it
+        still has one.
+        """
         former = None if given is None else await self._shared.found(caller.scope, session_key(given))
         fleet = [instance for instance in self._fleet.usable() if instance.role is Role.COLOCATED]
         fleet.sort(key=lambda each: (each.name != former, each.in_flight, self._opened[each.name]))

@@ -70,7 +70,7 @@ class SharedRequests:
             key: the response's id, or a ``session_key``.
 
         Raises:
-            RequestRefused: 404, for one that no router knows, or that is another tenant's.
+            RequestRefused: 404: no router knows it, or it is another tenant's.
         """
         if (found := await self.found(scope, key)) is None:
             raise no_home(key)
