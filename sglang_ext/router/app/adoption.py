@@ -25,7 +25,7 @@ class Adoption:
     """Follows the fleet from model to model.
 
     Args:
-        fleet: says which model it serves.
+        fleet: reports the model that it serves.
         trees, costs, tokenizers: are the model's.
         api: asks instances for their tokens, to compare.
         clock: seconds.

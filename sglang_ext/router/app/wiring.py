@@ -332,7 +332,7 @@ class Parts:
             self.trees.tokens_of,
         )
 
-        # An instance that was started anew, or is gone, has neither the cache nor the speed that it had.
+        # A restarted or departed instance has lost its cache and its measured speed.
         for forget in (
             self.trees.forget, self.costs.forget, self.fetching.forget, self.spilling.forget,
             self.documents.again,

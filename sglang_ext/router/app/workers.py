@@ -159,7 +159,7 @@ def _be_worker(config: RouterConfig, parent: int, mask: Mask) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it died before that
             os._exit(FAILED)
-        # Until it listens, nothing is to be read anew.
+        # Until it listens, there are no keys to read again.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         run(config)

@@ -76,7 +76,7 @@ class AgentCounters:
     lag_s: float = 0.0
     """Age of the newest message of events: from the change to its being sent."""
     bad: int = 0
-    """Messages that were none."""
+    """Malformed messages."""
 
 
 class LinkOwner(Protocol):
@@ -88,7 +88,7 @@ class LinkOwner(Protocol):
     router: str
     listener: AgentListener | None
     verdict_s: float
-    """How long an agent may be silent until its channel is made anew."""
+    """How long an agent may be silent until its channel is opened anew."""
     messages: Signal[[str, FromAgent]]
     loads: Signal[[str, Load]]
     reached: Signal[[str]]
@@ -121,7 +121,7 @@ class Link:
         self._asked_at = -math.inf
         self._ask_due = True
         self._waiting = False
-        """Asked, and neither told to go on nor that a snapshot begins."""
+        """A hello was sent, and neither a resumed ``Welcome`` nor the begin of a snapshot has arrived."""
         self._spoken = AGENT_PROTOCOL
         """The agent's protocol version, from its ``Welcome``; ours until one arrives."""
         self._socket: Any = None

@@ -104,7 +104,8 @@ class Agents(AgentChannels):
         """An agent became reachable, for the first time or again: (name)."""
         self.verdict_s = VERDICT_S
         """How long an agent may be silent: on this machine until it is lost, on another one until its channel
-        is made anew. Tests on a busy machine give it longer."""
+        is opened anew. Tests on a busy machine give it longer.
+        """
         self._far_verdict_s = far_verdict_s
         self._key = key
         self._context: Any = None
@@ -155,7 +156,7 @@ class Agents(AgentChannels):
         self.index.detach(name)
 
     def peer_dead(self, instance: str, epoch: str) -> None:
-        """Tell every other agent that an instance (by id) has died."""
+        """Report the death of an instance (by id) to every other agent."""
         dead = PeerDead(instance, bytes.fromhex(epoch))
         for link in self._links.values():
             if link.registration.instance != instance:

@@ -50,7 +50,7 @@ class Joins:
 
     Args:
         rows: of the fleet, by URL.
-        agents: tells.
+        agents: send the lists.
         clock: seconds.
         router: this router's name.
     """

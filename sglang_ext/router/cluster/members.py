@@ -34,7 +34,8 @@ TICK_S = 1.0
 """Between two looks at times, and two words to other routers."""
 HEARD_S = 1.5 * HEARTBEAT_S
 """An agent that lives is not silent for so long, unless the network is: a server that was killed may start
-anew after this."""
+again after this.
+"""
 FORGET_S = 600.0
 """An instance that registered by itself is forgotten when it has given no sign of life for so long."""
 
@@ -62,7 +63,7 @@ class AgentLinks(Protocol):
 
 
 class SessionHomes(Protocol):
-    """Where sessions are, as far as one router knows. Names are URLs."""
+    """The instances of sessions, as one router has recorded them. Names are URLs."""
 
     kept: Signal[[str, str]]
     """This router has sent a session (first) to an instance."""
@@ -72,7 +73,7 @@ class SessionHomes(Protocol):
 
 
 class SharedDocuments(Protocol):
-    """The documents that one router knows."""
+    """The documents of one router."""
 
     changed: Signal[[Document]]
     """This router has taken or deleted one."""
@@ -85,7 +86,7 @@ class SharedDocuments(Protocol):
 
 
 class NoAgents:
-    """Links for a router that knows no agents."""
+    """Links for a router without agents."""
 
     def connect(self, name: str, registration: Registration) -> None:
         """No channel is opened."""
@@ -205,7 +206,7 @@ class Members:
         metrics.refreshing.subscribe(refresh)
 
     async def stop(self) -> None:
-        """Tell the other routers that this one goes."""
+        """Announce to the other routers that this one leaves."""
         await self.store.stop()
 
     async def round(self) -> float:
@@ -213,7 +214,7 @@ class Members:
         self.tick()
         return TICK_S
 
-    # -- what instances say -------------------------------------------------------------------------------
+    # -- requests of instances and operators -----------------------------------------------------------------
 
     def list_url(self, url: str) -> None:
         """An instance is named by its URL."""
@@ -221,7 +222,7 @@ class Members:
             self._publish([member])
 
     def register(self, registration: Registration) -> Registered:
-        """An instance says who it is.
+        """Take in the registration of an instance.
 
         Raises:
             Taken: its name or its URL belongs to another process, which lives.
@@ -241,13 +242,15 @@ class Members:
         )
 
     def _is_heard(self, member: Member) -> bool:
-        """Whether the very process of a record lives. Its probes do not say: another one may have its URL."""
+        """Whether the very process of a record lives. Probes cannot tell: another one may have its URL."""
         beat = self.links.beat(member.url)
         known = beat is not None and beat.epoch.hex() == member.epoch
         return known and self.links.silent_s(member.url) < HEARD_S
 
     def _unreached(self, row: InstanceRecord, registration: Registration) -> str:
-        """Why an instance that registers again, as it does when it hears no router, is not reached back."""
+        """The reason why this router cannot reach an instance that registers again. An instance does so while
+        no router connects to its agent.
+        """
         if not registration.agent or self.links.beat(row.name) is not None:
             return ""
         problem = f"its agent at {registration.agent} is not heard"
@@ -264,7 +267,7 @@ class Members:
         return problem
 
     def leave(self, instance: str) -> None:
-        """An instance says that it goes.
+        """An instance leaves.
 
         Raises:
             Unknown: there is none of this name.
@@ -395,7 +398,7 @@ class Members:
             self.links.disconnect(row.name)
 
     def _tell_dead(self, instance: str, epoch: str) -> None:
-        """Tell the agents of the others, once for each time that it dies."""
+        """Report a dead instance to the agents of the others, once for each of its deaths."""
         if self._dead.get(instance) != epoch:
             self._dead[instance] = epoch
             self.links.peer_dead(instance, epoch)
@@ -458,7 +461,7 @@ class Members:
             speaker.on_routers(others.keys())
 
     def on_word(self, word: Word) -> None:
-        """Another router says something to one of the parts."""
+        """Pass a word of another router to every part."""
         for speaker in self._speakers:
             speaker.hear(word)
 
@@ -485,7 +488,7 @@ class Members:
         return self.roster
 
     def heard(self, instance: str) -> bool:
-        """Whether this router knows the instance to live."""
+        """Whether this router finds the instance alive."""
         member = self.roster.get(instance)
         return member is not None and self._is_usable(member.url)
 
@@ -501,6 +504,6 @@ class Members:
         return self.clock.monotonic() - row.heard
 
     def _remember_session(self, session: str, name: str) -> None:
-        """This router has sent a session to an instance (its URL): other routers shall know."""
+        """This router has sent a session to an instance (its URL): share it with the other routers."""
         if (member := self.roster.at(name)) is not None:
             self.store.remember(session, member.instance)

@@ -15,7 +15,7 @@ from sglang_ext.tiers import Tier, all_tiers
 
 
 def instances(members: Members) -> tuple[InstanceView, ...]:
-    """All that are there, and those that were drained; those that said they go are left out."""
+    """All present and drained instances; an instance that has left by itself is not included."""
     usable = {instance.name: instance for instance in members.fleet.usable()}
     return tuple(
         instance_view(members, member, usable)
@@ -26,7 +26,7 @@ def instances(members: Members) -> tuple[InstanceView, ...]:
 
 
 def cluster(members: Members, roles: RolesView | None = None) -> Cluster:
-    """Everything. roles: the state of the role controller."""
+    """The view of the whole cluster. roles: the state of the role controller."""
     return Cluster(
         router=members.router,
         store=members.store.view(),

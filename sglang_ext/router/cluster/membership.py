@@ -73,7 +73,7 @@ class Listener(Protocol):
         """A document, perhaps an old one."""
 
     def on_word(self, word: Word) -> None:
-        """Another router says something, perhaps twice."""
+        """A word of another router; it may come twice."""
 
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""
@@ -85,7 +85,7 @@ class Listener(Protocol):
         """Every document that this router has."""
 
     def heard(self, instance: str) -> bool:
-        """Whether this router knows the instance to live."""
+        """Whether this router finds the instance alive."""
 
 
 class Membership(Protocol):
@@ -94,8 +94,9 @@ class Membership(Protocol):
     shares: bool
     """Whether there can be other routers."""
     refused: int
-    """Records and frames of others that were none, or too large: each was left out, and is not asked for
-    again while it stays as it is."""
+    """Records and frames of others that were malformed or too large: each was left out, and is not requested
+    again while it stays the same.
+    """
     unsent: int
     """Things that this router had to share and that are too large."""
 
@@ -109,7 +110,7 @@ class Membership(Protocol):
         """Share a record."""
 
     def tell(self, status: RouterStatus) -> None:
-        """Say how this router is."""
+        """Share the status of this router."""
 
     def remember(self, session: str, instance: str) -> None:
         """Share that a session is at an instance (by id)."""
@@ -118,7 +119,7 @@ class Membership(Protocol):
         """Share a document."""
 
     def say(self, word: Word) -> None:
-        """Say something to the others."""
+        """Send a word to the other routers."""
 
     @property
     def others(self) -> Mapping[str, RouterStatus]:

@@ -1,8 +1,8 @@
 """Membership shared by the routers of one machine, through sockets in a folder that only they can enter.
 
-Each router listens at a socket in the folder and connects to the sockets of all others. To each connection
-it sends all its records, then every change. There is no leader and no file: every router has all records, so
-any of them may die; if all die, they begin anew.
+Each router listens at a socket in the folder and connects to the sockets of all others. To each connection it
+sends all its records, then every change. There is no leader and no file: every router has all records, so any
+of them may die; if all die, they begin again without records.
 
 Documents are sent last, one by one, and changes go before the documents that remain. A malformed or too large
 frame is skipped. A router that reads too slowly is disconnected, and gets all records again when it
@@ -96,9 +96,9 @@ class LocalMembership:
         self._door: socket.socket | None = None
         self._spare = SpareFiles()
         self._hearers: set[asyncio.StreamWriter] = set()
-        """Routers that hear this one."""
+        """Connections to routers that receive from this one."""
         self._heard: dict[str, _Hearing] = {}
-        """Routers that this one hears."""
+        """Routers that this one receives from."""
         self._statuses: dict[str, tuple[float, RouterStatus]] = {}
         """The last status of each other router and its time of arrival, by socket."""
         self._sessions: Bounded[str, str] = Bounded(
@@ -109,7 +109,7 @@ class LocalMembership:
         self._since = clock.monotonic()
         self.others: Mapping[str, RouterStatus] = {}
         self.refused = 0
-        """Frames that were none, or too large."""
+        """Frames that were malformed or too large."""
         self.unsent = 0
         self._sightings = Sightings(self._clock)
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
@@ -146,7 +146,7 @@ class LocalMembership:
                     await hearing.complete.wait()
 
     async def stop(self) -> None:
-        """End every connection, by which the others know."""
+        """End every connection; the other routers notice the end."""
         self._listener = None
         if self._door is not None:
             asyncio.get_running_loop().remove_reader(self._door)
@@ -164,12 +164,12 @@ class LocalMembership:
         self.others = {}
 
     def publish(self, member: Member) -> None:
-        """Tell the others."""
+        """Send the record to the other routers."""
         self._sightings.seen(member)
         self._tell_all(MEMBER, encode_member(member))
 
     def tell(self, status: RouterStatus) -> None:
-        """Tell the others, leave out those that are silent, and look for new ones."""
+        """Send the status to the other routers, drop silent routers, and connect to new ones."""
         if self._listener is None:
             return
         self._status = status
@@ -184,17 +184,17 @@ class LocalMembership:
         self._spare.fill()
 
     def remember(self, session: str, instance: str) -> None:
-        """Tell the others."""
+        """Send the session to the other routers."""
         if self._listener is not None and len(session) <= MAX_SESSION_CHARACTERS:
             self._keep(session, instance)
             self._tell_all(SESSION, msgspec.json.encode((session, instance)))
 
     def share(self, document: Document) -> None:
-        """Tell the others."""
+        """Send the document to the other routers."""
         self._tell_all(DOCUMENT, self._written(document))
 
     def say(self, word: Word) -> None:
-        """Tell the others."""
+        """Send the word to the other routers."""
         self._tell_all(WORD, encode_word(word))
 
     def view(self) -> StoreView:
@@ -208,7 +208,7 @@ class LocalMembership:
     # -- telling --------------------------------------------------------------------------------------------
 
     async def _accept(self, door: socket.socket, listener: Listener) -> float:
-        """Wait for one router, and tell it everything; returns the pause until the next."""
+        """Wait for one router to connect, and send it all records; returns the pause until the next."""
         loop = asyncio.get_running_loop()
 
         def knock() -> None:
@@ -236,7 +236,7 @@ class LocalMembership:
 
     async def _until_gone(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
-            await reader.read(1)  # it says nothing here
+            await reader.read(1)  # the router sends nothing on this connection
         self._cut(writer)
 
     def _cut(self, writer: asyncio.StreamWriter) -> None:
@@ -256,7 +256,7 @@ class LocalMembership:
             yield _frame(STATUS, msgspec.json.encode(self._status))
 
     async def _tell_documents(self, writer: asyncio.StreamWriter, listener: Listener) -> None:
-        """Tell a router every document, each when the one before is on its way, and that this was all."""
+        """Send every document to a router, each when the one before is on its way, and then ``COMPLETE``."""
         with suppress(OSError):
             for document in list(listener.documents()):
                 writer.writelines(self._framed(DOCUMENT, self._written(document)))
@@ -288,7 +288,7 @@ class LocalMembership:
     # -- hearing --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Hear every router of the folder."""
+        """Connect to every router of the folder."""
         try:
             entries = self._spare.run(lambda: os.listdir(self._directory))
         except OSError as error:

@@ -58,9 +58,9 @@ SESSIONS_AT_ONCE = 500
 MAX_PENDING_SESSIONS = 10_000
 MAX_PENDING_WORDS = 10_000
 MAX_WORD_BYTES = 1 << 16
-"""A longer one is not said: Redis keeps the last thousand of them."""
+"""A longer word is not sent: Redis keeps the last thousand of them."""
 MAX_PENDING_BYTES = 16 << 20
-"""Of words that are to be written down; the oldest are not said."""
+"""Of words that are to be written down; the oldest are dropped."""
 MAX_LEFT_OUT_BYTES = 4 << 20
 
 
@@ -131,7 +131,7 @@ class RedisMembership:
         self.losses = 0
         """How often Redis was lost since the start."""
         self.refused = 0
-        """Records in Redis that were none, or too large."""
+        """Records in Redis that were malformed or too large."""
         self.unsent = 0
         self._sightings = Sightings(self._clock)
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
@@ -289,7 +289,7 @@ class RedisMembership:
             self._url,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),  # we try again ourselves, and say so
+            retry=Retry(NoBackoff(), 0),  # this class retries by itself, and logs it
             **({} if self._password is None else {"password": self._password}),
         )
         try:

@@ -78,7 +78,7 @@ class Queries:
         asked = _Asked(set(self._routers), every)
         self._asked[query.id] = asked
         try:
-            # Also to routers that are not known yet: they are not waited for.
+            # Also to routers that are not listed yet: they are not waited for.
             self.said(_signed(query, self._router))
             asked.look()
             async with asyncio.timeout(within_s):

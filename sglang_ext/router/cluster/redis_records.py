@@ -99,7 +99,7 @@ class RedisRecords:
     Args:
         client: of ``redis.asyncio``, without decoding of answers.
         name: of the cluster.
-        key: of the cluster; without one nothing is sealed, and every record is believed.
+        key: of the cluster; without one nothing is sealed, and every record is accepted.
         on_forged: called with the kind of each record that no member has sealed, which is left out.
     """
 
@@ -284,7 +284,7 @@ class RedisRecords:
         await pipeline.execute()
 
     async def put_words(self, words: Iterable[bytes]) -> None:
-        """Say these to the other routers; each is JSON."""
+        """Send words to the other routers; each is JSON."""
         pipeline = self._client.pipeline(transaction=False)
         for word in words:
             value = f"0 {self._seal('word', b'0 ' + word)} ".encode() + word

@@ -38,7 +38,9 @@ IDLE_S = 15.0
 """A server is idle a moment after its last answer: transfers and returns end behind it."""
 JOIN_S = 30.0
 ORPHANED_S = 10.0
-"""How long the router has to be missing that sees to a change: twice the time after which that is known."""
+"""How long the router that carries out a change must be missing before another one takes over: twice the time
+after which a router counts as missing.
+"""
 LEARNS = 0.5
 """Weight of the last change in the expected duration of the next one."""
 RECENT = 10
@@ -94,7 +96,7 @@ class RoleChanges:
 
         Raises:
             Unknown: there is none of this name.
-            CannotChangeRole: it does not; the text says why, and in which role it serves now.
+            CannotChangeRole: it does not; the text gives the reason, and its role of now.
         """
         member = self._members.member(instance)
         there = self._members.role(member)
@@ -183,7 +185,7 @@ class RoleChanges:
                     f"{member.instance} has changed to {role}, and has not registered so", field="role"
                 )
         finally:
-            # In whichever role it is now; unless it has said goodbye, or another drain came meanwhile.
+            # In whichever role it is now; unless it has left, or another drain came meanwhile.
             if self._is_ours(member, role):
                 self._members.resume(member.instance)
         serves = await self._until(

@@ -2,7 +2,7 @@
 
 Once a second it samples the load of both roles (`role_traffic`) and compares splits (`policies/roles`). Of
 several routers one acts: the first by name of those that share the membership, and none while that cannot be
-reached. In a dry run it only says what it would do.
+reached. In a dry run it only logs and counts its choice.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LEAST_REMEMBERED = 0.1
 would go unnoticed.
 """
 FEWEST = 3
-"""Answers without which nothing is said."""
+"""Answers needed for a load."""
 INTERVALS = 32
 """Prefills of an instance that are compared for how far they were computed together."""
 PRIOR_VARIANCE = 1.0
@@ -36,7 +36,7 @@ class Sends(msgspec.Struct, frozen=True):
 
     name: str
     requests: int
-    """Sent to it since it is known, of this router."""
+    """Requests of this router sent to it since it joined."""
     tokens: int
     """The same of prompt tokens that it has to compute."""
     in_flight: int
@@ -130,7 +130,7 @@ class RoleTraffic:
         self._running += (1.0 - math.exp(-3 * took / self._mean_s)) * (running - self._running)
 
     def ended(self, now: float, answer: Ended) -> None:
-        """A request was answered to the end, and its answer tells its stages."""
+        """A request was answered to the end, with the times of its stages."""
         stages = answer.stages
         self.answers += 1
         batch = float(max(1, self._running_at.get(answer.decode, 1)))

@@ -33,7 +33,7 @@ class Intent(enum.StrEnum):
     anew: a drained instance does not come back by registering again.
     """
     GONE = "gone"
-    """It has said that it goes; it may come back by registering."""
+    """It has left; it may come back by registering."""
 
 
 class Changing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -166,7 +166,7 @@ class Roster:
     # -- what happens, as records; the caller merges them ------------------------------------------------
 
     def listed(self, url: str, now: float) -> Member | None:
-        """An instance named by its URL; ``None`` when it is known already."""
+        """An instance named by its URL; ``None`` when it is listed already."""
         if self.at(url) is not None:
             return None
         name = name_of(url)
@@ -175,10 +175,10 @@ class Roster:
     def registered(
         self, registration: Registration, now: float, *, alive: bool, living: Collection[str] = ()
     ) -> list[Member]:
-        """An instance says who it is: the records that change, its own last; none when nothing does.
+        """An instance registers: the records that change, its own last; none when nothing does.
 
         Args:
-            alive: whether the process that is known under this name has given a sign of life lately.
+            alive: whether the recorded process of this name has given a sign of life lately.
             living: instances at this URL whose agents were alive a moment ago, in the recorded epoch.
 
         Raises:

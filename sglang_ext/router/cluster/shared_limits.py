@@ -32,7 +32,7 @@ class SharedLimits:
         self._of: tuple[Meter, ...] = ()
         """The meters of which ``_named`` was made."""
         self._heard: dict[str, float] = {}
-        """When each router said something last."""
+        """When each router sent its last word."""
         self._routers: Collection[str] = ()
         self.said: Signal[[Word]] = Signal()
         keys.used.subscribe(self._used)

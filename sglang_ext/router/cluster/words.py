@@ -84,13 +84,13 @@ class Reply(_Word, frozen=True):
 
 
 class SessionAsked(Query, frozen=True, tag="session-asked"):
-    """Ask for the last key of a session."""
+    """Ask for the last prompt of a session."""
 
     session: Name
 
 
 class SessionKnown(Reply, frozen=True, tag="session-known"):
-    """It sent this; ``key`` is None from a router that does not know."""
+    """Namespace and key of the session's last prompt; ``key`` is None from a router without that session."""
 
     namespace: Namespace
     key: bytes | None
@@ -139,7 +139,7 @@ class ResponseAsked(Query, frozen=True, tag="response-asked"):
 
 
 class ResponseKept(Reply, frozen=True, tag="response-kept"):
-    """The instance's URL; None from a router that does not know the response."""
+    """The instance's URL; None from a router that has no such response."""
 
     instance: str | None
 
@@ -213,13 +213,13 @@ Word: TypeAlias = (
 
 
 class Speaker(Protocol):
-    """A part that has something to say to the same part of other routers."""
+    """A part that exchanges words with the same part of other routers."""
 
     said: Signal[[Word]]
-    """Something that the others shall hear now."""
+    """A word to send to the other routers now."""
 
     def hear(self, word: Word) -> None:
-        """Another router says something, perhaps not to this part, perhaps twice."""
+        """A word of another router; it may be for another part, and may come twice."""
 
     def words(self) -> Iterable[Word]:
         """The words to send to a router that begins."""

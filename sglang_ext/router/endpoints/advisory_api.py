@@ -53,7 +53,7 @@ class AdvisoryApi:
 
     Args:
         advisor: takes the hints.
-        fleet: knows the model, against which hints are checked.
+        fleet: has the model, against which hints are checked.
         documents: puts documents that a hint names in front of its prompt.
         clock: seconds.
         queries: to other routers.
@@ -158,7 +158,7 @@ class AdvisoryApi:
                 return
 
     async def _stream(self, entry: Entry | Copy, responder: Responder, record: Record) -> None:
-        """Each state as an event, the last being the one in which nothing is moved any more."""
+        """Each state as an event, until nothing is moved any more."""
         record.status = 200
         record.stream = True
         headers = {"content-type": EVENT_STREAM_TYPE, "x-request-id": record.request_id}

@@ -33,7 +33,7 @@ class Bounds:
     """Judges requests by their length.
 
     Args:
-        fleet: knows the model.
+        fleet: has the model.
         tokenizers: counts tokens.
     """
 
@@ -45,7 +45,7 @@ class Bounds:
         """Refuse a body that has more than a prompt, before it is parsed.
 
         Raises:
-            RequestRefused: 413; 503 where no model is known.
+            RequestRefused: 413; 503 without a model.
         """
         most = ESCAPED * self._tokenizers.most_characters(self._limits()) + MORE_BYTES
         if len(request.body) > most:

@@ -46,7 +46,7 @@ class ClusterApi:
         local: whether the router listens on loopback only.
         clock: for signatures.
         sites: the web pages that may call endpoints without a key.
-        replays: knows which signatures were used.
+        replays: has the used signatures.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ class DocumentsApi:
 
     Args:
         documents: keeps the documents.
-        fleet: knows the model, against which contents are checked.
+        fleet: has the model, against which contents are checked.
         clock: seconds.
-        ttl_s: how long a document lives unless it says.
+        ttl_s: how long a document lives unless its body sets a time.
         queries: to other routers.
     """
 

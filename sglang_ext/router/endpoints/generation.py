@@ -1,6 +1,6 @@
 """The life of a generation request: admit, encode, place, choose, send, pass back.
 
-1. The body is parsed, checked, and rewritten where the router or the tenant's key has to say something
+1. The body is parsed, checked, and rewritten where the router or the tenant's key requires it
    (``tenancy.admit``, once for everything).
 2. Its prompts become keys of the prompt tree (``tokenizing``); too long ones are refused.
 3. When every instance has as many requests as it may, it waits (``queueing``).
@@ -10,7 +10,7 @@
    means another instance, within the budget for that; a client that goes away means a closed connection, on
    which the worker aborts.
 6. When the answer begins, the guess becomes an entry; when it ends, the generated tokens are added: its ids
-   where the answer tells them, else the tokens of its text.
+   where the answer has them, else the tokens of its text.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def generation_routes(generation: Generation) -> Iterator[Route]:
 
 
 def _check_lengths(admitted: Admitted, prompts: Sequence[Encoded], limits: Limits, record: Record) -> None:
-    """Refuse prompts that do not fit into the context, and note how long they are, where that is known."""
+    """Refuse prompts that do not fit into the context, and record their length, if all are known."""
     job, total, known = admitted.job, 0, True
     for index, (prompt, encoded) in enumerate(zip(job.prompts, prompts, strict=True)):
         if encoded.tokens is None:

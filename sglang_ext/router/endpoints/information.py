@@ -1,4 +1,4 @@
-"""Endpoints that tell: of the router, of the model, of one request."""
+"""Endpoints for reading: facts of the router, of the model, of one request."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Information:
         shared: explains recent requests, for ``/explain``.
         clock: seconds.
         policy: how instances are chosen, for people.
-        asks_for_key: whether clients need a key, as the description of the API says.
+        asks_for_key: whether clients need a key; for the description of the API.
         metrics_open: ``/metrics`` needs no administrator's key.
         wait_s: see ``Readiness``.
     """

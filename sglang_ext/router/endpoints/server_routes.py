@@ -29,7 +29,7 @@ class How(enum.StrEnum):
     HERE = "answered here"
     """By the router."""
     REFUSED = "refused"
-    """HTTP 404; the message says why, and what to do instead."""
+    """HTTP 404; the message has the reason and the alternative."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """SGLang's sessions: ``/open_session`` and ``/close_session``.
 
 A session is kept by the server that opened it. Requests that name it in ``session_params`` go there
-(``Job.pinned_to``), whichever router they come to: a name that the router gives says at which instance the
-session is, and of names that clients choose routers inform each other, as of responses that are kept. At the
+(``Job.pinned_to``), whichever router they come to: a name given by the router contains the session's
+instance, and routers inform each other of names chosen by clients, as of responses that are kept. At the
 server, a tenant's session has a name of the tenant's own.
 """
 

@@ -10,7 +10,7 @@ from sglang_ext.cost_model.batch import ANY
 from sglang_ext.router.api.limits import Limits, ModelKind
 
 DEFAULT_BOOTSTRAP_PORT = 8998
-"""SGLang's, for servers that do not tell."""
+"""SGLang's default, for servers that do not report theirs."""
 
 
 @dataclass(frozen=True, slots=True)

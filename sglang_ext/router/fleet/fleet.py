@@ -173,7 +173,7 @@ class Fleet:
         return self._happens(name, Event.DRAINED, why)
 
     def resume(self, name: str) -> State:
-        """It shall stay, or come back."""
+        """Take back a drain or a departure."""
         return self._happens(name, Event.RESUME, "it shall stay")
 
     def leave(self, name: str, why: str) -> State:
@@ -394,7 +394,7 @@ class Fleet:
         return row.facts.batching if row is not None and row.facts is not None else ANY
 
     def in_flight(self, name: str) -> int:
-        """Requests that it is known to have, of other routers too."""
+        """Requests in flight there, of other routers too."""
         row = self.rows.get(name)
         return 0 if row is None else row.in_flight + row.elsewhere
 

@@ -1,10 +1,10 @@
 """Probing the workers: their facts at first, and their liveness from then on.
 
-One task per worker. A worker that is not known, or was down, is asked for its facts; one with known facts is
-probed. The verdict over a silent one falls within max(interval, timeout) + threshold * timeout (3 s by
-default): failed probes follow each other without a pause. A probe that is late while answers of requests come
-counts for nothing: the worker is busy, and lives. A worker that has left is probed while requests still run
-there, so that they do not wait for a dead one.
+One task per worker. A worker without facts, or that was down, is asked for them; any other is probed. The
+verdict over a silent one falls within max(interval, timeout) + threshold * timeout (3 s by default): failed
+probes follow each other without a pause. A probe that is late while answers of requests come counts for
+nothing: the worker is busy, and lives. A worker that has left is probed while requests still run there, so
+that they do not wait for a dead one.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class HealthWatch:
         try:
             if known is None:
                 facts = await self._api.learn(name)
-                if row.fatal == fatal:  # else it was another process that told them, perhaps
+                if row.fatal == fatal:  # else another process may have reported them
                     self._fleet.learnt(name, facts)
                 return True
             pulse = await self._api.probe(name, self._timeout_s)
@@ -159,7 +159,8 @@ class HealthWatch:
         except ConnectFailed as error:
             self._fleet.unconnected(name, str(error), refused=error.refused)
         except NotUsable as error:
-            # While it starts or stops, SGLang answers with errors; that is no verdict over a known one.
+            # While it starts or stops, SGLang answers with errors; for a worker with facts that is no
+            # verdict.
             if known is None:
                 self._fleet.rejected(name, str(error))
                 return True

@@ -55,7 +55,7 @@ class InstanceRecord:
     """Of its fleet, by name: those that policies see differently now."""
 
     role: Role = field(init=False)
-    """From its facts, or else its registration; COLOCATED while nothing is known."""
+    """From its facts, or else its registration; COLOCATED without either."""
     handover: str = field(init=False)
     """Of a prefill or decode instance, as it registered: `compatibility.hand_over_identity`."""
 

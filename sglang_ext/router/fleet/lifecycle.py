@@ -26,9 +26,9 @@ class Event(enum.StrEnum):
     """An effect of a probe, a request, an agent or an operator's request."""
 
     LEARNT = "learnt"
-    """It told its facts, and they fit the fleet."""
+    """It reported its facts, and they fit the fleet."""
     REJECTED = "rejected"
-    """It told its facts, and they do not fit."""
+    """It reported its facts, and they do not fit."""
     ALIVE = "alive"
     MISSED = "missed"
     """A probe was not answered in time."""
@@ -39,13 +39,13 @@ class Event(enum.StrEnum):
     RESTARTED = "restarted"
     """It registered with a new epoch: its former facts and cache are gone."""
     DRAIN = "drain"
-    """It shall leave when its requests have ended."""
+    """It is to leave when its requests have ended."""
     DRAINED = "drained"
     """It has finished, or the time for that is over."""
     RESUME = "resume"
-    """It shall stay after all, or come back."""
+    """The drain is taken back, or it comes back."""
     LEAVE = "leave"
-    """It says goodbye, or is removed from the cluster."""
+    """It leaves, or is removed from the cluster."""
 
 
 _S, _E = State, Event
@@ -119,11 +119,12 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (_S.LEFT, _E.RESUME): _S.NEW,
     (_S.LEFT, _E.LEAVE): _S.LEFT,
 }
-"""(state, event) -> next state. A pair that is not here is a bug of the caller: ALIVE is only said of
-instances whose facts are known."""
+"""(state, event) -> next state. A pair that is not here is a bug of the caller: ALIVE only comes for
+instances with facts.
+"""
 
 USABLE = frozenset({State.READY, State.SUSPECT})
-"""States in which an instance is given requests."""
+"""States in which an instance receives requests."""
 FATAL = frozenset({Event.LOST, Event.REJECTED, Event.RESTARTED})
 """Events after which nothing more is expected of requests that have not begun to answer: they are tried
 elsewhere."""

@@ -47,7 +47,7 @@ _ROLES = {"null": "colocated", None: "colocated"}
 
 
 class NotUsable(PeerError):
-    """The worker answers, but does not say what is needed, or asks for a key."""
+    """The worker answers, but lacks a needed fact, or asks for a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class WorkerApi:
         return Pulse(str(info.get("weight_version")), str(info.get("model_path")))
 
     async def learn(self, url: str, timeout_s: float = LEARN_TIMEOUT_S) -> InstanceFacts:
-        """Everything the router needs to know of a worker.
+        """The facts of a worker.
 
         Raises:
             ConnectFailed: no process listens there.
@@ -278,5 +278,5 @@ def _chat_facts(model: Json, server: Json) -> ChatFacts:
 
 
 def _version(server: Json) -> tuple[int, ...]:
-    """Of SGLang; empty where it tells none."""
+    """Of SGLang; empty where it reports none."""
     return tuple(map(int, re.findall(r"\d+", str(server.get("version") or ""))[:3]))

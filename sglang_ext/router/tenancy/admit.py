@@ -1,7 +1,7 @@
-"""Admitting a request: whether it may be served, for whom, and what of it reaches a worker. Pure functions.
+"""Admitting a request: whether it may be served, for whom, and which parts reach a worker. Pure functions.
 
-``admit`` asks everything about a generation request that depends on its body, its caller, the model and the
-router's flags, once, and hands the answers on as one value.
+``admit`` makes all decisions that depend on the request's body, its caller, the model and the router's flags,
+once, and returns them as one value.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ def judged(body: bytes, payload: Json, caller: Caller, dialect: Dialect) -> byte
 
 
 def _served(payload: Json, limits: Limits) -> str | None:
-    """The name under which the model is served, for a request that says ``default``."""
+    """The name under which the model is served, for a request whose model is ``default``."""
     base, colon, adapter = (payload.get("model") or "").partition(":")
     return limits.served_name + colon + adapter if base == DEFAULT_MODEL else None
 

@@ -34,7 +34,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A generation request that may be served, with all that was decided of it before its prompt is known."""
+    """A generation request that may be served, with the decisions made before its prompt is encoded."""
 
     dialect: Dialect
     """In which the client asks, and is answered."""

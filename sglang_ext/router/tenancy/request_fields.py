@@ -200,8 +200,7 @@ def forbidden(
 
 
 def plain(payload: Json, dialect: Dialect) -> bool:
-    """Whether it is seen at once that a body has nothing of which ``forbidden`` or a tenant's scope would say
-    anything, as of nearly all bodies."""
+    """A quick test, true for nearly all bodies: no field concerns ``forbidden`` or a tenant's scope."""
     if not _TELLING.isdisjoint(payload):
         return False
     sampling = payload.get("sampling_params")

@@ -212,7 +212,7 @@ class Meter:
         return Use(self.running, self._taken, self._charged, *left)
 
     def heard(self, router: str, use: Use) -> None:
-        """Another router says what it has used."""
+        """Take in the use that another router has reported."""
         now = self._clock.monotonic()
         before = self._others.get(router)
         self._others[router] = use
@@ -334,7 +334,7 @@ class KeyRing:
         if not key:
             return None
         concealed = self._conceal(_digest(key))
-        # Both always run, and compare digests under a secret: the time tells nothing about keys.
+        # Both always run, and compare digests under a secret: the time reveals nothing about keys.
         is_operator = hmac.compare_digest(concealed, self._operator or b"\0" * 32)
         found = self._callers.get(concealed)
         return self._anybody if is_operator else found
