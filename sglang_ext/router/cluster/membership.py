@@ -149,7 +149,7 @@ class Sightings:
         return since
 
     def alive(self, member: Member, listener: Listener) -> bool:
-        """Whether a router finds the instance alive, or its record is newer than ``MEMBER_TTL_S``."""
+        """Whether this router finds the instance alive, or first saw its record ``MEMBER_TTL_S`` ago or less."""
         return self._clock.monotonic() - self.seen(member) < MEMBER_TTL_S or listener.heard(member.instance)
 
 

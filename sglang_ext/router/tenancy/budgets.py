@@ -35,7 +35,7 @@ class Budget:
         self.owner = owner
         self._clock = clock
         self._uncounted = 0
-        """Bytes not charged to the bucket yet: charging each small body by itself would cost every request."""
+        """Bytes not charged to the bucket yet: charging small bodies one by one would cost every request."""
         now = clock.monotonic()
         self._bytes = (
             TokenBucket(bytes_per_minute / MINUTE_S, bytes_per_minute, now) if bytes_per_minute else None
