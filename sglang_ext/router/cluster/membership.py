@@ -149,7 +149,7 @@ class Sightings:
         return since
 
     def alive(self, member: Member, listener: Listener) -> bool:
-        """Whether this router finds the instance alive, or first saw its record ``MEMBER_TTL_S`` ago or less."""
+        """Whether this router finds the instance alive, or saw its record first within ``MEMBER_TTL_S``."""
         return self._clock.monotonic() - self.seen(member) < MEMBER_TTL_S or listener.heard(member.instance)
 
 
