@@ -267,7 +267,10 @@ async def test_log_probabilities_of_a_prompt_whose_prefix_is_fetched(
             assert response.headers["x-kv-prefill-instance"] != first.prefill
             told = await explained(client, router, response.headers["x-request-id"])
             assert (told["end"], told["moved_tokens"]) == ("done", known), told
-            assert read(told) == [(first.decode, 0, known, "done")]
+            # Its beginning may come from the prefill server, which has that too.
+            *_, (source, start, end, how) = read(told)
+            assert (source, end, how) == (first.decode, known, "done"), told
+            assert start < end, told
             if damaged:
                 with pytest.raises(AssertionError):
                     assert_alike(expected, got)
