@@ -95,7 +95,7 @@ def reading(source: str) -> Reading:
     data: set[str] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef) or is_frozen(node):
-            continue  # nobody can assign to what is frozen: its names stay the parts'
+            continue  # frozen: Python refuses assignments, so its names stay the parts'
         mine = data if is_data(node) or node.name in RECORDS else parts
         for inner in ast.walk(node):
             mine |= {target.attr for target in targets(inner) if is_own(target)}

@@ -119,7 +119,7 @@ class Spilled:
         nobody has ``free`` blocks.
 
         Returns:
-            What left the tree; the caller frees it.
+            The blocks that left the tree; the caller frees them.
         """
         self._look()
         blocks = min(blocks, self.limit)
@@ -137,7 +137,7 @@ class Spilled:
         """Take up to so many spilled blocks from DRAM, by `_in_order`, of each prompt the end first.
 
         Returns:
-            What left the tree; the caller frees it.
+            The blocks that left the tree; the caller frees them.
         """
         gone: list[Evicted] = []
         if blocks <= 0 or not self._entries:

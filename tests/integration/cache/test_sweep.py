@@ -1,4 +1,4 @@
-"""What a scheduler keeps of requests is bounded: any string of the server's request, and names without end.
+"""A scheduler keeps a bounded number of bytes of requests: long strings in each field, and new names.
 
 The server is asked directly, as its router would ask it; `tests/security/test_sweep.py` asks a router.
 """
