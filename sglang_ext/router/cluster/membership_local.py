@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -259,10 +259,11 @@ class LocalMembership:
         """Send every document to a router, each when the one before is on its way, and then ``COMPLETE``."""
         with suppress(OSError):
             for document in list(listener.documents()):
-                writer.writelines(self._framed(DOCUMENT, self._written(document)))
+                if not self._write(writer, self._framed(DOCUMENT, self._written(document))):
+                    return
                 await writer.drain()
                 await asyncio.sleep(0)  # where nothing waits, draining lets nothing else run
-            writer.write(_frame(COMPLETE))
+            self._write(writer, [_frame(COMPLETE)])
 
     def _written(self, document: Document) -> bytes:
         return msgspec.json.encode(document.shifted(-self._clock.monotonic()))
@@ -283,7 +284,15 @@ class LocalMembership:
                 logger.warning("another router does not keep up, and is to hear everything again")
                 self._cut(writer)
             else:
-                writer.writelines(frames)
+                self._write(writer, frames)
+
+    def _write(self, writer: asyncio.StreamWriter, frames: Iterable[bytes]) -> bool:
+        """Write frames to a router; returns whether its connection was open."""
+        if writer.transport.is_closing():  # uvloop raises RuntimeError where asyncio drops the bytes
+            self._cut(writer)
+            return False
+        writer.writelines(frames)
+        return True
 
     # -- hearing --------------------------------------------------------------------------------------------
 

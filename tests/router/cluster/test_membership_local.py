@@ -6,11 +6,13 @@ import asyncio
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.errors import ConfigError
@@ -18,12 +20,15 @@ from sglang_ext.router.cluster import membership_local
 from sglang_ext.router.cluster.membership import MEMBER_TTL_S, ROUTER_TTL_S, RouterStatus
 from sglang_ext.router.cluster.membership_local import LocalMembership
 from sglang_ext.router.cluster.roster import Intent
+from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from membership_contract import Ear, Make, OwnClock, Router, SharedMembershipContract, member
+
+uvloop.new_event_loop().close()  # opens pipes that last as long as the process; not in a test, as a leak
 
 
 @pytest.fixture
@@ -70,6 +75,29 @@ async def test_nobody_waits_for_a_router_that_was_killed(folder: Path) -> None:
             two.publish(member())
             await until(lambda: one.ear.roster.get("a") is not None)
     assert not os.listdir(folder)
+
+
+def test_a_router_that_hangs_up_at_once_fails_no_work(folder: Path) -> None:
+    """With uvloop, as routers run: it raises where asyncio drops bytes for a closed connection."""
+
+    async def connections() -> Counter[str]:
+        rounds = Rounds()
+        store = LocalMembership(folder, "one", SystemClock(), rounds=rounds)
+        await store.start(Ear())
+        store.remember("session", "a")  # the write of this finds the connection closed, and closes it here
+        try:
+            directory = os.open(folder, os.O_RDONLY)
+            for _ in range(20):
+                with socket.socket(socket.AF_UNIX) as other:
+                    other.connect(f"/proc/self/fd/{directory}/one.sock")
+                await asyncio.sleep(0.005)
+            os.close(directory)
+        finally:
+            await store.stop()
+        return rounds.failures
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(connections()) == Counter()
 
 
 async def test_only_their_user_can_reach_them(folder: Path) -> None:
