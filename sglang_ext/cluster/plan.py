@@ -26,6 +26,7 @@ CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hiera
 ROLE_SWITCH_FLAG = "--enable-pd-role-switch"
 MEMBERSHIP_FLAG = "--cluster"
 CONTROLLER_FLAG = "--role-controller"
+WORKERS_FLAG = "--workers"
 BOUND_TO_A_ROLE = (
     ("--speculative-algorithm",),
     ("--pp-size", "--pipeline-parallel-size", "--pp"),
@@ -183,6 +184,8 @@ def make_plan(
     bootstrap_ports = server_ports[config.servers :][: config.prefill + config.decode]
     rendezvous_ports = server_ports[config.servers + len(bootstrap_ports) :]
     router_args = config.router_args
+    if door is not None:
+        _refuse_workers(router_args)
     fixed = fixed_roles(config)
     if fixed and flag_value(router_args, CONTROLLER_FLAG) not in (None, "off"):
         raise ConfigError(
@@ -416,6 +419,17 @@ def fixed_roles(config: ClusterConfig) -> str:
             if (value := flag_value(flags, *names)) is not None and value not in ("0", "1", "none"):
                 return f"{names[0]} {value}".rstrip()
     return "they have different numbers of ranks" if len(sizes) > 1 else ""
+
+
+def _refuse_workers(router_args: Sequence[str]) -> None:
+    """Refuse before any server starts what a router with inherited sockets refuses."""
+    workers = flag_value(router_args, WORKERS_FLAG)
+    if workers not in (None, "1"):
+        raise ConfigError(
+            f"{workers} workers listen at sockets of their own, and the router gets those of the cluster",
+            field=WORKERS_FLAG,
+            hint="Leave it out of --router-args, and give --routers N",
+        )
 
 
 def _refuse_replicas(flags: Sequence[str]) -> None:

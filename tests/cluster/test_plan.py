@@ -475,6 +475,17 @@ def test_several_routers_share_a_port_and_what_they_know() -> None:
         assert not router.slots, "the others serve while one starts again"
 
 
+@pytest.mark.parametrize("flags", [("--workers", "2"), ("--workers=3",)])
+def test_workers_of_a_router_are_refused_before_anything_starts(flags: tuple[str, ...]) -> None:
+    """The router would refuse them itself, when all servers were ready: after minutes."""
+    for routers in (1, 2):
+        with pytest.raises(ConfigError, match="give --routers N") as caught:
+            routers_of(routers=routers, router_args=flags)
+        assert caught.value.field == "--workers"
+    routers_of(router_args=("--workers", "1"))
+    assert flag_value(plan(router_args=flags)[-1].command, "--workers"), "on Ray, it binds its own port"
+
+
 def test_routers_share_through_what_the_user_names() -> None:
     _, router, _ = routers_of(routers=2, router_args=("--cluster", "redis://127.0.0.1"))
     assert router.command.count("--cluster") == 1

@@ -12,8 +12,8 @@ from sglang_ext.testing.servers.server import threads_of
 
 ROUTER, ALONE, HTTP = "router", "router alone", "server's HTTP"
 AGENT, TRANSFER, BOOTSTRAP = "agent", "transfer of KV", "bootstrap of PD"
-STORE, GLOO = "torch's store", "gloo and NCCL"
-ROWS = (ROUTER, ALONE, HTTP, AGENT, TRANSFER, BOOTSTRAP, STORE, GLOO)
+STORE, GLOO, QUEUE = "torch's store", "gloo and NCCL", "SGLang's queue of ranks"
+ROWS = (ROUTER, ALONE, HTTP, AGENT, TRANSFER, BOOTSTRAP, STORE, GLOO, QUEUE)
 """First words of the rows that are TCP sockets."""
 UNKNOWN = "unknown"
 """A socket that is in no row."""
@@ -21,6 +21,8 @@ ROUTERS = {"--port": ROUTER, "--member-port": ALONE}
 SERVERS = {"--port": HTTP, "--disaggregation-bootstrap-port": BOOTSTRAP, "--nccl-port": STORE}
 """Flags whose values are ports."""
 SCHEDULER = "sglang::scheduler"
+FIRST_RANK = f"{SCHEDULER}_TP0"
+"""The title of the first of several ranks."""
 TORCH = "gloo_tcp_loop"
 """Name of a thread of gloo, each of which has a port."""
 
@@ -73,7 +75,8 @@ def ports_of(pids: Iterable[int]) -> dict[int, str]:
 def rows(pids: Sequence[int], known: Mapping[int, str] | None = None) -> Counter[str]:
     """How many sockets of these processes are in which row. An address that several processes share counts
     once. Of a scheduler's sockets, as many are gloo's as it has threads of gloo. Each rank has two for the
-    transfer of KV, and rank 0 has one more, its agent's.
+    transfer of KV. Rank 0 has one more, its agent's, where it registers with a router, and the first of
+    several ranks has the queue's.
 
     known: ports whose command lines do not show them, and their rows.
     """
@@ -92,14 +95,16 @@ def rows(pids: Sequence[int], known: Mapping[int, str] | None = None) -> Counter
                 other += 1
         if not other:
             continue
-        if SCHEDULER not in " ".join(psutil.Process(pid).cmdline()):
+        title = " ".join(psutil.Process(pid).cmdline())
+        if SCHEDULER not in title:
             found[UNKNOWN] += other
             continue
-        gloo = threads_of(pid).count(TORCH)
-        agent = (other - gloo) % 2
-        transfer = min(2, other - gloo - agent)
-        unknown = other - gloo - agent - transfer
-        found += Counter({GLOO: gloo, AGENT: agent, TRANSFER: transfer, UNKNOWN: unknown})
+        gloo, queue = threads_of(pid).count(TORCH), int(FIRST_RANK in title)
+        other -= gloo + queue
+        agent = other % 2
+        transfer = min(2, other - agent)
+        unknown = other - agent - transfer
+        found += Counter({GLOO: gloo, QUEUE: queue, AGENT: agent, TRANSFER: transfer, UNKNOWN: unknown})
     return found
 
 

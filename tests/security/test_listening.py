@@ -46,8 +46,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 
 
 def test_the_page_lists_what_tests_of_clusters_look_for() -> None:
-    """These deployments are compared with it: `test_cluster`, `test_pd_tp`, `test_migration` (a change of
-    role) and `test_workers` (a router of several processes)."""
+    """These deployments are compared with it: `test_cluster`, `test_pd_cluster`, `test_pd_tp`,
+    `test_migration` (a change of role), `test_ray` and `test_workers` (a router of several processes)."""
     text = PAGE.read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| socket \| address \|.*?\n\n", text, re.M | re.S)
     listed = [re.split(r" \(| \|", line[2:])[0] for line in table.splitlines()[2:] if line]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import AGENT, BOOTSTRAP, GLOO, HTTP, ROUTER, STORE, TRANSFER, beyond_loopback, rows
 from pd_fleet import prompt_of
 from test_cluster import START_S, RunningCluster, ask
 
@@ -58,6 +60,17 @@ def test_a_conversation_through_the_router_reuses_prompts_and_answers(cluster: R
     schedulers = [each.pid for each in cluster.below() if "sglang::scheduler" in "".join(each.cmdline())]
     assert [ports_and_contexts(pid) for pid in schedulers] == [(3, 3), (3, 3)]
     assert cluster.process.poll() is None
+    listens_as_listed(cluster, servers=2)
+
+
+def listens_as_listed(cluster: RunningCluster, servers: int) -> None:
+    """The sockets of all its processes are in the list in docs/security.md, and on loopback alone."""
+    pids = [each.pid for each in cluster.below()]
+    assert beyond_loopback(pids) == []
+    found = rows(pids)
+    assert found.pop(GLOO) > 0
+    each = Counter({HTTP: 1, BOOTSTRAP: 1, AGENT: 1, TRANSFER: 2, STORE: 1})
+    assert found == Counter({ROUTER: 1, **{row: servers * count for row, count in each.items()}})
 
 
 def test_its_servers_change_their_roles_without_further_flags(tmp_path: Path) -> None:
@@ -80,6 +93,7 @@ def test_its_servers_change_their_roles_without_further_flags(tmp_path: Path) ->
             again = [ask(url, body) for body in bodies]
             assert [answer["output_ids"] for answer in again] == expected
             assert all(answer["meta_info"]["cached_tokens"] >= 5 * BLOCK for answer in again)
+        listens_as_listed(cluster, servers=3)
         outcomes = [(one["role"], one["outcome"]) for one in _call(f"{url}/cluster")["roles"]["changes"]]
         assert outcomes == [("decode", "done"), ("prefill", "done")]
     finally:

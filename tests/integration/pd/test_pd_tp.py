@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hooked_server import FOLDER
-from listening import AGENT, BOOTSTRAP, GLOO, HTTP, STORE, TRANSFER, beyond_loopback, ports_of_server, rows
+from listening import BOOTSTRAP, GLOO, HTTP, QUEUE, STORE, TRANSFER, beyond_loopback, ports_of_server, rows
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
@@ -84,15 +84,21 @@ def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, Ser
 
 
 def test_ranks_meet_on_loopback(servers: tuple[PdServers, ServerProcess]) -> None:
-    """Of two ranks, one has the store; each has a transfer of its own."""
-    for server in servers[0].servers:
+    """Of two ranks, one has the store and the queue; each has a transfer of its own. Without a router there
+    is no agent."""
+    pd = servers[0]
+    for server in pd.servers:
         pids = server.pids
         assert beyond_loopback(pids) == []
         found = rows(pids, ports_of_server(server.server_info()))
         assert found.pop(GLOO) > 0
         ranks = len(server.processes("sglang::scheduler"))
-        # Without a router, the agent need not be there.
-        assert found - Counter({BOOTSTRAP: 1, AGENT: 1}) == Counter({HTTP: 1, STORE: 1, TRANSFER: 2 * ranks})
+        is_prefill = server in [each.server for each in pd.prefill]
+        assert found == Counter(
+            {HTTP: 1, STORE: 1, TRANSFER: 2 * ranks}
+            | ({BOOTSTRAP: 1} if is_prefill else {})
+            | ({QUEUE: 1} if ranks > 1 else {})
+        )
 
 
 def test_one_damaged_bit_is_another_answer(servers: tuple[PdServers, ServerProcess], faults: Path) -> None:
