@@ -80,7 +80,6 @@ def _guarded(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes
                 stderr=file,
                 pass_fds=(watch,),
                 start_new_session=True,
-                umask=0o077,
             )
     except BaseException:
         os.close(ours)

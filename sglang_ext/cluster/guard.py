@@ -1,7 +1,8 @@
 """Runs one command and leaves no process of it behind: the process between the supervisor and each part.
 
 ``python guard.py WATCH_FD GRACE_SECONDS [FOLDER] -- COMMAND...``, started by the supervisor in a session of
-its own. `sglang-ext serve` becomes it, too, with -1 for WATCH_FD, as no supervisor is there, and ``inf``. It
+its own. `sglang-ext serve` becomes it, too, with -1 for WATCH_FD, as no supervisor is there, and ``inf``. The
+files of a supervisor's parts are for their user alone; `sglang-ext serve` keeps its user's umask. The guard
 imports the standard library only, and none of this package, so that it starts in milliseconds.
 
 Deaths and their consequences:
@@ -369,9 +370,12 @@ def end_like(status: int) -> None:
 
 if __name__ == "__main__":
     cut = sys.argv.index("--")
+    supervisor = int(sys.argv[1])
+    if supervisor >= 0:
+        os.umask(0o077)  # no other user may use SGLang's sockets and files, or those that libraries make
     if sys.argv[3:cut]:
         step_aside()
-    ended = guard(int(sys.argv[1]), float(sys.argv[2]), execute(sys.argv[cut + 1 :]))
+    ended = guard(supervisor, float(sys.argv[2]), execute(sys.argv[cut + 1 :]))
     for folder in sys.argv[3:cut]:
         shutil.rmtree(folder, ignore_errors=True)
     end_like(ended)

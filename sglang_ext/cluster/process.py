@@ -132,8 +132,6 @@ class PartProcess:
                     env=environment_of(self._part, os.environ),
                     pass_fds=(self._watch, *inherited),
                     start_new_session=True,
-                    # No other user may use SGLang's sockets and files, or those that libraries make.
-                    umask=0o077,
                 )
             for number in self._early:
                 self._send(number)

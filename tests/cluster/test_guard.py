@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,17 @@ def test_no_such_command(tmp_path: Path) -> None:
     assert result.returncode == 127
     assert "cannot run" in result.stderr
     assert "nothing" in result.stderr
+
+
+def test_what_a_part_makes_is_for_its_user_alone_whatever_the_umask(
+    guarded: Callable[..., Guarded], tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        guarded().wait_until_up()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "server.pids").stat().st_mode) == 0o600
 
 
 def test_sigterm_is_passed_on(guarded: Callable[..., Guarded]) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from sglang_ext.cluster.plan import Part
 from sglang_ext.cluster.process import (
     TAIL_BYTES,
     TAIL_COLUMNS,
     TAIL_LINES,
+    PartProcess,
     environment_of,
     how_it_ended,
     probe,
     tail,
 )
+
+uvloop.new_event_loop().close()  # opens pipes that last as long as the process; not in a test, as a leak
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,18 @@ async def test_probe(answer: bytes, healthy: bool) -> None:
 
 async def test_probe_of_nobody(free_port: Callable[[], int]) -> None:
     assert await probe(f"http://127.0.0.1:{free_port()}/health") is False
+
+
+def test_a_part_runs_from_any_event_loop(small_part: Callable[..., Part], tmp_path: Path) -> None:
+    """Ray's actors have uvloop's, which starts no process with a umask: no server started with `--ray`."""
+    watch, ours = os.pipe()
+    process = PartProcess(small_part("server-0", "exit=3"), tmp_path / "log", watch=watch, grace_s=1.0)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            assert runner.run(process.run()) == 3
+    finally:
+        os.close(watch)
+        os.close(ours)
 
 
 def test_what_the_user_has_set_wins_and_comes_first() -> None:

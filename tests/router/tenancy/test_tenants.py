@@ -467,6 +467,8 @@ async def test_no_key_is_ever_logged(start_worker, start_router, client, tmp_pat
             router.url + "/v1/messages", json=BODIES["/v1/messages"], headers={"x-api-key": key}
         ):
             pass
+        async with client.get(router.url + f"/v1/models?key={key}"):
+            pass
     async with client.get(router.url + "/metrics", headers=bearer(OPS)) as answer:
         metrics = await answer.text()
     logged = caplog.text + repr([getattr(record, "fields", {}) for record in caplog.records])
