@@ -32,7 +32,7 @@ $(READY): pyproject.toml $(wildcard requirements/*.txt) sglang_ext/patches/versi
 	@"$(PYTHON)" scripts/setup.py --venv $(VENV) $(SGLANG:%=--sglang %) $(if $(filter no,$(COMPILE)),--no-compile)
 
 demo: $(READY)  ## Hold conversations with servers that share their KV, then with prefill and decode apart
-	@$(BIN)/python -m sglang_ext.demo
+	@$(BIN)/python -m examples.demo
 
 check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff check

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("sglang_ext", "benchmarks")
+PACKAGES = ("sglang_ext", "benchmarks", "examples/demo", "scripts/following", "tests/support")
 
 
 def first_line(path: Path) -> str:

@@ -1,8 +1,8 @@
 """Record what a real SGLang server's answers look like, for the stand-ins to be held to.
 
-    python scripts/record_dialect.py
+    python -m scripts.record_dialect
 
-Starts a server of a tiny model, asks it everything in ``sglang_ext.testing.servers.dialect`` and writes
+Starts a server of a tiny model, asks it everything in ``tests.support.servers.dialect`` and writes
 tests/router/dialect.json. To be run for a new version of SGLang, and its difference to be read.
 """
 
@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tests" / "integration"))
 
 from router_rig import SPECS  # noqa: E402 - the server that the router's tests share
 
-from sglang_ext.testing.servers.dialect import record  # noqa: E402
-from sglang_ext.testing.servers.server import ServerProcess  # noqa: E402
+from tests.support.servers.dialect import record  # noqa: E402
+from tests.support.servers.server import ServerProcess  # noqa: E402
 
 RECORDING = ROOT / "tests" / "router" / "dialect.json"
 

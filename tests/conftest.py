@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["sglang_ext.testing.strict", "sglang_ext.testing.cpu_seconds"]
+pytest_plugins = ["tests.support.strict", "tests.support.cpu_seconds"]
 
 # The machine is shared: how long an example takes says nothing. Examples are the same in each run at a desk,
 # so that a change is judged by its own faults. Nightly and long runs look for new ones, and print how to
@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     is_new = config.getoption("--long") or config.getoption("--new-examples")
     settings.load_profile("new" if is_new else "same")
-    from sglang_ext.testing.servers.ports import free_port
+    from tests.support.servers.ports import free_port
 
     free_port()  # its socket is no test's
 

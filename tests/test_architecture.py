@@ -16,7 +16,7 @@ FOLDERS: list[Path] = list(MAP["folders"]())
 NAMED = [folder for folder in FOLDERS if folder.parts[:-1] != ("benchmarks",)]
 """Folders of the page: of benchmarks, `benchmarks/` stands for all."""
 
-PATH = re.compile(r"`((?:sglang_ext|router|patches|benchmarks|tests|scripts|docs)/[\w/.]*)`")
+PATH = re.compile(r"`((?:sglang_ext|router|patches|benchmarks|tests|scripts|examples|docs)/[\w/.]*)`")
 
 
 def gone(text: str) -> set[str]:

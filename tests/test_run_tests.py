@@ -59,7 +59,7 @@ def test_each_file_is_in_one_share_of_each_of_its_parts(arguments: list[str]) ->
 SUITE = {
     "conftest.py": """
         import pytest
-        pytest_plugins = ["sglang_ext.testing.strict"]
+        pytest_plugins = ["tests.support.strict"]
         def pytest_addoption(parser):
             parser.addoption("--part")
             parser.addoption("--share")
@@ -164,7 +164,7 @@ def start_suite(folder: Path, **files: str) -> subprocess.Popen[str]:
         [sys.executable, str(SCRIPT), "-q"],
         cwd=folder,
         # Plugins that the suite has no use for take seconds to import.
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(SCRIPT.parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -18,8 +18,8 @@ from benchmarks.lib.data import ROOT
 from benchmarks.lib.quiet import DEFAULT, go_first, stay_on
 from benchmarks.router.processes import our_router, peer_router, process, wait_for
 from sglang_ext.testing.models import RECIPES
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 MODEL = "small"
 MODELS = tuple(name for name, recipe in RECIPES.items() if recipe.generates)

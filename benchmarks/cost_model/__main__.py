@@ -36,7 +36,7 @@ from sglang_ext.cluster.guard import descendants
 from sglang_ext.cost_model import ArchLevel, Batch, OperatorLevel, Passes, Profile, save
 from sglang_ext.cost_model.fitting import Timed, merged
 from sglang_ext.flags import flag
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 NAME = "cost_model"
 FIGURES = ("op_mean_error", "arch_mean_error", "batch_mean_error", "op_mean_error_tp2", "arch_mean_error_tp2")

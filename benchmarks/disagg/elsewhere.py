@@ -29,8 +29,8 @@ from benchmarks.lib.common import SEED, Options, Report
 from benchmarks.tiers.servers import WrongTierError
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.router.policies import Costs, Decision, Fleet, Matches, PolicyOptions, Prompt, Reason
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 FETCHED, SPILLED = "ttft_2p1d_fetched_vs_computed", "ttft_spilled_vs_not"
 LENGTHS = (1024, 4096)

@@ -23,8 +23,8 @@ from benchmarks.disagg.report import breakdown
 from benchmarks.disagg.servers import Asked, Group, GroupSpec, ask, pair, routed, running
 from benchmarks.lib.common import SEED, Options, Report, percentile
 from sglang_ext.cluster.plan import LOOPBACK
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 SHARES = (0.9, 0.4)
 """Of one pair's capacity."""

@@ -28,8 +28,8 @@ from benchmarks.lib.common import SEED, Options, Report, Value, percentile
 from benchmarks.lib.plots import Axis, bars
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.protocol.cluster import instance_path
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 SHARE = 0.8
 """Of what the split that suits a load can serve."""

@@ -32,11 +32,11 @@ from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import tail
 from sglang_ext.stages import StageTimes
-from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.servers.pd_servers import BACKEND
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer
+from tests.support.servers.pd_servers import BACKEND
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 MODEL = "small"
 POOL_TOKENS = 64_000

@@ -22,8 +22,8 @@ from benchmarks.disagg.loads import FIRST_ID, LAST_ID
 from benchmarks.disagg.servers import Asked, Group, GroupSpec, ask, routed, running
 from benchmarks.lib.common import SEED, Options, Report
 from sglang_ext.cluster.plan import LOOPBACK
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 LENGTHS = (4096, 16_384)
 ANSWER = 4

@@ -1,6 +1,6 @@
 """What latency and loss between hosts cost: hand-overs, the router, the index.
 
-Three hosts made of this machine's namespaces (`sglang_ext.testing.lab`): a router with its clients, and two
+Three hosts made of this machine's namespaces (`tests.support.lab`): a router with its clients, and two
 servers with a tiny model, KV over tcp. Each packet is delayed by so much in either direction, so a round trip
 takes twice that, and 1 % of the packets get lost. Every figure stands beside the same without either.
 
@@ -45,11 +45,11 @@ from sglang_ext.router.policies import (
     Prompt,
     Reason,
 )
-from sglang_ext.testing.lab.hosts import Lab, why_not
-from sglang_ext.testing.servers.host_server import HostServer
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
+from tests.support.lab.hosts import Lab, why_not
+from tests.support.servers.host_server import HostServer
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 NAME = "hosts"
 ROUTER, SERVERS = "router", ("a", "b")

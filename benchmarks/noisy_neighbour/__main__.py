@@ -28,8 +28,8 @@ import aiohttp
 from benchmarks.lib.common import SEED, Options, Report, at_most, percentile
 from benchmarks.router.processes import our_router, process, stand_ins, wait_for
 from sglang_ext.flags import flag, one_of
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.tokenizer import write_tokenizer
+from tests.support.servers.ports import free_port
 
 WORKERS = 2
 SERVICE_S = 0.02

@@ -13,9 +13,9 @@ import httpx
 
 from benchmarks.lib.quiet import stay_on
 from benchmarks.router.processes import PEER, our_router, peer_router, process, wait_for
-from sglang_ext.testing.servers import preloaded
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers import preloaded
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 MODEL = "small"
 DRAM, DISK = "64MB", "1GB"

@@ -18,7 +18,7 @@ from typing import IO, Any
 import httpx
 
 from benchmarks.router.load import Job
-from sglang_ext.testing.servers.ports import free_port
+from tests.support.servers.ports import free_port
 
 START_S = 60.0
 PR_SET_PDEATHSIG = 1

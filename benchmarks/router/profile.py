@@ -29,8 +29,8 @@ from benchmarks.router.processes import (
     watched,
 )
 from benchmarks.router.speed import MANY, SERVICE_S, WORKERS, Case
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.tokenizer import write_tokenizer
+from tests.support.servers.ports import free_port
 
 CASES = (
     Case("/generate", 1024, False, MANY),

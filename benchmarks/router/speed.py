@@ -30,8 +30,8 @@ from benchmarks.router.processes import (
     two_cores,
     wait_for,
 )
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.tokenizer import write_tokenizer
+from tests.support.servers.ports import free_port
 
 WORKERS = 4
 SERVICE_S = 0.001

@@ -14,9 +14,9 @@ import httpx
 from benchmarks.lib.common import SEED, Options, Report
 from benchmarks.tiers.disk import temporary
 from benchmarks.tiers.servers import TIMEOUT_S, Client, Prompt, Prompts, Sizes, kv_layout, spec
-from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.tiered_store.disk.speed import choose_io
 from sglang_ext.tiered_store.disk.state import IoMode
+from tests.support.servers.server import ServerProcess
 
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 32
 SIZES = Sizes(8192, 16_384)

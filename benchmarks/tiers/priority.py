@@ -13,8 +13,8 @@ import httpx
 
 from benchmarks.lib.common import SEED, Options, Report, at_most
 from benchmarks.tiers.servers import MODEL, TIMEOUT_S, Prompt, Prompts
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 FIGURE = "ttft_high_priority_with_retraction"
 AIM = at_most(0.5)

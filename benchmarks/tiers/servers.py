@@ -19,9 +19,9 @@ from benchmarks.tiers.timed_server import FILE_VARIABLE, PARTS, Parts, standstil
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.models import RECIPES
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.state import IoMode
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 MODEL = "small"
 BLOCK_TOKENS = 16

@@ -12,9 +12,9 @@ from benchmarks.tiers.decode import measure_decode
 from benchmarks.tiers.disk import temporary
 from benchmarks.tiers.servers import MODEL, Client, Prompts, Sizes, kv_layout, spec
 from benchmarks.tiers.ttft import MOST_COLD, Stage, measure_length, report_lengths, sizes_for
-from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.tiered_store.disk.speed import choose_io
 from sglang_ext.tiered_store.disk.state import IoMode
+from tests.support.servers.server import ServerProcess
 
 QUICK_LENGTHS = (2048, 8192)
 LENGTHS = (2048, 8192, 16384)

@@ -7,20 +7,14 @@ fetched by pip and kept. Exit status 1 when something does not fit.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict
 
 from sglang_ext.patches.base import TargetState, check_target
-from sglang_ext.patches.contract.differences import differences
 from sglang_ext.patches.contract.places import NoSourceError, check_contract, sglang_folder, source_with
-from sglang_ext.patches.contract.server_routes import server_routes
-from sglang_ext.patches.contract.source import Found
 from sglang_ext.patches.registry import PATCHES, installed_source, reports, untested_allowed, version_problem
 from sglang_ext.patches.versions import (
     ALLOW_UNTESTED,
-    Declared,
     installed_sglang_version,
     supported,
     tested_versions,
@@ -70,58 +64,23 @@ def _check(where: str) -> bool:
     return not broken
 
 
-def _hashes(where: str) -> None:
-    folder = sglang_folder(where)
-    source = source_with(folder)
-    found = {path: source.find(path) for path in sorted(check_contract(folder).targets)}
-    declared = {
-        path: asdict(Declared(each.signature, each.source))
-        for path, each in found.items()
-        if isinstance(each, Found)
-    }
-    _say(json.dumps(declared, indent=2))
-
-
-def _routes(where: str) -> None:
-    _say(json.dumps(server_routes(source_with(sglang_folder(where))), indent=2))
-
-
-def _diff(old: str, new: str) -> None:
-    report = check_contract(sglang_folder(old))
-    paths = {*report.targets, *report.needs["calls"], *report.needs["overrides"]}
-    before, after = source_with(sglang_folder(old)), source_with(sglang_folder(new))
-    _say(*differences(before, after, paths))
-
-
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.patches", description=__doc__)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
+    parser.add_argument(
         "--check",
         nargs="?",
         const="",
         metavar="VERSION|FOLDER",
         help="hold contract and hashes to it",
     )
-    which.add_argument("--hashes", metavar="VERSION|FOLDER", help="print what goes to hashes/VERSION.json")
-    which.add_argument("--routes", metavar="VERSION|FOLDER", help="print what goes to routes/VERSION.json")
-    which.add_argument("--diff", nargs=2, metavar=("OLD", "NEW"), help="print what a follower has to read")
     args = parser.parse_args(argv)
+    if args.check is None:
+        return 0 if _states() else 1
     try:
-        if args.check is not None:
-            return 0 if _check(args.check or installed_sglang_version()) else 1
-        if args.hashes:
-            _hashes(args.hashes)
-        elif args.routes:
-            _routes(args.routes)
-        elif args.diff:
-            _diff(*args.diff)
-        else:
-            return 0 if _states() else 1
+        return 0 if _check(args.check or installed_sglang_version()) else 1
     except NoSourceError as error:
         parser.error(str(error))
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The test kit that ships: contracts, servers, stand-ins, fakes, models."""
+"""The test kit that ships, for tiers and transports of others: contracts, fakes, models."""

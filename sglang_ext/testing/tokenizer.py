@@ -2,7 +2,7 @@
 
 Nothing is downloaded or trained when a model is built: `static/vocabulary.txt.xz` is shipped and holds, one
 per line and in the usual byte-level alphabet, first the merges ("left right"), then whole words ("Ġword"). It
-was made once by `python -m sglang_ext.testing.vocabulary_training FILE` from the docstrings, strings and
+was made once by `python -m tests.support.vocabulary_training FILE` from the docstrings, strings and
 comments of the Python 3.11 standard library (PSF licence) and of numpy, scipy and networkx (BSD licences),
 plus the 3,755 everyday Chinese characters of GB 2312 level 1, which need no corpus. Training is not
 repeatable to the byte on another machine (it sees other library versions); the shipped file is what counts.

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from sglang_ext.cluster.plan import Part
-from sglang_ext.testing.servers import server
+from tests.support.servers import server
 
 # Modules beside the tests are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -39,8 +39,8 @@ from sglang_ext.cluster.doctor.peer_wire import (
 )
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.testing.lab.hosts import Lab, stop, why_not
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab.hosts import Lab, stop, why_not
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ import pytest
 from cluster_processes import DEADLINE_S, alive, wait_for
 
 from sglang_ext.cluster.guard import below, children_by_parent
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.ray_nodes import HOW_TO_GET_IT, QUIET, RayNodes, ray_is_installed
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
+from tests.support.servers.ray_nodes import HOW_TO_GET_IT, QUIET, RayNodes, ray_is_installed
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 START_S = 90.0

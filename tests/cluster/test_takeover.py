@@ -28,13 +28,14 @@ from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, Part, make_plan
 from sglang_ext.cluster.process import PartProcess
 from sglang_ext.cluster.supervisor import Cluster
-from sglang_ext.testing.servers.workers import running_worker
+from tests.support import ROOT
+from tests.support.servers.workers import running_worker
 
 pytestmark = pytest.mark.slow
 
 MakePart = Callable[..., Part]
 Pids = Callable[[str], list[int]]
-INSTANCE = Path(__file__).parents[1] / "router" / "instance_process.py"
+INSTANCE = "tests.support.servers.instance_process"
 KILLS = 3
 SESSIONS = 5
 
@@ -205,8 +206,9 @@ class Instance:
 
     async def __aenter__(self) -> Instance:
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(INSTANCE), "server-0", self._routers, "/nowhere"),
+            *(sys.executable, "-m", INSTANCE, "server-0", self._routers, "/nowhere"),
             stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
         )
         return self
 

@@ -20,9 +20,9 @@ from sglang_ext.cluster.top import Seen, main, read_metrics, view
 from sglang_ext.errors import PeerError
 from sglang_ext.protocol.cluster import PATH, Cluster, Registration, TierFill
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
+from tests.support.servers.ports import free_port
+from tests.support.servers.workers import StandInWorker, running_worker
 
 KEY = "an-administrators-key"
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 4}}

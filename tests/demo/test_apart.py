@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_ext.demo import apart
-from sglang_ext.demo.apart import Turn, decode_had, grows, lines
+from examples.demo import apart
+from examples.demo.apart import Turn, decode_had, grows, lines
 
 UNIT = 2048
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from sglang_ext.demo.client import say
+from examples.demo.client import say
 from sglang_ext.errors import PeerError
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang_ext.demo.client import Answer
-from sglang_ext.demo.report import COLUMNS, REASONS, Turn, header, line, summarize, summary_lines
+from examples.demo.client import Answer
+from examples.demo.report import COLUMNS, REASONS, Turn, header, line, summarize, summary_lines
 
 CACHED = Answer(
     text="yes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.demo.script import conversations
+from examples.demo.script import conversations
 
 
 def test_the_same_in_every_run() -> None:

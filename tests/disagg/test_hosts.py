@@ -1,4 +1,4 @@
-"""Transfers between hosts that share nothing but a network (``sglang_ext.testing.lab``)."""
+"""Transfers between hosts that share nothing but a network (``tests.support.lab``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import pytest
 
-from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab.hosts import Host, Lab, stop, why_not
 
 pytestmark = pytest.mark.slow
 

@@ -26,9 +26,9 @@ from targets import CORPUS, Target, targets
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports.tcp import HANDSHAKE_SECONDS, NONCE_BYTES, SESSION_BYTES, TcpTransport
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.workers import running_worker
-from sglang_ext.testing.sources import from_sources
 from sglang_ext.testing.waiting import until
+from tests.support.servers.workers import running_worker
+from tests.support.sources import from_sources
 
 pytestmark = pytest.mark.slow
 
@@ -105,8 +105,8 @@ async def test_a_router_answers_everything_itself(
 ) -> None:
     """No 5xx of ours, over sockets, with the tokenizer and everything behind the checks."""
     from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
-    from sglang_ext.testing.servers.workers import StandInWorker
     from sglang_ext.testing.tokenizer import write_tokenizer
+    from tests.support.servers.workers import StandInWorker
 
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, 4096)

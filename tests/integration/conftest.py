@@ -17,9 +17,9 @@ import pytest
 from sglang_ext import native
 from sglang_ext.native import is_compiled
 from sglang_ext.router.http import reader
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers import preloaded
-from sglang_ext.testing.servers.server import ServerPool, ServerProcess, ServerSpec
+from tests.support.leaks import LeakGuard
+from tests.support.servers import preloaded
+from tests.support.servers.server import ServerPool, ServerProcess, ServerSpec
 
 if TYPE_CHECKING:
     from places import Place

@@ -25,11 +25,11 @@ from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.programmes import INSTANCES, TENANTS
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import STRICT, ServerProcess
 from sglang_ext.testing.waiting import until
+from tests.support.programmes import INSTANCES, TENANTS
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import STRICT, ServerProcess
 
 FLAGS = (
     *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--max-running-requests", "8"),

@@ -1,4 +1,4 @@
-"""Runs a programme (`sglang_ext.testing.programmes`) on a small fleet (`crossing_fleet`), and compares each
+"""Runs a programme (`tests.support.programmes`) on a small fleet (`crossing_fleet`), and compares each
 answer with a stock server's.
 
 Conversations are held with the stock server before; its answers are part of the prompts, so that a wrong one
@@ -23,8 +23,9 @@ from token_requests import GREEDY, advise, generate, settled
 
 from sglang_ext.protocol.cluster import instance_path
 from sglang_ext.router.fleet.lifecycle import State
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.programmes import (
+from sglang_ext.testing.waiting import until, wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.programmes import (
     INSTANCES,
     ROLES,
     Ask,
@@ -40,8 +41,7 @@ from sglang_ext.testing.programmes import (
     Update,
     fill_prompts,
 )
-from sglang_ext.testing.servers.server import ServerProcess
-from sglang_ext.testing.waiting import until, wait_until
+from tests.support.servers.server import ServerProcess
 
 MOVED_TOKENS = 96
 """Of answers that move. Decode servers hold them at their first tokens until one has moved."""

@@ -19,10 +19,10 @@ from pd_fleet import ANSWER_TOKENS, NO_TOKEN, Rig, fault, nothing_is_left, promp
 
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.disagg.handover import JOIN_SECONDS, VERDICT_SECONDS
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess
 
 FREED_SECONDS = 5.0
 """Within which a survivor has freed what a dead peer's requests held."""

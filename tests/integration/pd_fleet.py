@@ -20,12 +20,12 @@ from places import Outside
 from tuned_model import tuned
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.compare import Answer, assert_same, random_conversations
-from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.pd_servers import PdServers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same, random_conversations
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import PdServers
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 ANSWER_TOKENS = 8
 POOL_TOKENS = 6000

@@ -20,12 +20,12 @@ import pytest
 
 from sglang_ext.addresses import bracketed
 from sglang_ext.cluster.plan import LOOPBACK
-from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.lab import clock
-from sglang_ext.testing.lab.hosts import Lab, why_not
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.host_server import HostServer
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.compare import Answer
+from tests.support.lab import clock
+from tests.support.lab.hosts import Lab, why_not
+from tests.support.leaks import LeakGuard
+from tests.support.servers.host_server import HostServer
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 API_KEY = "the-key-of-clients"
 CLOCKS_OFF_S = (90.0, -90.0)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_ext.testing.servers import preloaded
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers import preloaded
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 KEPT = (*FLAGS, "--enable-response-store")

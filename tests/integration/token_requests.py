@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 
 from sglang_ext.router import Router
-from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.servers.server import ServerProcess
+from tests.support.compare import Answer
+from tests.support.servers.server import ServerProcess
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 

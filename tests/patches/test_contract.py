@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.following.differences import differences
 from sglang_ext.patches.contract.calls import Shape, refused
 from sglang_ext.patches.contract.check import Report
-from sglang_ext.patches.contract.differences import differences
 from sglang_ext.patches.contract.places import (
     NoSourceError,
     check_contract,
@@ -26,6 +26,7 @@ from sglang_ext.patches.contract.places import (
 )
 from sglang_ext.patches.contract.source import Found, Source
 from sglang_ext.patches.versions import SUPPORTED, Supported, installed_sglang_version
+from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -247,16 +248,16 @@ def test_names_are_found_through_re_exports_bases_and_stars(tmp_path: Path) -> N
     assert {"n", "method"} <= set(source.members(kid).found)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang_ext.patches", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
 
 
 def test_the_command_prints_hashes_and_refuses_what_is_no_sglang(tmp_path: Path) -> None:
     version = installed_sglang_version()
-    printed = run("--hashes", version)
+    printed = run("scripts.following", "--hashes", version)
     known = next(each for each in SUPPORTED if each.version == version)
     assert json.loads(printed.stdout) == {path: asdict(each) for path, each in known.hashes().items()}
-    refusal = run("--check", str(tmp_path))
+    refusal = run("sglang_ext.patches", "--check", str(tmp_path))
     assert refusal.returncode == 2
     assert "neither a version nor a folder" in refusal.stderr

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from examples.demo.__main__ import Arguments as DemoArguments
 from sglang_ext import launch_server
 from sglang_ext.cli import COMMANDS, flags_of
-from sglang_ext.demo.__main__ import Arguments as DemoArguments
 from sglang_ext.migrate.gateway import GATEWAY
 
 ROOT = Path(__file__).parents[2]

@@ -31,8 +31,8 @@ from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
 from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
 from sglang_ext.radix_global.sync.runs import path_key
 from sglang_ext.radix_global.sync.stream import EventStream
-from sglang_ext.testing.sources import from_sources
 from sglang_ext.tiers import Tier
+from tests.support.sources import from_sources
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from tree_oracle import Lock, Oracle, Units, full_key, units_of
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree, policy_by_name
-from sglang_ext.testing.sources import from_sources
 from sglang_ext.tiers import Tier
+from tests.support.sources import from_sources
 
 pytestmark = pytest.mark.slow
 

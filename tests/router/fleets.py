@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
+from tests.support.servers.workers import StandInWorker, running_worker
 
 StartWorker = Callable[..., Awaitable[StandInWorker]]
 StartRouter = Callable[..., Awaitable[Router]]

@@ -13,8 +13,8 @@ from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.workers import Gate
 from sglang_ext.testing.waiting import until
+from tests.support.servers.workers import Gate
 
 CLIENT_TIMEOUT_S = 10.0
 

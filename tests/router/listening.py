@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
-from sglang_ext.testing.servers.server import threads_of
+from tests.support.servers.server import threads_of
 
 ROUTER, ALONE, HTTP = "router", "router alone", "server's HTTP"
 AGENT, TRANSFER, BOOTSTRAP = "agent", "transfer of KV", "bootstrap of PD"

@@ -28,9 +28,9 @@ from sglang_ext.router.cluster.roster import Intent
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.tasks import FAILURES, Round, Rounds
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
+from tests.support.servers.ports import free_port
+from tests.support.servers.workers import StandInWorker, running_worker
 
 pytestmark = pytest.mark.slow
 

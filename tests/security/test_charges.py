@@ -12,7 +12,7 @@ from test_hinting import in_dram, link
 from sglang_ext.router.endpoints import charges
 from sglang_ext.router.endpoints.charges import Charge, charge_of
 from sglang_ext.router.endpoints.routes import Access, Route, RouteTable
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from listening import (
 )
 
 from sglang_ext.patches import rendezvous
-from sglang_ext.testing.servers.ports import free_port
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from sglang_ext.router.cluster.membership_redis import MAX_WORD_BYTES, SYNC_S, R
 from sglang_ext.router.cluster.roster import encode_member
 from sglang_ext.router.cluster.words import SessionKnown
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 from sglang_ext.testing.waiting import until
+from tests.support.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 
 KEY = ClusterKey(b"the-key-of-a-test-0123456789-abcdefghijklmnop")
 needs_redis = pytest.mark.skipif(not redis_is_installed(), reason=HOW_TO_GET_IT)

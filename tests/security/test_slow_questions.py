@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.router.endpoints import information
 from sglang_ext.router.fleet.fleet import QUESTION_S, Fleet, State
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.testing.compare import Answer, assert_same, random_conversations
+from tests.support.compare import Answer, assert_same, random_conversations
 
 ANSWER = Answer(
     tokens=[7, 8, 9],

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.stages import StageTimes
-from sglang_ext.testing.servers.dialect import EXCHANGES, differences, record, shape_of
-from sglang_ext.testing.servers.workers import running_worker
+from tests.support.servers.dialect import EXCHANGES, differences, record, shape_of
+from tests.support.servers.workers import running_worker
 
 RECORDING: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "router" / "dialect.json").read_text("utf-8")

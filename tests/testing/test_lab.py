@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.testing.lab import clock
-from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
-from sglang_ext.testing.lab.switch import QUEUE_S, Wire
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab import clock
+from tests.support.lab.hosts import Host, Lab, stop, why_not
+from tests.support.lab.switch import QUEUE_S, Wire
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.leaks import MARK, LeakError, LeakGuard, Resources
+from tests.support import ROOT
+from tests.support.leaks import MARK, LeakError, LeakGuard, Resources
 
 pytestmark = pytest.mark.slow
 
@@ -293,7 +294,7 @@ def test_waits_in_python():
 STUCK = """
 import ctypes
 import pytest
-from sglang_ext.testing import strict
+from tests.support import strict
 
 strict.HANG_GRACE_SECONDS = 0.5
 
@@ -312,12 +313,17 @@ def run(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"),
-            *("-p", "pytest_timeout", "-p", "sglang_ext.testing.strict"),
+            *("-p", "pytest_timeout", "-p", "tests.support.strict"),
         ],
         cwd=tmp_path,
         # A run that ends in the middle of a C call cannot remove its folder.
         # Plugins that the suite has no use for take seconds to import.
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={
+            **os.environ,
+            "TMPDIR": str(tmp_path),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": str(ROOT),
+        },
         capture_output=True,
         text=True,
         timeout=100,

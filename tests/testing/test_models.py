@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from sglang_ext.testing.adapters import TARGETS, build_adapter
 from sglang_ext.testing.models import (
     DTYPES,
     RECIPES,
@@ -27,8 +26,9 @@ from sglang_ext.testing.models import (
     recipe_hash,
     weight_shapes,
 )
-from sglang_ext.testing.reference import Reference
 from sglang_ext.testing.tokenizer import emitted_ids
+from tests.support.adapters import TARGETS, build_adapter
+from tests.support.reference import Reference
 
 pytestmark = pytest.mark.slow
 

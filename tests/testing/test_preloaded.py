@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.servers import preloaded
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers import preloaded
 
 WITHOUT_SGLANG = """\
 import sys, tempfile
 import torch
-from sglang_ext.testing.servers import preloaded
+from tests.support.servers import preloaded
 preloaded._import_all = tempfile.gettempdir  # some import asks for it, and it is remembered
 torch.get_num_threads()
 preloaded.main(sys.argv[1:])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.testing.programmes import (
+from tests.support.programmes import (
     ALL_CROSSINGS,
     INSTANCES,
     KEPT,

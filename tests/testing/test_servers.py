@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.leaks import SHARED_MEMORY, LeakGuard
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import (
+from sglang_ext.testing.waiting import wait_until
+from tests.support.leaks import SHARED_MEMORY, LeakGuard
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import (
     ServerDiedError,
     ServerPool,
     ServerProcess,
     ServerSpec,
     ServerStartError,
 )
-from sglang_ext.testing.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +155,7 @@ def test_a_server_that_ends_at_start_is_an_error_with_its_log() -> None:
 
 
 def test_a_server_that_is_not_ready_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.testing.servers.server.START_SECONDS", 0.0)
+    monkeypatch.setattr("tests.support.servers.server.START_SECONDS", 0.0)
     server = ServerProcess(StandIn())
     with pytest.raises(ServerStartError, match=r"start of StandIn.*: not within 0 s"):
         server.start()
@@ -201,7 +201,7 @@ OWNER = """
 import sys
 from tests.testing.test_servers import StandIn
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.servers.server import ServerProcess
+from tests.support.servers.server import ServerProcess
 
 server = ServerProcess(StandIn(flags=("segment",)))
 server.start()

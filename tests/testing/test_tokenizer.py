@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
-from sglang_ext.testing import vocabulary_training
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -28,6 +27,7 @@ from sglang_ext.testing.tokenizer import (
     vocabulary,
     write_tokenizer,
 )
+from tests.support import vocabulary_training
 
 Message = dict[str, str]
 

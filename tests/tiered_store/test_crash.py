@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, get_all, prefix_keys
-from sglang_ext.testing.crash import HOT, RECLAIM_STEPS, STEPS, CrashTest, config
 from sglang_ext.tiered_store.disk.tier import DiskTier
+from tests.support.crash import HOT, RECLAIM_STEPS, STEPS, CrashTest, config
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,6 @@ from sglang_ext.testing.blocks import (
     write_all,
 )
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.files import READS, FaultyFiles
 from sglang_ext.testing.tier_contract import DurableTierContract
 from sglang_ext.tiered_store.disk import speed as disk_speed
 from sglang_ext.tiered_store.disk.files import Files
@@ -37,6 +36,7 @@ from sglang_ext.tiered_store.disk.speed import DiskSpeed, choose_io
 from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
+from tests.support.files import READS, FaultyFiles
 
 pytestmark = pytest.mark.slow
 

@@ -29,13 +29,13 @@ from sglang_ext.testing.blocks import (
     read_all,
 )
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.files import FaultyFiles
 from sglang_ext.tiered_store.disk.files import Files
 from sglang_ext.tiered_store.disk.owner import DirectoryOwner
 from sglang_ext.tiered_store.disk.segment_format import PAGE, decode_run_header
 from sglang_ext.tiered_store.disk.state import DiskConfig, DiskHealth
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome, Put
+from tests.support.files import FaultyFiles
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.blocks import NAMESPACE, OTHER, prefix_keys
-from sglang_ext.testing.files import FaultyFiles
 from sglang_ext.tiered_store.disk import index as index_module
 from sglang_ext.tiered_store.disk.files import IOV_MAX, Files, can_be_direct, read_fully, write_fully
 from sglang_ext.tiered_store.disk.index import Change, Index, IndexDamagedError, IndexFailedError
@@ -33,6 +32,7 @@ from sglang_ext.tiered_store.disk.segment_format import (
     layer_sizes,
     run_offsets,
 )
+from tests.support.files import FaultyFiles
 
 # --- format ---
 

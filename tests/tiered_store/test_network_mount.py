@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
+from tests.support.lab.hosts import Host, Lab, stop, why_not
 
 pytestmark = pytest.mark.long
 

@@ -1,6 +1,6 @@
 """Every route of SGLang's server, and its treatment at the router.
 
-A test reads the routes from SGLang's source (``patches/contract/server_routes.py``), and fails for a route
+A test reads the routes from SGLang's source (``scripts/following/server_routes.py``), and fails for a route
 without a row in this table.
 """
 

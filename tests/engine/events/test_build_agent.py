@@ -19,8 +19,8 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens, tenant_salt
 from sglang_ext.patches.adapter.build_agent import SchedulerGauges, attach_agent, naming_of
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.tiers import Tier
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

@@ -25,7 +25,7 @@ from sglang_ext.protocol.cluster import PATH, PROTOCOL, Registration
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.cluster import agent_link
 from sglang_ext.router.cluster.roster import Member, decode_member, encode_member
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from tests.support.servers.workers import StandInWorker, running_worker
 
 Upgrade = Callable[[], Awaitable[None]]
 

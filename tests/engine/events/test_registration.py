@@ -18,8 +18,8 @@ from sglang_ext.engine.events import registration
 from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from tests.support.servers.ports import free_port
+from tests.support.servers.workers import StandInWorker, running_worker
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.events.router_names import AGAIN_S, RouterNames, addresses
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 NAME = "dns+http://routers.example:30000"
 

@@ -29,8 +29,8 @@ from sglang_ext.router.index import stock_replica as ours
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import until
+from tests.support.servers.ports import free_port
 
 ENCODE = msgspec.msgpack.Encoder().encode
 BLOCK = 4

@@ -31,8 +31,8 @@ from sglang_ext.engine.pd.messages import MESSAGES, Topology
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.protocol.agent import TO_AGENT, Ping, PrefillServer, PrefillServers
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.slow
 

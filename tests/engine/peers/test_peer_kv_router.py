@@ -34,8 +34,8 @@ from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tokens.encoded import Encoded
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.tiers import Tier
+from tests.support.servers.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 

@@ -32,13 +32,13 @@ from sglang_ext.router.api.usage import Usage
 from sglang_ext.router.policies import Match, PolicyOptions
 from sglang_ext.router.policies.base import Prompt
 from sglang_ext.router.policies.cost import cost
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiers import Tier, register, withdraw
+from tests.support.servers.ports import free_port
+from tests.support.servers.workers import StandInWorker, running_worker
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

@@ -17,10 +17,10 @@ import httpx
 import pytest
 from hooked_server import FOLDER
 
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import check_directory
+from tests.support.compare import assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

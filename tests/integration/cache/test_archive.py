@@ -10,11 +10,11 @@ import pytest
 from disk_damage import damage_last_layer, runs, spoil_values
 from hooked_server import FOLDER
 
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
+from tests.support.compare import assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

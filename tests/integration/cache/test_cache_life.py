@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, ServerStartError
+from tests.support.compare import assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec, ServerStartError
 
 pytestmark = pytest.mark.integration
 

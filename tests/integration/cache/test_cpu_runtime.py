@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

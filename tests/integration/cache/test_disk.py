@@ -21,13 +21,13 @@ from sglang_ext.config import KvConfig
 from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.blocks import LAYOUT
-from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.owner import lost_owners
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

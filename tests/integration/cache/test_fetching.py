@@ -31,13 +31,13 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.cluster import VERDICT_S
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, ports_and_contexts
 from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
+from tests.support.compare import Answer, assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec, ports_and_contexts
 
 pytestmark = pytest.mark.integration
 

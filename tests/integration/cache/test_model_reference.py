@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.reference import Reference
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.compare import assert_same
+from tests.support.reference import Reference
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 BLOCK_TOKENS = 16

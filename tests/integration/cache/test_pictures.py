@@ -11,11 +11,11 @@ from dram_damage import arena_files, flip_bit, last_change, snapshot
 from pictures import MODEL, PICTURE_TOKENS, TOKEN_BYTES, picture, prompt, with_picture, words
 
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

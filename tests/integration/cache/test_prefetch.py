@@ -11,9 +11,9 @@ import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
 
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

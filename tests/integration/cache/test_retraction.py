@@ -18,8 +18,8 @@ import httpx
 import pytest
 from hooked_server import FOLDER
 
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 
-from sglang_ext.testing.compare import Answer, assert_same, random_conversations
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same, random_conversations
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

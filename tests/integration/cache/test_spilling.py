@@ -25,12 +25,12 @@ from token_requests import cold, generate, random_prompt
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Costs, Decision, Fleet, Match, Matches, PolicyOptions, Prompt, Reason
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiers import Tier
+from tests.support.compare import Answer, assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

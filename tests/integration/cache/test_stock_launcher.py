@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.compare import assert_same
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hooked_server import FOLDER
 
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from router_rig import SPECS
 
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.calibration.command import main
 from sglang_ext.cost_model import Batch, CostModel, Profile, load, save
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 SPEC = ServerSpec(
     flags=("--max-total-tokens", "8000", "--mem-fraction-static", "0.5", "--chunked-prefill-size", "-1")

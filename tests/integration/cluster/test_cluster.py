@@ -39,9 +39,9 @@ from listening import (
     rows,
 )
 
-from sglang_ext.testing.lab.hosts import Host
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab.hosts import Host
 
 START_S = 300.0
 END_S = 60.0

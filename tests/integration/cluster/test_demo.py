@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 def lines_of(*arguments: str) -> list[str]:
     """What the demo prints."""
     result = subprocess.run(
-        [sys.executable, "-m", "sglang_ext.demo", *arguments],
+        [sys.executable, "-m", "examples.demo", *arguments],
         capture_output=True,
         text=True,
         timeout=500,

@@ -21,12 +21,12 @@ from pd_fleet import FaultySpec, fault
 from token_requests import random_prompt
 
 from sglang_ext.addresses import bracketed
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.lab import clock
-from sglang_ext.testing.lab.hosts import Lab, why_not
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import ONE_THREAD, ServerProcess
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.lab import clock
+from tests.support.lab.hosts import Lab, why_not
+from tests.support.servers.server import ONE_THREAD, ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -21,11 +21,11 @@ from token_requests import random_prompt
 from sglang_ext.cli import COMMANDS, PROG
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.migrate.command import main
-from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -29,14 +29,14 @@ from token_requests import GREEDY, cold, generate, random_prompt
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.lab.hosts import Lab
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.redis_server import redis_is_installed
-from sglang_ext.testing.servers.server import STRICT, ServerProcess
 from sglang_ext.testing.waiting import until
+from tests.support.compare import Answer, assert_same
+from tests.support.lab.hosts import Lab
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis_server import redis_is_installed
+from tests.support.servers.server import STRICT, ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 

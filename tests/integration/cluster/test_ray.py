@@ -16,11 +16,11 @@ from test_cluster import BLOCK, END_S, PROMPT_TOKENS, START_S, RunningCluster, a
 
 from sglang_ext.cluster.guard import below, children_by_parent
 from sglang_ext.cluster.ray_runner import FOLDER_PREFIX
-from sglang_ext.testing.lab.hosts import Lab, why_not
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.ray_nodes import HOW_TO_GET_IT, QUIET, RayNodes, ray_is_installed
-from sglang_ext.testing.servers.server import ONE_THREAD
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab.hosts import Lab, why_not
+from tests.support.servers.ports import free_port
+from tests.support.servers.ray_nodes import HOW_TO_GET_IT, QUIET, RayNodes, ray_is_installed
+from tests.support.servers.server import ONE_THREAD
 
 pytestmark = [
     pytest.mark.timeout(3 * START_S),

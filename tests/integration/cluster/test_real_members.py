@@ -27,9 +27,9 @@ from sglang_ext.protocol.cluster import VERDICT_S, instance_path
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.leaks import LeakGuard
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

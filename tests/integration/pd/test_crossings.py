@@ -1,6 +1,6 @@
 """Hints, disaggregation, the disk, moving requests, changing roles, tenants and updated weights, all crossed.
 
-Random programmes (`sglang_ext.testing.programmes`) on a small fleet, whose answers are a stock server's: one
+Random programmes (`tests.support.programmes`) on a small fleet, whose answers are a stock server's: one
 that crosses any two of these, a damaged twin, and those that have failed once. The long form draws them for
 half an hour, and prints the seed of each that fails. To run some seeds again:
 
@@ -26,8 +26,9 @@ from crossing_fleet import Fleet, Front, Models, fleet_of, front_of
 from crossings import Differs, NotItsOwn, Played, Player, stock_answers
 from disk_damage import damage_last_layer, runs, spoil_values
 
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.programmes import (
+from sglang_ext.testing.waiting import wait_until
+from tests.support.leaks import LeakGuard
+from tests.support.programmes import (
     KEPT,
     SHORT,
     Ask,
@@ -42,8 +43,7 @@ from sglang_ext.testing.programmes import (
     draw,
     shortened,
 )
-from sglang_ext.testing.servers.server import ServerProcess
-from sglang_ext.testing.waiting import wait_until
+from tests.support.servers.server import ServerProcess
 
 LONG_SECONDS = 1800
 SEEDS = "SGLANG_EXT_CROSSINGS"

@@ -46,12 +46,12 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.stages import StageTimes
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.lab import clock
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.compare import Answer, assert_same
+from tests.support.lab import clock
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -49,14 +49,14 @@ from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.engine.pd.messages import MESSAGES, Abort, Done, Lookup, Push
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.stages import STAGES, StageTimes
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.transfer.rig import Pool, Shape
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.wire import pack_ids
+from tests.support.compare import assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ from listening import AGENT, BOOTSTRAP, GLOO, HTTP, ROUTER, STORE, TRANSFER, bey
 from pd_fleet import prompt_of
 from test_cluster import START_S, RunningCluster, ask
 
-from sglang_ext.testing.servers.server import ports_and_contexts
+from tests.support.servers.server import ports_and_contexts
 
 pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
 

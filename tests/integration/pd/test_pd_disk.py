@@ -16,10 +16,10 @@ from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
 from pd_fleet import ask_both, assert_alike, count, logprobs_of, nothing_is_left, prompt_of
 
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

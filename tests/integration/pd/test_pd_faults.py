@@ -28,10 +28,10 @@ from pd_faults import (
 )
 from pd_fleet import ANSWER_TOKENS, COMMON, FaultySpec, Rig, nothing_is_left, prompt_of, why_it_failed
 
-from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess
+from tests.support.compare import Answer
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.server import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(3600)]
 

@@ -25,12 +25,12 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.cluster import VERDICT_S
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until, wait_until
+from tests.support.compare import Answer, assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

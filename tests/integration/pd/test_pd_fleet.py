@@ -40,11 +40,11 @@ from pd_fleet import (
 from token_requests import advise, generate
 
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until, wait_until
+from tests.support.compare import assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

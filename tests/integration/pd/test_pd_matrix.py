@@ -26,9 +26,9 @@ from pd_fleet import (
     prompt_of,
 )
 
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.compare import assert_same
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 

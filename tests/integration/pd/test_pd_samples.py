@@ -17,9 +17,9 @@ from pd_fleet import COMMON, FaultySpec, Rig, count, fault, nothing_is_left, pro
 from router_rig import running, until
 
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.server import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -22,10 +22,10 @@ from pd_fleet import (
     prompt_of,
 )
 
-from sglang_ext.testing.compare import assert_same, random_conversations
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import assert_same, random_conversations
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

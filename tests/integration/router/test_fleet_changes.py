@@ -21,11 +21,11 @@ from token_requests import generate, random_prompt
 from tuned_model import tuned
 
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.testing.adapters import TARGETS, build_adapter
-from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until, wait_until
+from tests.support.adapters import TARGETS, build_adapter
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 

@@ -24,13 +24,13 @@ from tuned_model import tuned
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Instance, Match
-from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.redis_server import RedisServer, redis_is_installed
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
+from tests.support.leaks import LeakGuard
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis_server import RedisServer, redis_is_installed
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

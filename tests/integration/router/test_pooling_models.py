@@ -23,9 +23,9 @@ from router_rig import FLAGS, running, until
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.limits import ModelKind
-from sglang_ext.testing.servers.dialect import differences, shape_of
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, ServerStartError
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from tests.support.servers.dialect import differences, shape_of
+from tests.support.servers.server import ServerProcess, ServerSpec, ServerStartError
+from tests.support.servers.workers import StandInWorker, running_worker
 
 pytestmark = pytest.mark.integration
 

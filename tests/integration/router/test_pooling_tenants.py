@@ -20,8 +20,8 @@ from sglang_ext.keys import SALT_HEADER
 from sglang_ext.patches.hooks.pooling import SALT
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.tenancy.tenants import SALT_PREFIX
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

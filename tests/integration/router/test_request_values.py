@@ -19,7 +19,7 @@ from router_rig import FLAGS, KEPT, SPECS
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.dialect import DIALECTS
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

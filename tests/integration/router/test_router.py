@@ -19,7 +19,7 @@ from sglang_ext.keys import decode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,8 @@ from router_rig import ROOT, SPECS, running, sglang_program, until
 from sglang_ext.patches.versions import SGLANG_VERSION, installed_sglang_version
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.endpoints.openapi import description
-from sglang_ext.testing.servers.dialect import record
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.dialect import record
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +48,7 @@ def servers(get_server: Callable[[ServerSpec], ServerProcess]) -> list[ServerPro
 
 
 async def test_a_server_answers_as_the_recorded_one(servers: list[ServerProcess]) -> None:
-    """To which the stand-ins are held. `python scripts/record_dialect.py` records a new one."""
+    """To which the stand-ins are held. `python -m scripts.record_dialect` records a new one."""
     if installed_sglang_version() != SGLANG_VERSION:
         pytest.skip(f"recorded is SGLang {SGLANG_VERSION}")
     await until(lambda: running(servers) == 0)

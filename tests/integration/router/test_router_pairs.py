@@ -29,14 +29,14 @@ from sglang_ext.protocol.cluster import instance_path
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.policies import Match
-from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
+from tests.support.compare import Answer, assert_same
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

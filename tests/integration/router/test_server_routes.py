@@ -17,7 +17,7 @@ from router_rig import SPECS, running, until
 from sglang_ext.patches.versions import installed_sglang_version
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.fleet import USABLE, Event
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

@@ -17,9 +17,9 @@ from sglang_ext.router.index.index import Index
 from sglang_ext.router.index.stock_replica import StockReplica
 from sglang_ext.router.policies.base import Role
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import until
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

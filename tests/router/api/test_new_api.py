@@ -21,8 +21,8 @@ from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import Json, check_fields, kinds
 from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.http.types import RequestRefused
-from sglang_ext.testing.servers.worker_dialects import headers_of
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from tests.support.servers.worker_dialects import headers_of
+from tests.support.servers.workers import StandInWorker, running_worker
 
 ROUTER = Path(__file__).parents[3] / "router"
 

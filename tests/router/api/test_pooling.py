@@ -24,8 +24,8 @@ from sglang_ext.router.tenancy.tenants import SALT_PREFIX
 from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, reranking
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from sglang_ext.router.tokens.segments import TokenCache
-from sglang_ext.testing.servers.worker_pooling import vector
-from sglang_ext.testing.servers.workers import Gate, StandInWorker
+from tests.support.servers.worker_pooling import vector
+from tests.support.servers.workers import Gate, StandInWorker
 
 Json = dict[str, Any]
 LIMITS = Limits(1000, 4096)

@@ -18,7 +18,7 @@ from sglang_ext.router.policies import POLICIES, Instance, Match, Prompt, Reason
 from sglang_ext.router.tenancy.admit import MAX_SESSION_CHARS, session_of
 from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
 

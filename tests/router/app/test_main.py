@@ -14,8 +14,8 @@ import pytest
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.__main__ import main
 from sglang_ext.router.config import RouterConfig
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.ports import free_port
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

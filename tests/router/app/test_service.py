@@ -13,7 +13,7 @@ import pytest
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.telemetry.logs import JsonFormatter, TextFormatter
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

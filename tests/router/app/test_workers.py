@@ -20,8 +20,8 @@ from listening import ALONE, ROUTER, beyond_loopback, rows
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.config import RouterConfig
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import until
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.slow
 

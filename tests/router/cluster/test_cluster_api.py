@@ -22,9 +22,9 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.cluster.membership import ROUTER_TTL_S
 from sglang_ext.router.fleet.fleet import State
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
-from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
+from tests.support.servers.workers import Gate, StandInWorker, running_worker
 
 pytestmark = pytest.mark.slow
 

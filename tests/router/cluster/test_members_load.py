@@ -15,8 +15,8 @@ from streams import Streams
 
 from sglang_ext.protocol.cluster import PATH, instance_path
 from sglang_ext.router.fleet.fleet import State
-from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 from sglang_ext.testing.waiting import until
+from tests.support.servers.workers import Gate, StandInWorker, running_worker
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,12 @@ from sglang_ext.protocol.cluster import VERDICT_S
 from sglang_ext.router import Router
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.servers.ports import free_port
+from tests.support import ROOT
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
+PROGRAM = "tests.support.servers.instance_process"
 PATIENCE = {"health_check_interval_secs": 0.5, "health_check_timeout_secs": 60.0}
 """Probes that never give up: what is found out is found out by heartbeats."""
 
@@ -64,9 +65,10 @@ async def begin(stack: AsyncExitStack, tokenizer_dir: Path, port: int) -> Begin:
 
     async def start(name: str) -> Instance:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(PROGRAM), name, f"http://127.0.0.1:{port}", str(tokenizer_dir)),
+            *(sys.executable, "-m", PROGRAM, name, f"http://127.0.0.1:{port}", str(tokenizer_dir)),
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            cwd=ROOT,
         )
         found = Instance(process, "", "")
         stack.push_async_callback(found.end)

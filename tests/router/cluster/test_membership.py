@@ -17,7 +17,7 @@ from sglang_ext.router.cluster.membership_redis import SYNC_S, RedisMembership, 
 from sglang_ext.router.cluster.redis_records import MAX_EVENTS
 from sglang_ext.router.cluster.roster import Intent
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
+from tests.support.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

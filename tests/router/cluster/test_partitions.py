@@ -7,6 +7,7 @@ Instances are stand-ins with real agents. With real servers, and for each pair o
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -23,14 +24,15 @@ from streams import Streams
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
-from sglang_ext.testing.lab import clock
-from sglang_ext.testing.lab.hosts import Lab, why_not
-from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.waiting import until
+from tests.support import ROOT
+from tests.support.lab import clock
+from tests.support.lab.hosts import Lab, why_not
+from tests.support.leaks import LeakGuard
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
+PROGRAM = "tests.support.servers.instance_process"
 PORT, API_KEY = 30_000, "the-key-of-clients"
 HARMLESS_S = 3.0
 """As long as a switch may take to fail over."""
@@ -60,7 +62,7 @@ def rig(key_file: Path, tokenizer_dir: Path, leak_guard: LeakGuard) -> Iterator[
     """A router's host, where this thread is, and two instances that look for it."""
     if reason := why_not() or clock.why_not():
         pytest.skip(reason)
-    shared = [key_file, tokenizer_dir, PROGRAM]
+    shared = [key_file, tokenizer_dir]
     with Lab(
         *("router", "one", "two"),
         shared=shared,
@@ -72,11 +74,12 @@ def rig(key_file: Path, tokenizer_dir: Path, leak_guard: LeakGuard) -> Iterator[
         for name in ("one", "two"):
             process = lab[name].popen(
                 [
-                    *(sys.executable, "-W", "ignore", str(PROGRAM), name),
+                    *(sys.executable, "-W", "ignore", "-m", PROGRAM, name),
                     *(f"http://{lab['router'].address()}:{PORT}", str(tokenizer_dir)),
                     *(lab[name].address(), str(key_file)),
                 ],
                 stdout=subprocess.PIPE,
+                environment={**os.environ, "PYTHONPATH": str(ROOT)},
             )
             assert process.stdout is not None
             found.append(Instance(msgspec.json.decode(process.stdout.readline())["url"]))

@@ -21,8 +21,8 @@ from sglang_ext.router.cluster.members_view import cluster
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.stages import StageTimes
-from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
-from sglang_ext.testing.servers.workers import Gate, StandInWorker
+from tests.support.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
+from tests.support.servers.workers import Gate, StandInWorker
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from sglang_ext.protocol.agent import Advised
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.cluster.words import SyncAsked
 from sglang_ext.router.dispatch.hint import State
-from sglang_ext.testing.servers.redis_server import RedisServer
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

@@ -34,8 +34,8 @@ from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.move_calls import LEAST_AHEAD
 from sglang_ext.router.fleet.lifecycle import State
-from sglang_ext.testing.servers.workers import Gate, StandInWorker
 from sglang_ext.testing.waiting import until
+from tests.support.servers.workers import Gate, StandInWorker
 
 pytestmark = pytest.mark.slow
 

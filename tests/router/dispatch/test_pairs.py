@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.router.dispatch.pairs import beside
 from sglang_ext.router.http.types import ConnectionLost
-from sglang_ext.testing.servers.workers import Gate, StandInWorker
+from tests.support.servers.workers import Gate, StandInWorker
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from sglang_ext.router.policies import Instance, Match
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 

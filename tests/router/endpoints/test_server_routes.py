@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from scripts.following.server_routes import UnreadableRouteError, server_routes
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.contract.places import folder_of, source_with
-from sglang_ext.patches.contract.server_routes import UnreadableRouteError, server_routes
 from sglang_ext.patches.contract.source import Source
 from sglang_ext.patches.versions import SUPPORTED, Supported, installed_sglang_version
 from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.endpoints.server_routes import ROWS, How, route_of, table
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 DOCS = Path(__file__).parents[3] / "docs" / "router.md"
 ADAPTER = {"lora_name": "a", "lora_path": "/adapters/a"}

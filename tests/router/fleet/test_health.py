@@ -17,7 +17,7 @@ from sglang_ext.router.http.types import ConnectFailed
 from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
-from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
+from tests.support.servers.workers import Gate, StandInWorker, running_worker
 
 pytestmark = pytest.mark.slow
 

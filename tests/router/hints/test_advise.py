@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext.advise import MOST_WAITING, Hints, advise
 from sglang_ext.errors import ConfigError
-from sglang_ext.testing.servers.ports import free_port
+from tests.support.servers.ports import free_port
 
 
 async def test_hints_reach_the_router(start_worker, start_router) -> None:

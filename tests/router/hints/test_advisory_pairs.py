@@ -13,7 +13,7 @@ from test_hinting import CHAT, EPOCH, NEXT, Links, advise, link, post
 
 from sglang_ext.protocol.agent import Advise, Advised
 from sglang_ext.router import Router
-from sglang_ext.testing.servers.workers import StandInWorker
+from tests.support.servers.workers import StandInWorker
 
 pytestmark = pytest.mark.slow
 

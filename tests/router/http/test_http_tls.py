@@ -16,7 +16,7 @@ from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.http.tls import server_context, worker_context
 from sglang_ext.router.http.types import ConnectFailed
 from sglang_ext.router.http.upstream import HttpUpstream
-from sglang_ext.testing.servers.workers import Gate
+from tests.support.servers.workers import Gate
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.endpoints.information import NOT_SERVING
 from sglang_ext.router.index.index import names_of
 from sglang_ext.router.policies.base import Role
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.workers import StandInWorker
 from sglang_ext.tiers import Tier
+from tests.support.servers.ports import free_port
+from tests.support.servers.workers import StandInWorker
 
 pytestmark = pytest.mark.slow
 

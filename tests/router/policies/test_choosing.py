@@ -19,7 +19,7 @@ from sglang_ext.router.policies import (
 )
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote, SpanNote
 from sglang_ext.router.tokens.encoded import Encoded
-from sglang_ext.testing.sources import from_sources
+from tests.support.sources import from_sources
 
 choosing = from_sources("sglang_ext.router.dispatch.choosing")
 """Compiled code checks the types of its parts, and here some are stand-ins."""

@@ -23,10 +23,10 @@ from aiohttp import web
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.signals import Signal
-from sglang_ext.testing.servers import worker_dialects as dialects
-from sglang_ext.testing.servers import worker_pooling as pooling
-from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
 from sglang_ext.tiers import Tier
+from tests.support.servers import worker_dialects as dialects
+from tests.support.servers import worker_pooling as pooling
+from tests.support.servers.worker_dialects import Json, error, headers_of, plain
 
 _serial = itertools.count(1)
 

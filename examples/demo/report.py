@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_ext.demo.client import Answer
+from examples.demo.client import Answer
 
 COLUMNS = (
     ("conv.", 5),

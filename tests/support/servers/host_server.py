@@ -14,9 +14,9 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.lab.hosts import Host, stop
-from sglang_ext.testing.servers.server import ONE_THREAD, STOP_SECONDS, ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab.hosts import Host, stop
+from tests.support.servers.server import ONE_THREAD, STOP_SECONDS, ServerProcess, ServerSpec
 
 PORT = 30_000
 

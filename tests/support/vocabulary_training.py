@@ -103,9 +103,7 @@ def train() -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """`FILE`: make a vocabulary from the libraries installed here."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_ext.testing.vocabulary_training", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.support.vocabulary_training", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="where to write it")
     options = parser.parse_args(arguments)
     options.file.write_bytes(lzma.compress(("\n".join(train()) + "\n").encode(), preset=9))

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 
 from sglang_ext.cluster.process import GUARD
-from sglang_ext.testing.lab.hosts import Lab
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.lab.hosts import Lab
+from tests.support.servers.ports import free_port
 
 HOW_TO_GET_IT = "Ray is not installed: pip install 'ray>=2.40'"
 START_S = 60.0

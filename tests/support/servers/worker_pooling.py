@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
+from tests.support.servers.worker_dialects import Json, error, headers_of, plain
 
 WIDTH = 4
 """Numbers of a vector."""

@@ -26,11 +26,11 @@ from sglang_ext.addresses import Ports, bracketed
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import GUARD, how_it_ended, tail
-from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.models import DType, model_path
-from sglang_ext.testing.servers import preloaded
-from sglang_ext.testing.servers.ports import free_port
 from sglang_ext.testing.waiting import wait_until
+from tests.support.compare import Answer
+from tests.support.servers import preloaded
+from tests.support.servers.ports import free_port
 
 START_SECONDS = 240.0
 STOP_SECONDS = 20.0

@@ -1,6 +1,6 @@
 """A writer that is killed, and what must be true afterwards.
 
-`python -m sglang_ext.testing.crash DIRECTORY ...` puts blocks into a disk tier as fast as it can, and prints
+`python -m tests.support.crash DIRECTORY ...` puts blocks into a disk tier as fast as it can, and prints
 a line after each put that the tier has reported durable. `CrashTest` runs it, kills it with SIGKILL at a
 random moment or at a named step of the tier, and then verifies what the directory holds.
 """
@@ -22,6 +22,7 @@ from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, get_all, prefix_keys, p
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome
+from tests.support import ROOT
 
 STEPS = (
     "reserved",
@@ -125,14 +126,14 @@ class CrashTest:
         command = [
             sys.executable,
             "-m",
-            "sglang_ext.testing.crash",
+            "tests.support.crash",
             str(self.path),
             "--first",
             str(self._next),
         ]
         command += [*options, *(["--small"] if self.small else [])]
         self._next += 1000
-        return subprocess.Popen(command, stdout=subprocess.PIPE)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
     def _listen(self, child: subprocess.Popen[bytes], lines: int | None) -> None:
         """Note what the writer reports: that many lines, or all until it ends."""

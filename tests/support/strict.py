@@ -1,6 +1,6 @@
 """A pytest plugin for strict runs: what a test leaves behind fails it, a hang ends with every stack shown.
 
-`pytest_plugins = ["sglang_ext.testing.strict"]` in the top conftest.py. Needs pytest-timeout for the limits.
+`pytest_plugins = ["tests.support.strict"]` in the top conftest.py. Needs pytest-timeout for the limits.
 
 - A test that passes and leaves threads, processes (also those whose parent has ended), open files, shared
   memory or temporary files behind is an error. Fixtures of a wider scope may keep what they set up, until the
@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.testing.leaks import LeakError, LeakGuard, Resources, mark_processes
+from tests.support.leaks import LeakError, LeakGuard, Resources, mark_processes
 
 HANG_GRACE_SECONDS = 30.0
 

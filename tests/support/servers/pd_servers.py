@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from threading import Barrier
 from typing import Any
 
-from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.servers.ports import free_port
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from tests.support.compare import Answer
+from tests.support.servers.ports import free_port
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 THREADS = 24
 BACKEND = ("--disaggregation-transfer-backend", "global")

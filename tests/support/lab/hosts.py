@@ -24,11 +24,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
-from sglang_ext.testing.lab import clock
-from sglang_ext.testing.lab.switch import enter_network
+from tests.support import ROOT
+from tests.support.lab import clock
+from tests.support.lab.switch import enter_network
 
 HERE: Final = Path(__file__).parent
-NEEDED = (*(Path(each) for each in (sys.base_prefix, sys.prefix)), HERE.parents[2])
+NEEDED = (*(Path(each) for each in (sys.base_prefix, sys.prefix)), ROOT)
 """What Python and this code are read from, which may lie below a folder that a host has its own of."""
 NAMESPACES: Final = ("--net", "--uts", "--ipc", "--mount", "--pid")
 STOP_SECONDS: Final = 10.0

@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.demo``: run the demo; exit status 0 when all it is to show was there, else 1."""
+"""``python -m examples.demo``: run the demo; exit status 0 when all it is to show was there, else 1."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
+from examples.demo import apart, report
+from examples.demo.client import Message, say
+from examples.demo.script import SYSTEM, conversations
 from sglang_ext.addresses import Ports
 from sglang_ext.cluster.command import LogFolder, made_keys, running_cluster
 from sglang_ext.cluster.config import ClusterConfig
@@ -21,9 +24,6 @@ from sglang_ext.cluster.host import host_facts
 from sglang_ext.cluster.plan import HostFacts, Keys, Part, make_plan
 from sglang_ext.cluster.supervisor import Cluster
 from sglang_ext.cluster.terminal import Display
-from sglang_ext.demo import apart, report
-from sglang_ext.demo.client import Message, say
-from sglang_ext.demo.script import SYSTEM, conversations
 from sglang_ext.errors import PeerError, SglangExtError
 from sglang_ext.flags import COUNT, Flagged, flag, one_of
 from sglang_ext.patches import environment
@@ -48,7 +48,7 @@ PLAIN = "plain"
 class Arguments(Flagged):
     """What the demo is told."""
 
-    prog = "python -m sglang_ext.demo"
+    prog = "python -m examples.demo"
     description = (
         "Hold conversations with a cluster of two servers, and show what was reused from where; then with "
         "prefill and decode apart, and show what each side still has."

@@ -36,6 +36,7 @@ import setproctitle
 
 from sglang_ext.cluster import guard
 from sglang_ext.patches.cpu.fork import renew_thread_pool
+from tests.support import ROOT
 
 MAX_REQUEST = 1 << 20
 STATUS = struct.Struct("=i")
@@ -122,6 +123,7 @@ class Preloaded:
                 [*self.command, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                cwd=ROOT,
             )
 
     def launch(

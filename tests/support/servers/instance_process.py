@@ -1,6 +1,6 @@
 """An instance without a model, in a process of its own: a stand-in for HTTP, and a real agent that registers.
 
-    python instance_process.py NAME ROUTER-URL,... TOKENIZER-FOLDER [ADDRESS KEY-FILE]
+    python -m tests.support.servers.instance_process NAME ROUTER-URL,... TOKENIZER-FOLDER [ADDRESS KEY-FILE]
 
 It says on standard output where it is, and whom it was told to be dead, a JSON object per line.
 """
@@ -22,9 +22,9 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Fill, Load, PeerDead
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.testing.servers.worker_dialects import Json
-from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.tiers import Tier
+from tests.support.servers.worker_dialects import Json
+from tests.support.servers.workers import StandInWorker, running_worker
 
 BLOCK = 16
 

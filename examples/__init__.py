@@ -1,0 +1,1 @@
+"""Programs and policies that show how the project is used."""

@@ -1,0 +1,1 @@
+"""Programs of the project's own: set-up, tests, releases, documentation, following SGLang."""

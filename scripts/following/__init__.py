@@ -1,0 +1,1 @@
+"""What to read and to record when a new version of SGLang is followed; see docs/following-sglang.md."""
