@@ -1,10 +1,12 @@
-"""Time as an argument: whatever waits or expires is given a clock, so that tests need not sleep."""
+"""Time as an argument: whatever waits or expires is given a clock, so that tests need not sleep. And the
+virtual time of queues that are shared fairly."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Final, Protocol
 
 
 class Clock(Protocol):
@@ -29,3 +31,45 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+MOST_OWNERS: Final = 1024
+"""Owners whose finish tags a `FairClock` keeps, before it drops those in the past."""
+
+
+class FairClock:
+    """Virtual time of a queue that owners share fairly.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): each item gets a start tag, the finish tag of the
+    item before it of the same owner, and the item with the least start tag is served next. An owner that was
+    idle starts at the current virtual time, so it waits for no backlog of others.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[Hashable, float] = {}
+        """Finish tag of each owner's last item."""
+        self.now = 0.0
+        """Virtual time: the start tag of the item that was served last."""
+
+    def look(self, owner: Hashable) -> float:
+        """The start tag that the owner's next item would get."""
+        return max(self.now, self._ends.get(owner, 0.0))
+
+    def start(self, owner: Hashable, size: int) -> float:
+        """The start tag of an item that is queued now."""
+        start = self.look(owner)
+        self._ends[owner] = start + max(1, size)
+        if len(self._ends) > MOST_OWNERS:
+            self._ends = {name: end for name, end in self._ends.items() if end > self.now}
+        return start
+
+    def advance(self, start: float) -> None:
+        """The item with this start tag is served now."""
+        self.now = max(self.now, start)
+
+    def take_back(self, owner: Hashable, start: float) -> None:
+        """The owner's last item, which has this start tag, leaves the queue without being served."""
+        self._ends[owner] = start
+
+    def __repr__(self) -> str:
+        return f"FairClock(now={self.now:g}, owners={len(self._ends)})"

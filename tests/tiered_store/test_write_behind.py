@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,7 @@ from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind,
 from sglang_ext.tiered_store.tier import Outcome
 
 
-def submit(
-    writer: WriteBehind, prefix: int, blocks: int, results: list[Written], **options: float
-) -> Outcome:
+def submit(writer: WriteBehind, prefix: int, blocks: int, results: list[Written], **options: Any) -> Outcome:
     keys = prefix_keys(prefix, blocks)
     memory, _ = memory_of(LAYOUT, NAMESPACE, keys)
     return writer.submit(NAMESPACE, keys, memory, range(blocks), on_written=results.append, **options)
@@ -71,6 +70,51 @@ def test_a_lagging_writer_makes_submissions_wait() -> None:
     assert accepted == [Outcome.DONE]
     writer.close()
     assert [len(result.keys) for result in results] == [3, 2]
+
+
+def test_tenants_take_turns() -> None:
+    writer = WriteBehind(
+        MemoryTier(LAYOUT, 50), backlog_bytes=1 << 30, group_bytes=LAYOUT.block_bytes, threaded=False
+    )
+    results: list[Written] = []
+    for prefix in range(5):
+        submit(writer, prefix, 2, results, owner="a")
+    assert writer.step() == 1
+    for prefix in (10, 11):
+        submit(writer, prefix, 1, results, owner="b")
+    while writer.step():
+        writer.check()
+    order = [int.from_bytes(result.keys[0][:8], "little") for result in results]
+    assert order == [0, 10, 11, 1, 2, 3, 4]
+    writer.close()
+
+
+@pytest.mark.parametrize("lag", LagPolicy)
+def test_what_would_be_written_last_gives_way_to_another_tenant(lag: LagPolicy) -> None:
+    disk = GatedTier(MemoryTier(LAYOUT, 50))
+    writer = WriteBehind(disk, backlog_bytes=6 * LAYOUT.block_bytes, lag=lag)
+    results: dict[int, list[Written]] = {prefix: [] for prefix in range(7)}
+    disk.close_gate("put_layer")
+    assert submit(writer, 0, 1, results[0], owner="a") is Outcome.DONE
+    disk.wait_until_stopped("put_layer")
+    for prefix in range(1, 6):
+        assert submit(writer, prefix, 1, results[prefix], owner="a") is Outcome.DONE
+    assert submit(writer, 6, 2, results[6], owner="b", timeout=0.0) is Outcome.DONE
+    skipped = [prefix for prefix, result in results.items() if result]
+    assert skipped == [4, 5]
+    assert {outcome for prefix in skipped for outcome in results[prefix][0].outcomes} == {Outcome.BEHIND}
+    more: list[Written] = []
+    if lag is LagPolicy.SKIP:
+        assert submit(writer, 7, 1, more, owner="a") is Outcome.BEHIND
+    else:
+        with pytest.raises(DeadlineError, match="--kv-disk-lag"):
+            submit(writer, 7, 1, more, owner="a", timeout=0.0)
+    writer.check()
+    disk.open_gate("put_layer")
+    writer.close()
+    assert all(results[prefix][0].done for prefix in (0, 1, 2, 3, 6))
+    assert [len(result) for result in results.values()] == [1] * 7
+    assert more == []
 
 
 def test_groups_share_a_sync(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ is being made. Once it is durable it has a placement of the disk's in the tree, 
 the disk. That placement is what the tree knows, not what the disk promises: the disk gives up old blocks for
 new ones by itself. It stays only as long as the block is in memory too; after that only the disk knows.
 
+Tenants share the disk's writer fairly: their writes take turns (`FairQueue`), and a tenant's own are written,
+and end, in the order in which they were submitted. So a prompt's beginning is always written before what
+continues it, because both are of one tenant. What continues a write that was refused is refused, too.
+
 All methods run in the scheduler's thread.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,10 +24,11 @@ import numpy as np
 
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames, pack_names
+from sglang_ext.engine.tiers.retention import owner_of
 from sglang_ext.errors import DeadlineError
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
-from sglang_ext.tiered_store.tier import BlockMemory, Outcome
+from sglang_ext.tiered_store.tier import BlockMemory, Ids, Outcome
 
 _MOST_COMPLETED: Final = 64
 """Writes that are taken note of in one pass."""
@@ -46,7 +51,11 @@ class DiskWriteCounters:
 
 @dataclass(eq=False)
 class _Write:
+    number: int
+    """Of its submission, from 0."""
     node: Node
+    owner: Hashable
+    """Its tenant."""
     blocks: int
     written: Written | None = None
 
@@ -119,7 +128,11 @@ class DiskWrites:
         ranks.add(self)
         ranks.add(_Renewals(renewals, self.clear), rides=True)
         self._patience = patience
-        self._pending: deque[_Write] = deque()
+        self._pending: dict[Hashable, deque[_Write]] = {}
+        """The writes of each tenant that has any, the oldest first."""
+        self._submitted = 0
+        self._refused: dict[bytes, Outcome] = {}
+        """Names of blocks of pending writes that this rank's disk or its writer has refused."""
         # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
         self._mark = Holder.of(f"{disk.instance} disk writes", disk.epoch, disk.tier)
         self.counters = DiskWriteCounters()
@@ -148,42 +161,77 @@ class DiskWrites:
             count += current.blocks
             current = current.parent
         path.reverse()
-        write = _Write(node, count)
+        write = _Write(self._submitted, node, owner_of(node.namespace), count)
+        self._submitted += 1
         self._tree.lock(node, self._mark)
-        self._pending.append(write)
-        keys = tuple(self.names.of_path(node, count))
+        self._pending.setdefault(write.owner, deque()).append(write)
+        self._hand_over(write, np.concatenate([part.placements[self._dram] for part in path]), current)
+        return True
+
+    def _hand_over(self, write: _Write, ids: Ids, parent: Node) -> None:
+        """Submit a write, whose blocks continue ``parent``, to the writer."""
+        node = write.node
         digest = self.names.digest(node.namespace)
+        keys = tuple(self.names.of_path(node, write.blocks))
 
         def done(result: Written) -> None:
+            """In the writer's thread, or in ours."""
+            refused = (outcome is not Outcome.DONE for outcome in result.outcomes)
+            self._refused.update(itertools.compress(zip(keys, result.outcomes, strict=True), refused))
             write.written = result
 
-        try:
-            outcome = self._writer.submit(
-                digest,
-                keys,
-                self._memory,
-                np.concatenate([part.placements[self._dram] for part in path]),
-                on_written=done,
-                timeout=self._patience,
-            )
-        except DeadlineError:
-            outcome = Outcome.BEHIND
+        outcome = self._refusal(parent)
+        if outcome is Outcome.DONE:
+            try:
+                outcome = self._writer.submit(
+                    digest,
+                    keys,
+                    self._memory,
+                    ids,
+                    owner=write.owner,
+                    on_written=done,
+                    timeout=self._patience,
+                )
+            except DeadlineError:
+                outcome = Outcome.BEHIND
         if outcome is not Outcome.DONE:
-            write.written = Written(digest, keys, (outcome,) * count)
-        return True
+            done(Written(digest, keys, (outcome,) * write.blocks))
+
+    def _refusal(self, node: Node) -> Outcome:
+        """Why the last block of a path that is being written does not get to this rank's disk; `DONE` where
+        nothing is known against it. A block after it would be of no use there."""
+        if not self._refused or node.is_root or not node.locks.get(self._mark):
+            return Outcome.DONE
+        return self._refused.get(self.names.last(node), Outcome.DONE)
 
     def left_out(self, node: Node) -> bool:
         """Whether ``node`` is neither on disk nor being written there."""
         return self._disk not in node.placements and not node.locks.get(self._mark)
 
+    def _in_turns(self) -> Iterator[_Write]:
+        """Pending writes: the oldest of each tenant, then the second of each, and so on; the same on all
+        ranks."""
+        lines = sorted(self._pending.values(), key=lambda line: line[0].number)
+        for turn in itertools.zip_longest(*lines):
+            yield from (write for write in turn if write is not None)
+
     def propose(self) -> Sequence[int]:
-        """Of each of the oldest writes, how many leading blocks are durable here."""
-        return [write.durable for write in itertools.islice(self._pending, _MOST_COMPLETED)]
+        """Of some writes of each tenant, the oldest, how many leading blocks are durable here."""
+        return [write.durable for write in itertools.islice(self._in_turns(), _MOST_COMPLETED)]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take note of what has been written on every rank."""
-        for durable in itertools.takewhile(lambda durable: durable != NOT_YET, agreed):
-            self._complete(self._pending.popleft(), durable)
+        """Take note of what has been written on every rank, of each tenant in the order of submission."""
+        waiting: set[Hashable] = set()
+        for write, durable in zip(list(itertools.islice(self._in_turns(), len(agreed))), agreed, strict=True):
+            if durable == NOT_YET:
+                waiting.add(write.owner)
+            elif write.owner not in waiting:
+                line = self._pending[write.owner]
+                assert line[0] is write
+                line.popleft()
+                if not line:
+                    del self._pending[write.owner]
+                self._complete(write, durable)
 
     def _complete(self, write: _Write, durable: int) -> None:
         assert write.written is not None
@@ -197,6 +245,8 @@ class DiskWrites:
                 self.counters.write_failed += write.blocks - durable
             if self._tell_refused is not None:
                 self._tell_refused(write.written.keys, durable, outcome)
+            for name in write.written.keys:
+                self._refused.pop(name, None)
         self._place(write, durable)
         self._tree.unlock(write.node, self._mark)
         self._tree.unlock(write.node, self._dram)
@@ -245,7 +295,7 @@ class DiskWrites:
     def settle(self) -> None:
         """Wait until everything submitted has been written or refused."""
         self._writer.flush()
-        self.act(self._ranks.at_once([write.durable for write in self._pending]))
+        self.act(self._ranks.at_once([write.durable for write in self._in_turns()]))
 
     def clear(self) -> None:
         """Forget what is on disk."""
@@ -256,4 +306,5 @@ class DiskWrites:
         self._writer.close()
 
     def __repr__(self) -> str:
-        return f"DiskWrites(pending={len(self._pending)}, {self.counters}, {self._writer!r})"
+        pending = sum(map(len, self._pending.values()))
+        return f"DiskWrites(pending={pending}, {self.counters}, {self._writer!r})"

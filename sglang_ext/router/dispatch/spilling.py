@@ -13,7 +13,7 @@ import heapq
 import itertools
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -48,7 +48,7 @@ REST_S: Final = 60.0
 LOOKS: Final = 16
 """Look-ups of one round: some milliseconds."""
 MOST_PREFIXES: Final = 2000
-"""Conversations that a round considers, the coldest."""
+"""Conversations that a round considers, the coldest of each tenant."""
 MOVE_S: Final = 10.0
 """An instance has so long to fetch."""
 UNHEARD_S: Final = 30.0
@@ -210,23 +210,40 @@ class Spilling:
 
     def _coldest(self, full: set[str], now: float) -> list[Conversation]:
         """Conversations that may go on and that a full instance holds, as far as is known, the coldest first.
-        Some of them are looked up, those first that were not for longest."""
-        found = list(
-            itertools.islice(
-                (
-                    each
-                    for each in self.conversations
-                    if each.goes_on and (now - each.looked >= REST_S or not full.isdisjoint(each.held))
-                ),
-                MOST_PREFIXES,
+        Tenants have equal shares. Some are looked up, those first that were not for longest."""
+        lines = self.conversations.of_tenants()
+        share = max(1, MOST_PREFIXES // max(1, len(lines)))
+        found = [
+            list(
+                itertools.islice(
+                    (
+                        each
+                        for each in line
+                        if each.goes_on and (now - each.looked >= REST_S or not full.isdisjoint(each.held))
+                    ),
+                    share,
+                )
             )
-        )
-        due = (each for each in found if now - each.looked >= LOOK_S)
-        for each in heapq.nsmallest(LOOKS, due, key=lambda each: each.looked):
+            for line in lines
+        ]
+        for each in self._due(found, now):
             self._look(each, now)
             if not each.held:
                 self.conversations.forget(each)
-        return [each for each in found if not full.isdisjoint(each.held)]
+        coldest = heapq.merge(*found, key=lambda each: each.id)
+        return [each for each in coldest if not full.isdisjoint(each.held)]
+
+    def _due(self, lines: Sequence[Sequence[Conversation]], now: float) -> list[Conversation]:
+        """Conversations to look up in this round: one of each tenant, then a second one of each, …"""
+        due = [
+            heapq.nsmallest(
+                LOOKS, (each for each in line if now - each.looked >= LOOK_S), key=lambda each: each.looked
+            )
+            for line in lines
+        ]
+        due.sort(key=lambda line: line[0].looked if line else now)
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*due))
+        return list(itertools.islice((each for each in turns if each is not None), LOOKS))
 
     def _look(self, conversation: Conversation, now: float) -> None:
         """Look up who holds it."""

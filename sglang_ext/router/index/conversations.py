@@ -7,8 +7,9 @@ that conversations share, such as a system prompt, is not a conversation.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sglang_ext.clock import Clock
@@ -59,7 +60,9 @@ class Conversations:
         self._size = TreeSize(self._tree)
         self._holder = Holder.of("conversations", 0, Tier.HBM)
         self._max_bytes = max_bytes
-        self._known: OrderedDict[Node, Conversation] = OrderedDict()
+        self._known: dict[Node, Conversation] = {}
+        self._lines: dict[str, OrderedDict[int, Conversation]] = {}
+        """Of each tenant that has any, the coldest first, by id."""
         self._key_bytes = 0
         self._next = 0
 
@@ -81,6 +84,7 @@ class Conversations:
                     found.again = former.again
             current = current.parent
         self._known[node] = found
+        self._lines.setdefault(tenant, OrderedDict())[found.id] = found
         self._key_bytes += len(key)
         while self.size_bytes > self._max_bytes:
             gone = self._tree.evict(self._holder, FORGET_BLOCKS)
@@ -99,11 +103,19 @@ class Conversations:
         known = self._known.pop(node, None)
         if known is not None:
             self._key_bytes -= len(known.key)
+            line = self._lines[known.tenant]
+            del line[known.id]
+            if not line:
+                del self._lines[known.tenant]
         return known
 
     def __iter__(self) -> Iterator[Conversation]:
         """The coldest first."""
-        return iter(self._known.values())
+        return heapq.merge(*self.of_tenants(), key=lambda each: each.id)
+
+    def of_tenants(self) -> list[Iterable[Conversation]]:
+        """The conversations of each tenant that has any, the coldest first."""
+        return [line.values() for line in self._lines.values()]
 
     @property
     def size_bytes(self) -> int:
@@ -120,6 +132,8 @@ class Conversations:
         """Verify every invariant. Raises AssertionError naming the first violated one."""
         self._tree.check()
         self._size.check()
+        if sorted(each.id for each in self) != sorted(known.id for known in self._known.values()):
+            raise AssertionError("the tenants' conversations are not those that are known")
         if self._key_bytes != sum(len(known.key) for known in self._known.values()):
             raise AssertionError(f"keys take {self._key_bytes} bytes, counted otherwise")
         inside = set(self._tree.nodes())

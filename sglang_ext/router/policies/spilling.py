@@ -11,15 +11,17 @@ source and the target:
 - Target: an instance that is not full itself, up to its limit (``--kv-dram-for-others``) and up to ``idle``
   of its DRAM. Between ``idle`` and ``full`` an instance neither spills nor keeps more, so that no two
   instances pass blocks to and fro.
-- Tenant: the spilled blocks of a tenant are bounded, over all instances.
+- Tenant: the spilled blocks of a tenant are bounded, over all instances. Of the prefixes that may be spilled,
+  the coldest of the tenant with the fewest spilled blocks goes first.
 
 Pure, like all policies.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -127,22 +129,10 @@ def spills(
     full = {memory.name: memory for memory in memories if terms.is_full(memory)}
     free = {memory.name: terms.takes(memory) for memory in memories}
     taken = Counter(taken)
-    seen: Counter[str] = Counter()
-    left = set(full)
-    for prefix in prefixes:
-        if len(found.spills) >= terms.most or not left:
+    for prefix, source in _in_turns(_candidates(prefixes, memories, full), taken):
+        if len(found.spills) >= terms.most:
             break
-        source = max((name for name in prefix.held if name in full), key=prefix.held.__getitem__, default="")
-        if source not in left:
-            continue
         blocks = prefix.held[source]
-        seen[source] += blocks
-        if seen[source] > max(blocks, COLD * full[source].size):
-            left.discard(source)  # all later prefixes are warmer
-            continue
-        others = [each.name for each in memories if each.name not in full]
-        if blocks < LEAST_BLOCKS or _is_safe(prefix, blocks, others):
-            continue
         targets = [each for each in memories if each.name not in full and can_fetch(source, each.name)]
         target = _best(targets, prefix, blocks, free)
         if target is None:
@@ -156,6 +146,49 @@ def spills(
         free[target] -= new
         found.spills.append(Spill(prefix, source, target, blocks, new))
     return found
+
+
+Candidate = tuple[Prefix, str]
+"""A prefix and its source."""
+
+
+def _candidates(
+    prefixes: Iterable[Prefix], memories: Sequence[Memory], full: Mapping[str, Memory]
+) -> Iterator[Candidate]:
+    """Prefixes that full instances are about to evict, and that have no other safe copy. Coldest first."""
+    others = [each.name for each in memories if each.name not in full]
+    seen: Counter[str] = Counter()
+    left = set(full)
+    for prefix in prefixes:
+        if not left:
+            return
+        source = max((name for name in prefix.held if name in full), key=prefix.held.__getitem__, default="")
+        if source not in left:
+            continue
+        blocks = prefix.held[source]
+        seen[source] += blocks
+        if seen[source] > max(blocks, COLD * full[source].size):
+            left.discard(source)  # all later prefixes are warmer
+        elif blocks >= LEAST_BLOCKS and not _is_safe(prefix, blocks, others):
+            yield prefix, source
+
+
+def _in_turns(candidates: Iterable[Candidate], taken: Mapping[str, int]) -> Iterator[Candidate]:
+    """Each time the first candidate of the tenant that has the fewest blocks in ``taken``, which may grow
+    meanwhile; of several tenants, the one whose candidate comes first."""
+    lines: dict[str, deque[tuple[int, Candidate]]] = {}
+    for place, candidate in enumerate(candidates):
+        lines.setdefault(candidate[0].tenant, deque()).append((place, candidate))
+    heap = [(taken.get(tenant, 0), line[0][0], tenant) for tenant, line in lines.items()]
+    heapq.heapify(heap)
+    while heap:
+        tenant = heap[0][2]
+        line = lines[tenant]
+        yield line.popleft()[1]
+        if line:
+            heapq.heapreplace(heap, (taken.get(tenant, 0), line[0][0], tenant))
+        else:
+            heapq.heappop(heap)
 
 
 def _is_safe(prefix: Prefix, blocks: int, others: Sequence[str]) -> bool:

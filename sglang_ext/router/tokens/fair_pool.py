@@ -1,9 +1,7 @@
 """A thread pool that owners share fairly, by the size of their work.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): each item gets a start tag, the finish tag of the item
-before it of the same owner, and the pool runs the item with the least start tag. An owner that was idle
-starts at the current virtual time, so it waits for no backlog of others. Long items leave one thread free for
-short ones.
+Each item gets a start tag (`clock.FairClock`), and the pool runs the item with the least one, so an owner
+waits for no backlog of others. Long items leave one thread free for short ones.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from sglang_ext.clock import FairClock
+
 T = TypeVar("T")
 
 LONG = 1 << 18
 """From this size on work is long: about a quarter of a second of tokenizing."""
-MOST_OWNERS = 1024
-"""Owners whose finish tags are kept, before tags in the past are dropped."""
 
 
 @dataclass(order=True, slots=True)
@@ -64,10 +62,7 @@ class FairPool:
         self._short: list[_Work] = []
         self._long: list[_Work] = []
         self._numbers = itertools.count()
-        self._ends: dict[str, float] = {}
-        """Finish tag of each owner's last item."""
-        self._now = 0.0
-        """Virtual time: the start tag of the item that started last."""
+        self._clock = FairClock()
         self.running = 0
         self._running_long = 0
 
@@ -86,10 +81,7 @@ class FairPool:
             spent: called with the seconds that it took a thread, also where it raised, or where the caller
                 was cancelled meanwhile.
         """
-        start = max(self._now, self._ends.get(owner, 0.0))
-        self._ends[owner] = start + max(1, size)
-        if len(self._ends) > MOST_OWNERS:
-            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        start = self._clock.start(owner, size)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         work = _Work(start, next(self._numbers), size >= LONG, call, spent, done)
         heapq.heappush(self._long if work.is_long else self._short, work)
@@ -100,7 +92,7 @@ class FairPool:
         """Start queued items on free threads."""
         loop = asyncio.get_running_loop()
         while self.running < self.threads and (work := self._next()) is not None:
-            self._now = max(self._now, work.start)
+            self._clock.advance(work.start)
             self.running += 1
             self._running_long += work.is_long
             loop.run_in_executor(self._pool, work.do).add_done_callback(functools.partial(self._ended, work))

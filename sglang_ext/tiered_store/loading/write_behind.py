@@ -1,8 +1,10 @@
 """Writing behind: blocks that lie in memory are put into a slower tier in the background, in groups.
 
 One thread writes: a disk's order of writing is the order of its segments, and one sync serves a whole group.
-The queue is bounded in bytes. When the writer lags, a submission waits for room or is skipped and counted,
-as configured; nothing is dropped once it has been accepted.
+Tenants share it by `FairQueue`: they take turns by bytes, and a tenant's submissions are written in order.
+The queue is bounded in bytes. When the writer lags, a submission waits for room or is skipped and counted, as
+configured. Before it is skipped, other tenants' submissions that would be written after it give way and are
+skipped in its place. A tenant alone loses nothing that has been accepted.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from sglang_ext.errors import DeadlineError
+from sglang_ext.tiered_store.loading.fair_queue import FairQueue
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids, Outcome, Put
 
 logger = logging.getLogger(__name__)
@@ -70,8 +73,8 @@ class WriteBehind:
         threaded: without a thread, `step` writes a group when it is called; for tests.
 
     The caller keeps the memory of a submission unchanged until its `on_written` has been called, which is
-    always called, from the writing thread, for an accepted one. It must not call `submit` with
-    `LagPolicy.WAIT`.
+    always called for an accepted one: from the writing thread, or, where it is skipped for another tenant's,
+    from the thread that submits that one. It must not call `submit`.
     """
 
     def __init__(
@@ -90,8 +93,7 @@ class WriteBehind:
         self.group_bytes = group_bytes
         self.counters: Counter[Outcome] = Counter()
         self._state = threading.Condition()
-        self._queue: deque[_Item] = deque()
-        self._waiting = 0
+        self._queue: FairQueue[_Item] = FairQueue()
         self._writing = 0
         self._closing = False
         self._failure: BaseException | None = None
@@ -109,6 +111,7 @@ class WriteBehind:
         memory: BlockMemory,
         ids: Ids | Sequence[int],
         *,
+        owner: Hashable = None,
         on_written: OnWritten | None = None,
         timeout: float | None = None,
     ) -> Outcome:
@@ -116,6 +119,8 @@ class WriteBehind:
 
         Args:
             memory, ids: where their bytes lie, one id for each key.
+            owner: the tenant whose turn it takes. A prefix and what continues it have the same one, so that a
+                parent is written before its children.
             timeout: seconds to wait for room, with `LagPolicy.WAIT`.
 
         Returns:
@@ -132,27 +137,34 @@ class WriteBehind:
         item = _Item(namespace, tuple(keys), memory, array, nbytes, on_written)
         with self._state:
             if not self._fits(nbytes) and self.lag is LagPolicy.WAIT:
-                ready = self._state.wait_for(lambda: self._fits(nbytes) or self._over, timeout)
-                if not ready:
-                    raise DeadlineError(
-                        f"the writer to {self.tier.tier.title} has been behind for {timeout} s with "
-                        f"{self._waiting} bytes waiting",
-                        field="--kv-disk-lag",
-                        hint="Let writes be skipped, or use a faster disk",
-                    )
+                self._state.wait_for(lambda: self._fits(nbytes) or self._over, timeout)
             if self._over:
                 self.counters[Outcome.CLOSED] += len(keys)
                 return Outcome.CLOSED
-            if not self._fits(nbytes):
-                self.counters[Outcome.BEHIND] += len(keys)
-                return Outcome.BEHIND
-            self._queue.append(item)
-            self._waiting += nbytes
+            most = self.backlog_bytes - self._writing
+            skipped = [] if self._fits(nbytes) else self._queue.make_room(owner, nbytes, most)
+            if skipped is None:
+                return self._behind(item, timeout)
+            self._queue.push(owner, nbytes, item)
             self._state.notify_all()
-            return Outcome.DONE
+        for each in skipped:
+            self._tell(each, [Outcome.BEHIND] * len(each.keys))
+        return Outcome.DONE
+
+    def _behind(self, item: _Item, timeout: float | None) -> Outcome:
+        """There is no room for a submission."""
+        if self.lag is LagPolicy.WAIT:
+            raise DeadlineError(
+                f"the writer to {self.tier.tier.title} has been behind for {timeout} s with "
+                f"{self._queue.nbytes} bytes waiting",
+                field="--kv-disk-lag",
+                hint="Let writes be skipped, or use a faster disk",
+            )
+        self.counters[Outcome.BEHIND] += len(item.keys)
+        return Outcome.BEHIND
 
     def _fits(self, nbytes: int) -> bool:
-        pending = self._waiting + self._writing
+        pending = self.pending_bytes
         return pending == 0 or pending + nbytes <= self.backlog_bytes
 
     @property
@@ -162,7 +174,7 @@ class WriteBehind:
     @property
     def pending_bytes(self) -> int:
         """Bytes accepted and not yet written."""
-        return self._waiting + self._writing
+        return self._queue.nbytes + self._writing
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything accepted so far and since has been written or has failed.
@@ -189,9 +201,7 @@ class WriteBehind:
             logger.exception("the writer to %s has failed; nothing more is written", self.tier.tier.title)
             with self._state:
                 self._failure = error
-                left = list(self._queue)
-                self._queue.clear()
-                self._waiting = 0
+                left = [self._queue.pop() for _ in range(len(self._queue))]
                 self._state.notify_all()
             for item in left:
                 self._tell(item, [Outcome.IO_ERROR] * len(item.keys))
@@ -201,10 +211,9 @@ class WriteBehind:
         with self._state:
             group: list[_Item] = []
             size = 0
-            while self._queue and (not group or size + self._queue[0].nbytes <= self.group_bytes):
-                group.append(self._queue.popleft())
+            while self._queue and (not group or size + self._queue.first.nbytes <= self.group_bytes):
+                group.append(self._queue.pop())
                 size += group[-1].nbytes
-            self._waiting -= size
             self._writing += size
         outcomes = [[Outcome.IO_ERROR] * len(item.keys) for item in group]
         try:
@@ -260,8 +269,7 @@ class WriteBehind:
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError naming the violated invariant."""
         with self._state:
-            if self._waiting != sum(item.nbytes for item in self._queue):
-                raise AssertionError(f"{self._waiting} bytes are said to wait, which is not what is queued")
+            self._queue.check()
 
     def close(self) -> None:
         """Write all accepted submissions, and end. May be called twice."""

@@ -134,6 +134,20 @@ def test_a_session_or_a_second_use_is_what_goes_on(rig: Rig) -> None:
     assert len(rig.round()) == 2
 
 
+def test_a_tenant_with_many_conversations_holds_up_no_other(rig: Rig) -> None:
+    """The other one's only conversation is looked up, and spilled, in the first round."""
+
+    def key_of(number: int) -> bytes:
+        return number.to_bytes(4, "little") * 10 * BLOCK
+
+    for number in range(4 * LOOKS):
+        rig.said(key_of(number), tenant="many")
+    rig.said(key_of(999), tenant="few")
+    rig.match = lambda key: {"a": Match(len(key) // 4)}
+    exported = [message.tokens for _, message in rig.round() if isinstance(message, Export)]
+    assert key_of(999) in exported
+
+
 def test_nothing_is_remembered_where_nobody_keeps_anything() -> None:
     rig = Rig()
     rig.channels.limits = {}

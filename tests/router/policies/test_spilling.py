@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_ext.router.policies.spilling import (
     LEAST_BLOCKS,
@@ -94,6 +96,47 @@ def test_a_tenant_at_its_budget_has_nothing_more_kept_and_others_do() -> None:
     assert pairs(found) == [(2, "full", "idle")]
     assert found.left == {TENANT_BUDGET: 1}
     assert not chosen(prefix(), terms=SpillTerms(tenant_blocks=0)).spills
+
+
+def test_tenants_take_turns() -> None:
+    """The tenant with the fewest spilled blocks comes first, each tenant's coldest before its others."""
+    many = [prefix(id, 5, tenant="many") for id in range(4)]
+    few = [prefix(id, 5, tenant="few") for id in (10, 11)]
+    third = [prefix(20, 5, tenant="third")]
+    terms = SpillTerms(most=4)
+    room = Memory("full", 980, 1000)
+    found = chosen(*many, *few, *third, memories=(room, IDLE), terms=terms)
+    assert [id for id, _, _ in pairs(found)] == [0, 10, 20, 1]
+    found = chosen(*many, *few, *third, memories=(room, IDLE), terms=terms, taken={"few": 7, "third": 3})
+    assert [id for id, _, _ in pairs(found)] == [0, 20, 1, 10]
+    # One tenant alone: the coldest first.
+    assert [id for id, _, _ in pairs(chosen(*many, memories=(room, IDLE), taken={"many": 9}))] == [0, 1, 2, 3]
+
+
+def test_turns_are_taken_among_what_is_cold_only() -> None:
+    many = [prefix(id, 5, tenant="many") for id in range(5)]
+    found = chosen(*many, prefix(9, 5, tenant="warm"))
+    assert [id for id, _, _ in pairs(found)] == [0, 1, 2, 3]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(4, 9)), max_size=30),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 40)),
+)
+def test_each_spill_is_of_the_tenant_with_the_fewest(
+    wanted: list[tuple[str, int]], taken: dict[str, int]
+) -> None:
+    """Against a plain loop over lists."""
+    left = {tenant: [id for id, each in enumerate(wanted) if each[0] == tenant] for tenant in "abc"}
+    has = {tenant: taken.get(tenant, 0) for tenant in "abc"}
+    memories = (Memory("full", 9990, 10_000), Memory("idle", 0, 10_000, limit=5000))
+    prefixes = [prefix(id, blocks, tenant=tenant) for id, (tenant, blocks) in enumerate(wanted)]
+    terms = SpillTerms(most=12)
+    for spill in chosen(*prefixes, memories=memories, taken=taken, terms=terms).spills:
+        tenant = min((each for each in "abc" if left[each]), key=lambda each: (has[each], left[each][0]))
+        assert spill.prefix.id == left[tenant].pop(0)
+        has[tenant] += spill.new
+    assert sum(map(len, left.values())) == max(0, len(wanted) - 12)
 
 
 def test_what_a_round_places_counts_in_it() -> None:
@@ -243,6 +286,20 @@ def test_no_tenant_has_more_kept_than_its_budget() -> None:
         fleet.round()
         assert all(blocks <= 40 for blocks in fleet.taken().values())
     assert set(fleet.taken()) == {"greedy", "modest"}
+
+
+def test_a_tenant_with_many_conversations_leaves_others_their_share() -> None:
+    """`few` has a tenth of the conversations, and as many of them are kept as of the other's, or all."""
+    fleet = Simulated("ab", limit=50, terms=SpillTerms(full=0.9, idle=0.75, tenant_blocks=1000, most=1))
+    rng = random.Random(4)
+    for _ in range(3000):
+        number = rng.randrange(66)
+        fleet.turn(number, "a", "few" if number % 11 == 0 else "many")
+        if rng.random() < 0.1:
+            fleet.round()
+    kept = Counter(fleet.tenants[each] for each in fleet.kept["b"])
+    cold = sum(each not in fleet.own["a"] for each in range(0, 66, 11))
+    assert kept["few"] >= min(cold, kept["many"]) - 1
 
 
 def test_its_own_requests_take_the_memory_back() -> None:
