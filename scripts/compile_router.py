@@ -27,13 +27,14 @@ NATIVE = PACKAGE / "_native"
 ROUTER = (
     "http/messages", "http/body", "http/reader", "http/connection", "http/responder", "http/state",
     "http/upstream", "http/web_sites", "http/worker_connection", "index/memory", "index/prompt_trees",
-    "index/index", "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/questions",
-    "policies/spans", "dispatch/choosing", "dispatch/costs", "dispatch/fetching", "dispatch/flight",
-    "dispatch/forwarding", "dispatch/queue_estimate", "dispatch/queueing", "dispatch/relaying",
-    "dispatch/retry_budget", "fleet/fleet", "fleet/instance_record", "fleet/standing",
+    "index/index", "policies/assembly", "policies/cost", "policies/plan", "policies/prompt_tree",
+    "policies/questions", "policies/spans", "dispatch/choosing", "dispatch/costs", "dispatch/fetching",
+    "dispatch/flight", "dispatch/forwarding", "dispatch/placing", "dispatch/queue_estimate",
+    "dispatch/queueing", "dispatch/relaying", "fleet/fleet", "fleet/instance_record", "fleet/standing",
     "telemetry/local_metrics", "telemetry/observability", "telemetry/record", "tenancy/admit",
     "tenancy/request_fields", "api/generate", "api/prompts", "api/sse", "api/usage", "api/validation",
-    "tokens/prompt_tokenizer", "tokens/segments", "endpoints/generation", "endpoints/routes", "app/service",
+    "tokens/prompt_tokenizer", "tokens/segments", "endpoints/generation", "endpoints/retry_budget",
+    "endpoints/routes", "app/service",
 )  # fmt: skip
 MODULES = (
     "cost_model/model", "cost_model/passes", "radix_global/edges", "radix_global/eviction",

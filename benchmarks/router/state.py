@@ -24,23 +24,35 @@ from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import CostModel
 from sglang_ext.engine.events.events import NAMES_PER_EVENT
 from sglang_ext.keys import encode_tokens
-from sglang_ext.protocol.agent import FROM_AGENT, Hello, NamesStored, PlacementEvent, Stored
+from sglang_ext.protocol.agent import (
+    FROM_AGENT,
+    FromAgent,
+    Hello,
+    NamesStored,
+    PlacementEvent,
+    Stored,
+    ToAgent,
+)
 from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Job
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.placing import PlacingOptions
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.http.types import Request, Responder
 from sglang_ext.router.index.index import Index
-from sglang_ext.router.policies import PolicyOptions, policy_named
+from sglang_ext.router.policies import Instance, PolicyOptions, policy_named
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admitted import Admitted, Sent
 from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
 
 BLOCK = 16
@@ -56,6 +68,26 @@ ASK_S = 0.002
 
 def url(number: int) -> str:
     return f"http://10.{number >> 8}.{number & 255}.1:30000"
+
+
+class NoAgents(AgentChannels):
+    """No instance has an agent."""
+
+    def __init__(self) -> None:
+        self.messages: Signal[[str, FromAgent]] = Signal()
+
+    def registration(self, name: str) -> None:
+        return None
+
+    def send(self, name: str, message: ToAgent) -> bool:
+        return False
+
+
+class NoHints:
+    """No request was announced."""
+
+    def expected_at(self, flight: Flight, fleet: tuple[Instance, ...]) -> None:
+        return None
 
 
 class Router:
@@ -79,9 +111,12 @@ class Router:
             self.index.attach(name, Role.COLOCATED)
             self.index.heard(name, alive=True)
             self.streams[name] = EventStream(name, number.to_bytes(16, "big"), BLOCK)
-        routing = Routing(name=policy, policy=policy_named(policy), options=PolicyOptions())
+        placing = PlacingOptions(policy=policy_named(policy), thresholds=PolicyOptions())
+        routing = Routing(name=policy, placing=placing)
         costs = RouterCosts(CostModel(), clock.monotonic, batching=self.fleet.batching)
-        self._chooser = Chooser(routing, self.fleet, self.index, costs, RouterMetrics())
+        metrics = RouterMetrics()
+        fetching = Fetching(NoAgents(), costs, metrics)
+        self._chooser = Chooser(routing, self.fleet, self.index, costs, metrics, fetching, NoHints())
 
     def snapshot(self, name: str, events: Iterator[Sequence[PlacementEvent]]) -> list[bytes]:
         """The messages with which an instance's agent tells all that it holds."""

@@ -30,6 +30,7 @@ from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
+from sglang_ext.router.dispatch.placing import PlacingOptions
 from sglang_ext.router.dispatch.profiles import load_named
 from sglang_ext.router.dispatch.queueing import Admission, queue_policy_named
 from sglang_ext.router.dispatch.relaying import Relay
@@ -164,10 +165,11 @@ class Parts:
             load_named(config.cost_profile) or CostModel(),
             clock.monotonic,
             can_fetch=self.agents.can_fetch,
+            can_split=self.agents.can_split,
             batching=self.fleet.batching,
         )
         self.agents.loads.subscribe(
-            lambda name, load: self.costs.heard(name, load, self.fleet.in_flight(name))
+            lambda name, load: self.costs.on_load(name, load, self.fleet.in_flight(name))
         )
         self.adoption = Adoption(
             self.fleet,
@@ -184,25 +186,23 @@ class Parts:
         # From a request to an instance.
         routing = Routing(
             name=config.policy,
-            policy=policy_named(config.policy),
-            options=PolicyOptions(
-                cache_threshold=config.cache_threshold,
-                balance_abs_threshold=config.balance_abs_threshold,
-                balance_rel_threshold=config.balance_rel_threshold,
-                balance_cache_factor=config.balance_cache_factor,
-                tie_tokens=config.block_size,
-                queue_weight=config.queue_weight,
-                exec_weight=config.exec_weight,
+            placing=PlacingOptions(
+                policy=policy_named(config.policy),
+                thresholds=PolicyOptions(
+                    cache_threshold=config.cache_threshold,
+                    balance_abs_threshold=config.balance_abs_threshold,
+                    balance_rel_threshold=config.balance_rel_threshold,
+                    balance_cache_factor=config.balance_cache_factor,
+                    tie_tokens=config.block_size,
+                    queue_weight=config.queue_weight,
+                    exec_weight=config.exec_weight,
+                ),
+                split=config.split_terms(),
+                block_size=config.block_size,
             ),
             most_running=config.max_running_per_instance,
         )
-        self.fetching = Fetching(
-            self.agents,
-            self.costs,
-            self.metrics,
-            split=config.split_terms(),
-            block_size=config.block_size,
-        )
+        self.fetching = Fetching(self.agents, self.costs, self.metrics)
         self.queries = Queries(name)
         sessions = SessionMemory(config.session_memory_bytes)
         shared_sessions = SharedSessions(sessions, self.queries)
@@ -212,7 +212,7 @@ class Parts:
             self.trees,
             self.tokenizers,
             self.costs,
-            routing,
+            routing.placing,
             self.agents,
             sessions,
             self.metrics,
@@ -230,6 +230,7 @@ class Parts:
             self.fleet,
             self.trees,
             self.tokenizers,
+            self.costs,
             self.advisor,
             self.agents,
             self.fetching,

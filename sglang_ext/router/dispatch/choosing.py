@@ -1,4 +1,4 @@
-"""From a request to an instance: who holds its prompt, who has room, what the policy says."""
+"""From a request to an instance: the facts about the fleet and the prompt, a decision, and its records."""
 
 from __future__ import annotations
 
@@ -9,66 +9,52 @@ from typing import Protocol
 
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.explain import Choice
-from sglang_ext.router.dispatch.fetching import Fetching
+from sglang_ext.router.dispatch.fetching import Fetching, is_movable
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.hint import Place
+from sglang_ext.router.dispatch.placing import Placement, PlacingOptions, place
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import PromptTrees
-from sglang_ext.router.policies import (
-    Decision,
-    Instance,
-    Match,
-    Policy,
-    PolicyOptions,
-    Prompt,
-    Reason,
-    Role,
-    beginners,
-)
+from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.base import NOTHING
 from sglang_ext.router.policies.questions import matched_tokens, named
-from sglang_ext.router.telemetry.estimate import Estimate
-from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
-from sglang_ext.router.telemetry.record import Record
 
 RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """How an instance is chosen, as the router was told."""
+    """How requests are routed, from the router's configuration."""
 
     name: str
-    """Of the policy."""
-    policy: Policy
-    options: PolicyOptions
+    """Of the policy, for metrics."""
+    placing: PlacingOptions
     most_running: int = 0
-    """Requests that an instance is given at a time; 0 for no limit."""
+    """Requests that an instance may have at a time; 0 for no limit."""
 
 
 class Expectations(Protocol):
-    """Where requests are expected (``advising``)."""
+    """Hints for requests that have not come yet (``advising``)."""
 
     def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
-        """Where a request was announced, if it was, and can still go there; without the instance that
-        decodes, if another one has to be chosen."""
+        """End the hint that announced a request. Returns its place if the instances still can take the
+        request, without the decode instance if only that one cannot."""
 
 
 class Chooser:
-    """Decides, and tells the index the guess that the chosen instance will hold the prompt.
+    """Chooses an instance for each request, and has the index guess that it will hold the prompt.
 
     Args:
         routing: the policy and its thresholds.
-        fleet: who can take requests.
-        trees: who holds which prefix.
-        costs: what computing takes where, and what is on its way.
+        fleet: the instances.
+        trees: the index of their prefixes.
+        costs: of computing and moving, and the queues.
         metrics: counts decisions.
-        fetching: has the chosen instance fetch what another one holds.
-        expectations: told of each request before it is decided on; None where no hints are taken.
+        fetching: carries out plans.
+        expectations: the hints.
     """
 
     def __init__(
@@ -78,81 +64,102 @@ class Chooser:
         trees: PromptTrees,
         costs: RouterCosts,
         metrics: RouterMetrics,
-        fetching: Fetching | None = None,
-        expectations: Expectations | None = None,
+        fetching: Fetching,
+        expectations: Expectations,
     ) -> None:
-        self._name = routing.name
-        self._most_running = routing.most_running
+        self._routing = routing
         self._fleet = fleet
         self._trees = trees
         self._costs = costs
         self._metrics = metrics
-        self._policy = routing.policy
-        self._options = routing.options
-        self._expectations = expectations
         self._fetching = fetching
+        self._expectations = expectations
 
     def capacity(self) -> float:
         """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
-        if not self._most_running:
+        if not self._routing.most_running:
             return math.inf
-        return self._most_running * len(beginners(self._fleet.usable()))
+        return self._routing.most_running * len(beginners(self._fleet.usable()))
 
-    def choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Decision, Choice] | None:
-        """An instance for a request, and what was seen; ``None`` when there is none."""
-        record = flight.record
+    def choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Placement, Choice] | None:
+        """Place a request and start the transfers of its plan; None if no instance can take it."""
         fleet = self._with_room(self._fleet.usable(excluded))
-        if not fleet:  # if there are any, a request can begin at one of them: see ``Fleet.usable``
+        if not fleet:  # a fleet that is not empty has an instance that can begin: see ``Fleet.usable``
             return None
         matches = self._matches(flight)
-        prompt = Prompt(flight.units, flight.admitted.session, record.priority, request_id=record.request_id)
-        decision = self._as_expected(flight, prompt, fleet, matches) if not excluded else None
-        fetch = self._fetch(flight, decision, fleet, matches)
-        if decision is None or (fetch is not None and fetch.end == NOT_WORTH_IT):
-            # Not announced, or too late: its KV is elsewhere still, and the announced place would compute it.
-            decision = self._policy(prompt, fleet, matches, self._costs, self._options)
-            fetch = self._fetch(flight, decision, fleet, matches)
-        record.fetch = fetch
-        if not self._has_all(flight, decision.instance, matches):
-            self._guess(flight, decision.instance)
-        record.instance, record.reason = decision.instance, decision.reason.value
-        record.matched_tokens = None if record.prompt_tokens is None else decision.matched
-        self._metrics.decided(self._name, record.reason)
-        record.estimate = self._estimate(flight, decision, matches, fleet)
-        return decision, _choice(decision, record, matches, fleet)
+        expected = self._expectations.expected_at(flight, fleet) if not excluded else None
+        announced = None
+        if expected is not None:
+            held = matched_tokens(matches, expected.instance)
+            announced = Decision(expected.instance, Reason.ADVISED, held, decode=expected.decode)
+        placed, choice = self._take(flight, fleet, matches, announced)
+        record = flight.record
+        record.matched_tokens = None if record.prompt_tokens is None else placed.matched
+        return placed, choice
 
-    def _as_expected(
-        self, flight: Flight, prompt: Prompt, fleet: tuple[Instance, ...], matches: dict[str, Match]
-    ) -> Decision | None:
-        """Where the request was announced to run, with an instance that decodes where it needs one."""
-        place = None if self._expectations is None else self._expectations.expected_at(flight, fleet)
-        if place is None:
+    def pinned(
+        self, flight: Flight, instance: str, excluded: frozenset[str]
+    ) -> tuple[Placement, Choice] | None:
+        """Place a request at the instance that keeps its conversation; None if that cannot take requests.
+
+        Raises:
+            RequestRefused: the instance is one of a pair, and the other one does not have the conversation.
+        """
+        home = named(self._fleet.usable(excluded), instance)
+        if home is None:
             return None
-        held = matched_tokens(matches, place.instance)
-        decision = Decision(place.instance, Reason.ADVISED, held, decode=place.decode)
-        return with_decode(
-            decision, prompt, fleet, trusted_matches(fleet, matches), self._costs, self._options
-        )
+        if home.role is not Role.COLOCATED:
+            raise RequestRefused(
+                f"{instance} keeps that response or session and is a {home.role.value} server; prefill and "
+                "decode servers do not know each other's conversations. Send the whole conversation",
+                param="previous_response_id",
+                code="previous_response_of_a_pair",
+            )
+        return self._take(flight, (home,), {}, Decision(instance, Reason.SESSION))
 
-    def _fetch(
+    def _take(
         self,
         flight: Flight,
-        decision: Decision | None,
-        fleet: tuple[Instance, ...],
+        fleet: Instances,
         matches: dict[str, Match],
-    ) -> FetchNote | None:
-        """What of the prompt the chosen instance has another one send, if anything."""
-        if decision is None or self._fetching is None:
-            return None
-        return self._fetching.consider(flight, decision, fleet, matches)
+        announced: Decision | None,
+    ) -> tuple[Placement, Choice]:
+        """Place a request, carry out its plan, and note the decision in the index, metrics and records."""
+        record = flight.record
+        first, *others = flight.prompts
+        prompt = Prompt(
+            flight.units,
+            flight.admitted.session,
+            record.priority,
+            request_id=record.request_id,
+            movable=not others and is_movable(first.namespace),
+        )
+        placed = place(prompt, fleet, matches, self._costs, self._routing.placing, announced)
+        record.fetch = fetch = self._fetching.carry_out(placed.plan, flight.prompts)
+        record.estimate = placed.estimate if fetch is not None and fetch.is_under_way else placed.alone
+        record.instance, record.reason = placed.instance, placed.reason.value
+        self._guess(flight, placed.instance, matches)
+        self._metrics.decided(self._routing.name, record.reason)
+        choice = Choice(
+            placed.instance,
+            record.reason,
+            placed.matched,
+            matches,
+            placed.scores,
+            fleet,
+            placed.decode,
+            fetch,
+            record.estimate,
+        )
+        return placed, choice
 
     async def prepared(self, flight: Flight) -> None:
-        """Return when the chosen instance is ready for a request that was chosen for it."""
-        if self._fetching is not None and flight.record.fetch is not None:
-            await self._fetching.heard(flight.record.fetch)
+        """Return when the chosen instance is ready for its request."""
+        if flight.record.fetch is not None:
+            await self._fetching.acknowledged(flight.record.fetch)
 
     def _matches(self, flight: Flight) -> dict[str, Match]:
-        """What each instance holds of all prompts together."""
+        """Each instance's match with all prompts together."""
         first, *others = flight.prompts
         matches = self._trees.match(first.namespace, first.key)
         for encoded in others:
@@ -165,89 +172,23 @@ class Chooser:
                 )
         return matches
 
-    def pinned(
-        self, flight: Flight, instance: str, excluded: frozenset[str]
-    ) -> tuple[Decision, Choice] | None:
-        """The instance that keeps what a request goes on from, if it can take requests.
-
-        Raises:
-            RequestRefused: it does half of a request only, and the other half does not know the conversation.
-        """
-        home = named(self._fleet.usable(excluded), instance)
-        if home is None:
-            return None
-        if home.role is not Role.COLOCATED:
-            raise RequestRefused(
-                f"{instance} keeps that response or session and is a {home.role.value} server; prefill and "
-                "decode servers do not know each other's conversations. Send the whole conversation",
-                param="previous_response_id",
-                code="previous_response_of_a_pair",
-            )
-        decision = Decision(instance, Reason.SESSION)
-        self._guess(flight, instance)
-        record = flight.record
-        record.instance, record.reason = instance, decision.reason.value
-        self._metrics.decided(self._name, record.reason)
-        record.estimate = self._estimate(flight, decision, {}, (home,))
-        return decision, _choice(decision, record, {}, (home,))
-
-    def _estimate(
-        self, flight: Flight, decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]
-    ) -> Estimate:
-        """What the request is expected to take where it goes."""
-        there, fetch = _there(fleet, decision.instance), flight.record.fetch
-        held = matches.get(there.name, NOTHING)
-        found = self._costs.estimate(there, flight.units, held)
-        if fetch is not None and fetch.end == UNDER_WAY:
-            fetched = Match(max(fetch.tokens, held.tokens), below=held.below)
-            found = self._costs.estimate(there, flight.units, fetched)
-            found.transfer_s += fetch.transfer_s
-        if decision.decode is not None:
-            lacking = max(0, flight.units - matched_tokens(matches, decision.decode))
-            found.transfer_s += self._costs.transfer_s(there, _there(fleet, decision.decode), lacking)
-        return found
-
-    def _has_all(self, flight: Flight, instance: str, matches: dict[str, Match]) -> bool:
-        """Whether an instance is known to hold every whole block of a single prompt: a guess adds nothing."""
-        if len(flight.prompts) != 1:
-            return False
+    def _guess(self, flight: Flight, instance: str, matches: dict[str, Match]) -> None:
+        """Add the prompts to the index. If the instance holds all whole blocks of a single prompt, there is
+        nothing to add."""
         block = self._trees.block_size
-        return matched_tokens(matches, instance) >= flight.units // block * block
-
-    def _guess(self, flight: Flight, instance: str) -> None:
+        if len(flight.prompts) == 1 and matched_tokens(matches, instance) >= flight.units // block * block:
+            return
         for encoded in flight.prompts:
             self._trees.guess(encoded.namespace, encoded.key, instance)
 
-    def _with_room(self, fleet: tuple[Instance, ...]) -> tuple[Instance, ...]:
-        """Leave out who has as many requests as it may, unless that is everybody: having waited for its
-        place, a request is not turned away because an instance has gone meanwhile."""
-        if not self._most_running:
+    def _with_room(self, fleet: Instances) -> Instances:
+        """The instances with fewer requests than they may have; all, if none of them can begin with a
+        request: a request that has waited for its turn is not refused because an instance has left."""
+        most = self._routing.most_running
+        if not most:
             return fleet
-        roomy = tuple(known for known in fleet if known.in_flight < self._most_running)
+        roomy = tuple(known for known in fleet if known.in_flight < most)
         return roomy if beginners(roomy) else fleet
-
-
-def _there(fleet: tuple[Instance, ...], name: str) -> Instance:
-    """An instance that was chosen of the fleet."""
-    found = named(fleet, name)
-    assert found is not None
-    return found
-
-
-def _choice(
-    decision: Decision, record: Record, matches: dict[str, Match], fleet: tuple[Instance, ...]
-) -> Choice:
-    return Choice(
-        decision.instance,
-        record.reason or "",
-        decision.matched,
-        matches,
-        decision.scores,
-        fleet,
-        decision.decode,
-        record.fetch,
-        record.estimate,
-    )
 
 
 def no_worker(fleet: Fleet) -> RequestRefused:

@@ -1,18 +1,18 @@
-"""The costs that policies see: exec over what each instance has to compute, corrected by what is observed.
+"""The costs that policies see: a cost model per instance, corrected by observation, and its queue.
 
-exec is that of a batch: a prompt joins those that wait at an instance, and what it adds to their passes is
-what it costs there. An instance says how it fills its passes (``Batching``, from its ``/server_info``), and
-with each heartbeat how many requests it generates for and how many wait, of whoever sent them.
+exec is that of a batch: a prompt joins the prompts that wait at an instance, and costs the time that it adds
+to their passes. An instance reports how it fills its passes (``Batching``, from its ``/server_info``), and
+with each heartbeat how many requests it generates for and how many wait, including requests of other routers.
 
-A cost model is a measurement from another day, or an order of magnitude (``DefaultExecution``); what an
-instance does today is in its answers. A ``Correction`` is observed over expected computing time, both
-summed over the last groups of prompts that were computed together (``queue_estimate``). It is bounded,
-narrowly where there is a profile: an outlier must not make routing forget what was measured.
+A cost model is a measurement from another day, or an order of magnitude (``DefaultExecution``); today's speed
+shows in the answers. A ``Correction`` is observed over expected computing time, both summed over the last
+groups of prompts that were computed together (``queue_estimate``). It is bounded, narrowly if there is a
+profile: an outlier must not override the measurement.
 
-There is one for the fleet, and one per instance for what it differs from the fleet by; of that, the first
-20 % do not count. Instances of one kind differ by chance, and a policy that followed chance would send
-whatever is new to whoever was lucky last. What is learnt from is the time of computing, not the time in the
-line: a correction that follows a queue comes when the queue has gone, and makes the next one.
+The fleet has one correction, and each instance has one for its difference from the fleet, of which the first
+20 % do not count. Instances of one kind differ by chance, and a policy that followed chance would send every
+new conversation to the instance that was lucky last. Corrections learn from computing times and not from
+queueing times: a correction that follows a queue arrives when the queue has gone, and makes the next one.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ from sglang_ext.cost_model.batch import ANY
 from sglang_ext.protocol.agent import Load
 from sglang_ext.router.dispatch.queue_estimate import Entry, QueueEstimate
 from sglang_ext.router.dispatch.transfer_times import TransferTimes
-from sglang_ext.router.policies.base import Instance, Match, Role
-from sglang_ext.router.policies.spans import ways
+from sglang_ext.router.policies.base import Instance, Role
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.local_metrics import LocalHistograms
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier
 
 REMEMBERED = 0.9
-"""Weight of all former answers when a new one comes: about ten are remembered."""
+"""Weight of all earlier answers when a new one arrives: about ten are remembered."""
 PRIOR_ANSWERS = 3.0
-"""As many answers of the fleet's factor are taken to have come from an instance before its first."""
+"""Before an instance's first answer, the fleet's factor counts as this many answers of it."""
 FADING = 0.98
-"""What is left of an instance's answers with each answer of another one: whoever was taken for slow is sent
-nothing, and could not show that it is not."""
+"""Weight of an instance's answers after each answer of another instance. An instance that seems slow gets no
+requests, so it could never show that it is not."""
 CHANCE = math.log(1.2)
-"""What an instance may differ from the fleet by without being taken for another kind."""
+"""A smaller difference from the fleet's factor counts as chance."""
 OUTLIER = 8.0
-"""An answer counts as if it had taken at most so many times what was expected of it."""
-SAID_S = 5.0
-"""How long what an instance said of itself counts; it says so every second."""
+"""An answer counts as at most this many times its expected time."""
+REPORT_S = 5.0
+"""Lifetime of an instance's load report; reports come every second."""
 LEAST_COMPARED_S = 1e-3
-"""Estimates below it are not compared: a ratio to next to nothing says nothing."""
+"""Smaller estimates are not compared: a ratio to almost zero means nothing."""
 MOST_OTHERS = 32
-"""Prompts of others that are told apart."""
+"""Waiting prompts of other routers that are counted one by one."""
 BOUND_CALIBRATED = 4.0
-"""The factor stays within 1/4 … 4 of what was measured,"""
+"""With a profile, the factor stays within 1/4 … 4,"""
 BOUND_DEFAULT = 256.0
 """and within 1/256 … 256 of the defaults, which cover a laptop and a large accelerator."""
 
 
 class Correction:
-    """Observed over expected time, of the last answers."""
+    """Observed over expected time of the last answers."""
 
     __slots__ = ("expected_s", "observed_s")
 
@@ -66,27 +65,26 @@ class Correction:
         self.expected_s = 0.0
 
     def observe(self, expected_s: float, observed_s: float) -> None:
-        """An answer has begun.
+        """Add one answer.
 
         Args:
-            expected_s: what the cost model said, uncorrected.
-            observed_s: what it took.
+            expected_s: by the cost model, uncorrected.
+            observed_s: measured.
         """
         self.scale(REMEMBERED)
         self.observed_s += observed_s
         self.expected_s += expected_s
 
     def scale(self, share: float) -> None:
-        """Let all that was observed count less."""
+        """Multiply the weight of all observations."""
         self.observed_s *= share
         self.expected_s *= share
 
     def factor(self, bound: float, prior: float = 1.0, prior_s: float = 0.0) -> float:
-        """What expected times are to be multiplied with.
+        """The factor for expected times, from 1 / ``bound`` to ``bound``.
 
         Args:
-            bound: the least and the greatest are 1 / bound and bound.
-            prior: the factor before anything was observed, with the weight of ``prior_s`` expected seconds.
+            prior: the factor before the first observation, with the weight of ``prior_s`` expected seconds.
         """
         expected = self.expected_s + prior_s
         if expected <= 0:
@@ -116,7 +114,7 @@ class Sending:
         self._new, self._context = new, context
         self._streams = streams
         self._entry: Entry | None = None
-        """Until the first byte."""
+        """The prompt's place in the queue; None after the first byte."""
 
     def __enter__(self) -> Callable[[], None]:
         now = self._costs.now()
@@ -124,7 +122,7 @@ class Sending:
         return self.first_byte
 
     def first_byte(self) -> None:
-        """The first byte of the answer is here. Repeating it is harmless."""
+        """The first byte of the answer has arrived. Calls after the first have no effect."""
         if not self._streams:
             self.__exit__()
             return
@@ -148,25 +146,26 @@ class Sending:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What an instance said of itself, beside what this router knew at that moment."""
+class LoadReport:
+    """An instance's load report, compared with this router's own count at that time."""
 
     at: float
     load: Load
     running: int
-    """Requests that it generated for, beyond those that this router knew of; negative for less."""
+    """Requests that it generated for beyond this router's own; negative if there were fewer."""
     queue_s: float
-    """What others had waiting there, expected and uncorrected."""
+    """Computing time of other routers' waiting prompts, uncorrected."""
 
 
 class RouterCosts:
     """``policies.base.Costs`` over cost models, and the queues at the instances.
 
     Args:
-        model: of every instance that ``models`` does not name.
+        model: of all instances without one in ``models``.
         monotonic: seconds.
-        models: by instance name, where instances differ.
-        can_fetch: whether an instance can be told to fetch KV from another: (from, to).
+        models: by instance name, if instances differ.
+        can_fetch: whether an instance can fetch KV from another one: (from, to).
+        can_split: whether an instance can compute the beginning of a prompt for another one: (from, to).
         batching: how an instance fills its passes.
     """
 
@@ -177,32 +176,34 @@ class RouterCosts:
         *,
         models: Callable[[str], CostModel | None] = lambda name: None,
         can_fetch: Callable[[str, str], bool] = lambda source, target: False,
+        can_split: Callable[[str, str], bool] = lambda source, target: False,
         batching: Callable[[str], Batching] = lambda name: ANY,
     ) -> None:
         self.model = model
         self._monotonic = monotonic
         self._models = models
         self._can_fetch = can_fetch
+        self._can_split = can_split
         self._batching = batching
         self._ratios: LocalHistograms | None = None
-        self._said: dict[str, Said] = {}
+        self._reports: dict[str, LoadReport] = {}
         self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
         self._factors: dict[str, float] = {}
-        """By instance, until the next answer."""
+        """Cached ``factor`` by instance, until the next answer."""
         self._queues: dict[str, QueueEstimate] = {}
         self._empty: dict[str, tuple[CostModel, Batching, Passes]] = {}
-        """Passes without a prompt, by instance, where they do not change with what it generates."""
+        """Passes without a prompt, by instance, unless they depend on its running requests."""
         self._transfers = TransferTimes()
         self._disks = TransferTimes()
-        """What an instance's loads from below memory take; by what was waited for when it exported them."""
+        """Times of an instance's loads from below memory, observed when it exports."""
 
     def of(self, name: str) -> CostModel:
-        """The model of an instance."""
+        """The cost model of an instance."""
         return self._models(name) or self.model
 
     def use(self, model: CostModel) -> None:
-        """Calculate with another model from now on; what was learnt about the former one is dropped."""
+        """Replace the model and drop all corrections of the former one."""
         self.model = model
         self._fleet = Correction()
         self._corrections.clear()
@@ -214,12 +215,20 @@ class RouterCosts:
     def calibrated(self) -> bool:
         return self.model.calibrated
 
+    def can_fetch(self, source: str, target: str) -> bool:
+        """Whether instance ``target`` can fetch KV from instance ``source``."""
+        return self._can_fetch(source, target)
+
+    def can_split(self, source: str, target: str) -> bool:
+        """Whether ``source`` can compute the beginning of a prompt for ``target``."""
+        return self._can_split(source, target)
+
     def chunk(self, name: str) -> int:
         """Tokens of a prompt that an instance computes in one pass; 0 for all."""
         return self._batching(name).chunk
 
     def exec_s(self, instance: Instance, new_tokens: int, context_tokens: int) -> float:
-        """What the prompt adds to the passes of those that wait there."""
+        """The time that the prompt adds to the passes of the prompts that wait there."""
         name, new, context = instance.name, max(1, new_tokens), max(0, context_tokens)
         queue = self._queues.get(name)
         waiting = None if queue is None else queue.joined(self._monotonic())
@@ -237,7 +246,7 @@ class RouterCosts:
         return factor * self.of(instance.name).load_tokens_s(tier, tokens)
 
     def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
-        # A hand-over from prefill to decode takes place in any case.
+        # A hand-over from prefill to decode needs no fetch.
         hands_over = source.role is Role.PREFILL and target.role is Role.DECODE
         if not (hands_over or self._can_fetch(source.name, target.name)):
             return math.inf
@@ -246,95 +255,84 @@ class RouterCosts:
         model = self.of(target.name)
         if hands_over:
             return model.transfer_s(tokens)
-        # What is fetched comes to DRAM, and has to be loaded from there.
+        # Fetched KV arrives in DRAM and is loaded from there.
         factor = self._transfers.factor(source.name, self._monotonic())
         return factor * model.transfer_s(tokens) + model.load_tokens_s(Tier.DRAM, tokens)
 
     def queue_s(self, instance: Instance) -> float:
-        """The prompts before it, of others as far as the instance said, and the step of generation that is
-        under way."""
+        """The prompts before it, including reported ones of other routers, and the current decode step."""
         now, name = self._monotonic(), instance.name
         running = self._running(instance)
         step = self.of(name).decode_s(running) if running else 0.0
-        queue, said = self._queues.get(name), self._heard(name, now)
-        others_s = 0.0 if said is None else max(0.0, self.factor(name) * said.queue_s - (now - said.at))
+        queue, report = self._queues.get(name), self._report(name, now)
+        others_s = 0.0 if report is None else max(0.0, self.factor(name) * report.queue_s - (now - report.at))
         return (0.0 if queue is None else queue.waits_s(now)) + others_s + step
 
     def decode_s(self, instance: Instance) -> float:
         return self.of(instance.name).decode_s(self._running(instance) + 1)
 
     def _running(self, instance: Instance) -> int:
-        """Requests that it generates for: what it said last, and what has changed since."""
-        said = self._heard(instance.name, self._monotonic())
-        return max(0, self._known_running(instance.name, instance.in_flight) + (said.running if said else 0))
+        """Requests that it generates for: the last report, and this router's changes since."""
+        report = self._report(instance.name, self._monotonic())
+        return max(
+            0, self._known_running(instance.name, instance.in_flight) + (report.running if report else 0)
+        )
 
     def _known_running(self, name: str, in_flight: int) -> int:
         queue = self._queues.get(name)
         return max(0, in_flight - (queue.waiting(self._monotonic()) if queue else 0))
 
-    def _heard(self, name: str, now: float) -> Said | None:
-        said = self._said.get(name)
-        return said if said is not None and now - said.at < SAID_S else None
+    def _report(self, name: str, now: float) -> LoadReport | None:
+        report = self._reports.get(name)
+        return report if report is not None and now - report.at < REPORT_S else None
 
     def _idle(self, name: str) -> Passes:
-        """The passes of an instance without any prompt."""
+        """The passes of an instance without a prompt."""
         model, batching = self.of(name), self._batching(name)
         if batching.mixed:
-            said = self._heard(name, self._monotonic())
-            return model.passes(batching, said.load.running if said else 0)
+            report = self._report(name, self._monotonic())
+            return model.passes(batching, report.load.running if report else 0)
         known = self._empty.get(name)
         if known is None or known[0] is not model or known[1] is not batching:
             known = self._empty[name] = model, batching, model.passes(batching)
         return known[2]
 
     def said(self, name: str) -> Load | None:
-        """What an instance said of itself a moment ago."""
-        said = self._heard(name, self._monotonic())
-        return None if said is None else said.load
+        """An instance's last load report, if it is recent."""
+        report = self._report(name, self._monotonic())
+        return None if report is None else report.load
 
     def step_s(self, requests: int) -> float:
-        """One step of generation of so many requests, as the model of the fleet has it."""
+        """One decode step with this many requests, by the fleet's model."""
         return self.model.decode_s(requests)
 
-    def heard(self, name: str, load: Load, in_flight: int) -> None:
-        """An instance has said how busy it is.
+    def on_load(self, name: str, load: Load, in_flight: int) -> None:
+        """Store an instance's load report.
 
         Args:
-            in_flight: requests that this router knows to be there.
+            in_flight: this router's requests at the instance.
         """
         now, queue = self._monotonic(), self._queues.get(name)
         waiting, tokens = (queue.waiting(now), queue.waiting_tokens(now)) if queue else (0, 0)
-        # What this router knows of is not to be counted twice, and may have come or gone since.
+        # This router's own requests must not be counted twice, and may have come or gone since the report.
         prompts, more = min(MOST_OTHERS, load.queued - waiting), load.queued_tokens - tokens
         others = self.of(name).passes(self._batching(name))
         for _ in range(prompts if more > 0 else 0):
             others = others.adding(max(1, more // prompts), 0)
         running = load.running - self._known_running(name, in_flight)
-        self._said[name] = Said(now, load, running, others.seconds)
+        self._reports[name] = LoadReport(now, load, running, others.seconds)
 
     def observe_transfer(self, source: str, target: str, tokens: int, took_s: float) -> None:
-        """An instance has fetched so many tokens from another one, or tried to, and lost that time."""
+        """Add a fetch of ``tokens`` tokens from ``source``. A failed fetch counts with the time it cost."""
         expected = self.of(target).transfer_s(tokens)
         factor = self._transfers.factor(source, self._monotonic())
         self._compare(target, "transfer", factor * expected, took_s)
         self._transfers.observe(source, expected, took_s, self._monotonic())
 
     def observe_load(self, name: str, expected_s: float, took_s: float) -> None:
-        """An instance has brought KV from its disk to export it. expected_s: as it was said before."""
+        """Add a load from an instance's disk for an export. expected_s: with the factor at that time."""
         now = self._monotonic()
         self._disks.observe(name, expected_s / self._disks.factor(name, now), took_s, now)
-
-    def estimate(self, instance: Instance, tokens: int, held: Match) -> Estimate:
-        """What a prompt of so many tokens is expected to take at an instance that holds ``held`` of it."""
-        found = None
-        for way in ways(held):
-            load_s = sum(self.load_s(instance, tier, count) for tier, count in way.below.items())
-            new = max(1, tokens - way.tokens)
-            exec_s = self.exec_s(instance, new, tokens - new)
-            if found is None or load_s + exec_s < found[0] + found[1]:
-                found = load_s, exec_s
-        assert found is not None
-        return Estimate(self.queue_s(instance), found[0], 0.0, found[1], self.factor(instance.name))
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -347,13 +345,13 @@ class RouterCosts:
         streams: bool,
         estimate: Estimate | None = None,
     ) -> Sending:
-        """A prompt is on its way to ``name`` while the block runs; the caller calls what it is given at the
-        first byte.
+        """Count a prompt as waiting at ``name`` while the block runs. The block's value is a function for the
+        caller to call at the first byte.
 
         Args:
             new_tokens: to compute, behind ``context_tokens``.
             streams: whether the first byte comes with the first token.
-            estimate: what it is expected to take; filled in at the first byte.
+            estimate: of the request; its observed times are set at the first byte.
         """
         queue = self._queues.get(name)
         if queue is None:
@@ -364,16 +362,16 @@ class RouterCosts:
         """Seconds."""
         return self._monotonic()
 
-    # -- what became of it --------------------------------------------------------------------------
+    # -- expected and observed ----------------------------------------------------------------------
 
     def measure(self, metrics: RouterMetrics) -> None:
-        """Show how near estimates are to what is observed, and what they are corrected by."""
+        """Add metrics of estimates: observed over expected, corrections, and queues."""
         self._ratios = metrics.estimate_ratio
         corrections = metrics.gauge(
-            "cost_correction", "Observed over calculated computing time, of the last answers", "instance"
+            "cost_correction", "Observed over calculated computing time of the last answers", "instance"
         )
         queues = metrics.gauge(
-            "queue_estimate_seconds", "Expected until what was sent there is computed", "instance"
+            "queue_estimate_seconds", "Expected time until all prompts sent there are computed", "instance"
         )
 
         def refresh() -> None:
@@ -386,7 +384,7 @@ class RouterCosts:
         metrics.refreshing.subscribe(refresh)
 
     def compare(self, name: str, estimate: Estimate) -> None:
-        """A request that was estimated so has had its first byte."""
+        """Compare a request's estimate with its observed times."""
         self._compare(name, "ttft", estimate.ttft_s, estimate.observed_s)
         self._compare(name, "queue", estimate.queue_s, estimate.observed_queue_s)
 
@@ -397,7 +395,7 @@ class RouterCosts:
     # -- learning ---------------------------------------------------------------------------------
 
     def factor(self, name: str) -> float:
-        """What an instance's expected times are multiplied with."""
+        """The correction of an instance's expected computing times."""
         found = self._factors.get(name)
         if found is None:
             found = self._factors[name] = self._factor(name)
@@ -409,17 +407,17 @@ class RouterCosts:
         own = self._corrections.get(name)
         if own is None:
             return fleet
-        # Ten answers are remembered, so a tenth of the fleet's sum is one answer.
+        # Ten answers are remembered, so one answer is a tenth of the fleet's sum.
         prior_s = self._fleet.expected_s * (1 - REMEMBERED) * PRIOR_ANSWERS
         apart = math.log(own.factor(bound, fleet, prior_s) / fleet)
         counts = math.copysign(max(0.0, abs(apart) - CHANCE), apart)
         return min(bound, max(1 / bound, fleet * math.exp(counts)))
 
     def observe(self, name: str, expected_s: float, observed_s: float) -> None:
-        """Prompts that ``name`` computed together have their first bytes; computing them took ``observed_s``.
+        """Add a group of prompts that ``name`` has computed together.
 
         Args:
-            expected_s: what its cost model says, uncorrected.
+            expected_s: by its cost model, uncorrected.
         """
         if expected_s <= 0:
             return
@@ -437,12 +435,13 @@ class RouterCosts:
         self._factors.clear()
 
     def forget(self, name: str) -> None:
-        """An instance left, or was started anew. What is on its way to it still ends its own way."""
+        """Drop everything about an instance that left or was started anew. Prompts on their way there are not
+        affected."""
         self._corrections.pop(name, None)
         self._factors.clear()
         self._queues.pop(name, None)
         self._empty.pop(name, None)
-        self._said.pop(name, None)
+        self._reports.pop(name, None)
         if self._ratios is not None:
             self._ratios.drop(name)
         self._transfers.forget(name)

@@ -296,8 +296,8 @@ def told(
                 "scores": dict(choice.scores),
                 "index_not_trusted": choice.untrusted,
                 "index_awaited": choice.awaited,
-                "fetch": None if choice.fetch is None else choice.fetch.told(),
-                "estimate": None if choice.estimate is None else choice.estimate.told(),
+                "fetch": None if choice.fetch is None else choice.fetch.as_json(),
+                "estimate": None if choice.estimate is None else choice.estimate.as_json(),
             }
             for choice in story.choices
         ],

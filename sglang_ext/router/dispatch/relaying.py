@@ -17,6 +17,7 @@ from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
 from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, meeting_point, run_beside
+from sglang_ext.router.dispatch.placing import Placement
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.lifecycle import State
@@ -30,7 +31,6 @@ from sglang_ext.router.http.types import (
     UpstreamResponse,
 )
 from sglang_ext.router.index.prompt_trees import PromptTrees
-from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import splice
@@ -101,7 +101,7 @@ class Relay:
         self._on_learnt = on_learnt
         self._explains = explains
 
-    def attempt(self, flight: Flight, decision: Decision) -> Coroutine[Any, Any, None]:
+    def attempt(self, flight: Flight, placement: Placement) -> Coroutine[Any, Any, None]:
         """Send a request to the chosen instance, and its answer to the client.
 
         Raises:
@@ -109,66 +109,66 @@ class Relay:
                 one can be tried.
         """
         record = flight.record
-        record.instance = decision.decode or decision.instance
-        record.prefill_instance = None if decision.decode is None else decision.instance
-        if decision.decode is None:
-            return self._answer(flight, decision, decision.instance, flight.sent.body)
-        return self._pair(flight, decision, decision.decode)
+        record.instance = placement.decode or placement.instance
+        record.prefill_instance = None if placement.decode is None else placement.instance
+        if placement.decode is None:
+            return self._answer(flight, placement, placement.instance, flight.sent.body)
+        return self._pair(flight, placement, placement.decode)
 
-    async def _pair(self, flight: Flight, decision: Decision, decode: str) -> None:
+    async def _pair(self, flight: Flight, placement: Placement, decode: str) -> None:
         """As ``attempt``, with an instance that prefills and one that decodes."""
-        facts = self._fleet.rows[decision.instance].facts
-        meeting = meeting_point(decision.instance, facts)
+        facts = self._fleet.rows[placement.instance].facts
+        meeting = meeting_point(placement.instance, facts)
         flight.take_fields()
         body = splice(flight.sent.body, meeting)
         await run_beside(
-            lambda: self._prefill(flight, decision, body),
-            lambda: self._decode(flight, decision, decode, body),
+            lambda: self._prefill(flight, placement, body),
+            lambda: self._decode(flight, placement, decode, body),
             lambda: not flight.responder.started,
         )
 
-    async def _decode(self, flight: Flight, decision: Decision, decode: str, body: bytes) -> None:
+    async def _decode(self, flight: Flight, placement: Placement, decode: str, body: bytes) -> None:
         """The half of a request that answers the client."""
         try:
-            await self._answer(flight, decision, decode, body)
+            await self._answer(flight, placement, decode, body)
         except (ConnectFailed, ConnectionLost):
             flight.failed = decode
             raise
 
-    async def _prefill(self, flight: Flight, decision: Decision, body: bytes) -> None:
+    async def _prefill(self, flight: Flight, placement: Placement, body: bytes) -> None:
         """The half of a request whose answer nobody reads."""
-        queued = max(0, flight.units - decision.matched)
+        queued = max(0, flight.units - placement.matched)
         try:
-            with self._fleet.carrying(decision.instance, queued) as load, load.until_lost():
-                response = await self._forwarding.open(flight, decision.instance, body)
+            with self._fleet.carrying(placement.instance, queued) as load, load.until_lost():
+                response = await self._forwarding.open(flight, placement.instance, body)
                 status = response.status
                 try:
                     answer = await response.read()
                 finally:
                     response.close()
             if status >= 500:
-                raise HalfFailed(decision.instance, "prefills", status, answer)
+                raise HalfFailed(placement.instance, "prefills", status, answer)
         except (ConnectFailed, ConnectionLost) as error:
-            flight.failed = decision.instance
-            self._lost(flight, decision.instance, error)
+            flight.failed = placement.instance
+            self._lost(flight, placement.instance, error)
             raise
         if status != 200:
             text = answer[:MAX_ERROR_BYTES].decode("utf-8", "replace")
             raise RequestRefused(
-                f"{decision.instance}, which prefills, refused the request: {text}", status=status
+                f"{placement.instance}, which prefills, refused the request: {text}", status=status
             )
 
-    async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
+    async def _answer(self, flight: Flight, placement: Placement, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
-        queued = max(0, flight.units - decision.matched)
+        queued = max(0, flight.units - placement.matched)
         sending = self._costs.sending(
-            decision.instance,
+            placement.instance,
             queued,
-            decision.matched,
+            placement.matched,
             streams=flight.admitted.job.stream,
             estimate=flight.record.estimate,
         )
-        here = queued if decision.decode is None else 0
+        here = queued if placement.decode is None else 0
         name = self._mover.names(flight, instance)
         if name:
             body = splice(body, {"rid": name})
@@ -189,9 +189,9 @@ class Relay:
                     try:
                         is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                         if response.status == 200 and is_stream:
-                            await self._stream(flight, decision, response, leg, first_byte)
+                            await self._stream(flight, placement, response, leg, first_byte)
                         else:
-                            await self._whole(flight, decision, response, load)
+                            await self._whole(flight, placement, response, load)
                         return
                     finally:
                         response.close()
@@ -210,15 +210,15 @@ class Relay:
             self._suspects.lost(flight.digest(), instance)
 
     async def _whole(
-        self, flight: Flight, decision: Decision, response: UpstreamResponse, load: Load
+        self, flight: Flight, placement: Placement, response: UpstreamResponse, load: Load
     ) -> None:
         """Pass on an answer in one piece; until it is complete, another instance can be tried."""
         body = response.arrived()
         if body is None:
             with load.until_lost():
                 body = await response.read()
-        if response.status >= 500 and decision.decode is not None:
-            raise HalfFailed(decision.decode, "decodes", response.status, body)
+        if response.status >= 500 and placement.decode is not None:
+            raise HalfFailed(placement.decode, "decodes", response.status, body)
         load.answered()
         record = flight.record
         record.first_byte = self._clock.monotonic()
@@ -228,7 +228,7 @@ class Relay:
             if len(body) <= MAX_READ_BYTES:
                 usage = read_answer(body, flight.sent.dialect, flight.admitted.job.choices)
                 _infer_cached(flight, usage)
-            self._learn(flight, decision, usage)
+            self._learn(flight, placement, usage)
             if flight.admitted.job.background and usage.response_id is not None:
                 self._on_background(flight.admitted.dialect, usage.response_id, load, record.caller.meter)
         _note(record, usage)
@@ -244,7 +244,7 @@ class Relay:
     async def _stream(
         self,
         flight: Flight,
-        decision: Decision,
+        placement: Placement,
         response: UpstreamResponse,
         leg: Leg,
         first_byte: Callable[[], None],
@@ -260,7 +260,7 @@ class Relay:
         first_byte()
         record.first_byte = self._clock.monotonic()
         record.status = response.status
-        self._learn(flight, decision, Usage())
+        self._learn(flight, placement, Usage())
         head = self._response_headers(response, record, reader.first(first))
         if flight.admitted.dialect.stream_type != EVENT_STREAM_TYPE:
             head["content-type"] = flight.admitted.dialect.stream_type
@@ -283,7 +283,7 @@ class Relay:
         except (ConnectionLost, RequestTimeout, NoContinuation) as error:
             broken = error.with_traceback(None)  # which has this frame, and so the request
         if broken is not None:
-            self._lost(flight, record.instance or decision.instance, broken)
+            self._lost(flight, record.instance or placement.instance, broken)
             record.error = str(broken)
             self._broken_streams.inc()
             message = f"the worker went away in mid-answer: {broken}"
@@ -296,7 +296,7 @@ class Relay:
         if reader.done:
             _infer_cached(flight, reader.usage)
         if reader.usage.output_keys or reader.usage.response_id is not None:
-            self._learn(flight, decision, reader.usage)
+            self._learn(flight, placement, reader.usage)
         _note(record, reader.usage)
         await responder.finish()
         self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
@@ -329,16 +329,16 @@ class Relay:
 
     # -- learning ---------------------------------------------------------------------------------
 
-    def _learn(self, flight: Flight, decision: Decision, usage: Usage) -> None:
+    def _learn(self, flight: Flight, placement: Placement, usage: Usage) -> None:
         """The instances have computed these prompts, and what was generated from them."""
-        answering = flight.record.instance or decision.instance
+        answering = flight.record.instance or placement.instance
         for index, prompt in enumerate(flight.prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
             key = prompt.key + generated
             self._trees.confirm(prompt.namespace, key, answering)
-            if decision.decode is not None:
-                self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
-                moved = self._transfers.labels(decision.instance, answering, "hand-over")
+            if placement.decode is not None:
+                self._trees.confirm(prompt.namespace, prompt.key, placement.instance)
+                moved = self._transfers.labels(placement.instance, answering, "hand-over")
                 moved.inc(len(prompt.key) // TOKEN_BYTES if prompt.tokens is not None else 0)
             for learn in self._on_learnt:
                 learn(flight, prompt.namespace, key)

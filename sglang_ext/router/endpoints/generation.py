@@ -33,16 +33,16 @@ from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worke
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
 from sglang_ext.router.dispatch.flight import Flight, Flights, home_lost
 from sglang_ext.router.dispatch.pairs import HalfFailed
+from sglang_ext.router.dispatch.placing import Placement
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
-from sglang_ext.router.dispatch.retry_budget import RetryBudget
 from sglang_ext.router.dispatch.suspects import Suspects
+from sglang_ext.router.endpoints.retry_budget import RetryBudget
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
-from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import admit, cannot_be_kept_apart
@@ -241,18 +241,18 @@ class Generation:
             chosen = self._choose(flight, excluded | self._sharing(flight), home)
             if chosen is None:
                 break
-            decision, choice = chosen
+            placement, choice = chosen
             story.choices.append(choice)
             flight.record.attempts += 1
             if flight.record.fetch is not None:
                 await self._chooser.prepared(flight)
             try:
-                await self._relay.attempt(flight, decision)
+                await self._relay.attempt(flight, placement)
             except (ConnectFailed, ConnectionLost) as error:
                 if flight.responder.started:
                     raise
                 failure = error.with_traceback(None)  # the traceback has this frame, and so the request
-                where, flight.failed = flight.failed or decision.instance, None
+                where, flight.failed = flight.failed or placement.instance, None
                 excluded |= {where}
                 if isinstance(error, ConnectFailed):
                     self._fleet.unconnected(where, str(error), refused=error.refused)
@@ -296,7 +296,7 @@ class Generation:
 
     def _choose(
         self, flight: Flight, excluded: frozenset[str], home: str | None
-    ) -> tuple[Decision, Choice] | None:
+    ) -> tuple[Placement, Choice] | None:
         start = self._clock.monotonic()
         if home is None:
             chosen = self._chooser.choose(flight, excluded)

@@ -15,6 +15,7 @@ The decision is the policy's, over a fleet in which expected requests count as l
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,11 +30,11 @@ from sglang_ext.protocol.agent import Advised, FetchSpan, FromAgent, Withdraw
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook, Verdict
-from sglang_ext.router.dispatch.choosing import Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.hint import BUSY, ENDED, Entry, Hint, Place, State
+from sglang_ext.router.dispatch.placing import Placement, PlacingOptions, fetches_everywhere, place
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.hints_elsewhere import Copy, HintsElsewhere
 from sglang_ext.router.hints.session_memory import Known, SessionMemory
@@ -41,9 +42,10 @@ from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.assembly import trusted_matches, with_decode
+from sglang_ext.router.policies.assembly import assembled, without
 from sglang_ext.router.policies.prompt_tree import is_ahead
 from sglang_ext.router.policies.questions import decoders_for, named
+from sglang_ext.router.policies.simple import balanced
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tenancy.tenants import Caller
@@ -102,7 +104,7 @@ class Advisor:
         trees: who holds which prefix.
         tokenizers: from conversations to keys.
         costs: what things are expected to take.
-        routing: how requests are placed.
+        options: how requests are placed.
         links: to the agents.
         sessions: what sessions sent last.
         metrics: counts hints.
@@ -119,21 +121,21 @@ class Advisor:
         trees: PromptTrees,
         tokenizers: TokenizerService,
         costs: RouterCosts,
-        routing: Routing,
+        options: PlacingOptions,
         links: AgentChannels,
         sessions: SessionMemory,
         metrics: RouterMetrics,
         clock: Clock,
         fetching: Fetching,
-        book: HintBook | None = None,
-        elsewhere: HintsElsewhere | None = None,
-        ask: Callable[[str], Awaitable[Known | None]] | None = None,
+        book: HintBook,
+        elsewhere: HintsElsewhere,
+        ask: Callable[[str], Awaitable[Known | None]],
     ) -> None:
         self._fleet = fleet
         self._trees = trees
         self._tokenizers = tokenizers
         self._costs = costs
-        self._routing = routing
+        self._options = options
         self._links = links
         self.sessions = sessions
         self._hints = metrics.counter("hints", "Hints at coming requests", "verdict")
@@ -145,8 +147,8 @@ class Advisor:
             "hint_computed_tokens", "Tokens computed ahead of their request"
         )
         self._clock = clock
-        self.elsewhere = HintsElsewhere() if elsewhere is None else elsewhere
-        self.book = HintBook(elsewhere=self.elsewhere) if book is None else book
+        self.elsewhere = elsewhere
+        self.book = book
         self._ask = ask
         self.happened: Signal[[Entry]] = Signal()
         """Something has changed about a hint that this router has taken."""
@@ -190,7 +192,7 @@ class Advisor:
             known = (encoded.namespace, key)
         elif session is not None:
             known = self.sessions.find(session)
-            if known is None and self._ask is not None:
+            if known is None:
                 known = await self._ask(session)
         if known is None:
             return None
@@ -331,33 +333,23 @@ class Advisor:
             self._start_all(started)
             return
         matches = self._trees.match(hint.namespace, hint.key)
-        prompt = self._prompt(entry)
-        policy, options = self._routing.policy, self._routing.options
-        everywhere = self._fetching.everywhere(fleet)
-        among = self._spread(fleet, hint.priority, slack=0 if everywhere else 1)
-        if everywhere:
-            # Its KV can be anywhere by then: load decides (Symphony, section 3.2).
-            balanced = Decision(self._fetching.balanced(among, matches), Reason.ADVISED)
-            decision = self._with_decode(balanced, prompt, among, matches)
-        else:
-            decision = policy(prompt, among, matches, self._costs, options)
-        self.book.placed(entry, Place(decision.instance, decision.decode))
-        self._bring(entry, decision.instance, fleet, matches, first=True)
-        if decision.decode is not None:
-            self._bring(entry, decision.decode, fleet, matches, first=False)
-        # Where there is nothing to move, or nobody who could, the request goes there all the same.
+        # If KV can be moved to any instance before the request comes, load decides (Symphony, section 3.2).
+        everywhere = fetches_everywhere(fleet, self._costs)
+        crowded = self._crowded(fleet, hint.priority, slack=0 if everywhere else 1)
+        policy = without(assembled(balanced) if everywhere else self._options.policy, crowded)
+        options = dataclasses.replace(self._options, policy=policy, ahead=True)
+        placed = place(self._prompt(entry), fleet, matches, self._costs, options)
+        self.book.placed(entry, Place(placed.instance, placed.decode))
+        self._bring(entry, placed.instance, matches, placed)
+        if placed.decode is not None:
+            self._bring(entry, placed.decode, matches)
+        # If no KV is to be moved, the hint is ready at once.
         self._look(entry)
 
     def _prompt(self, entry: Entry) -> Prompt:
         """A hint as policies see it."""
         hint = entry.hint
         return Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
-
-    def _with_decode(
-        self, decision: Decision, prompt: Prompt, fleet: Instances, matches: Mapping[str, Match]
-    ) -> Decision:
-        known = trusted_matches(fleet, matches)
-        return with_decode(decision, prompt, fleet, known, self._costs, self._routing.options)
 
     def _expecting(self, fleet: Instances) -> Instances:
         """The fleet with the requests that are expected as load."""
@@ -366,29 +358,29 @@ class Advisor:
             for known in fleet
         )
 
-    def _spread(self, fleet: Instances, priority: int, slack: int) -> Instances:
-        """Without the instances that expect more requests of at least this priority than others do.
+    def _crowded(self, fleet: Instances, priority: int, slack: int) -> frozenset[str]:
+        """The instances that expect more requests of at least this priority than others do.
 
-        So sessions of paying users are spread over instances (Symphony, section 3.5), whatever the policy
-        says of the rest. slack: how many more they may expect, where a session's KV cannot follow it.
+        So sessions of paying users are spread over instances (Symphony, section 3.5), by any policy. slack:
+        how many more an instance may expect, where a session's KV cannot follow it.
         """
         if priority <= 0:
-            return fleet
+            return frozenset()
         decoders = tuple(known for known in fleet if known.role is Role.DECODE)
         crowded: set[str] = set()
         for kind in (beginners(fleet), decoders):
             expected = {known.name: self.book.promised(known.name, priority) for known in kind}
             most = min(expected.values(), default=0) + slack
             crowded |= {name for name, count in expected.items() if count > most}
-        return tuple(known for known in fleet if known.name not in crowded)
+        return frozenset(crowded)
 
     def _bring(
-        self, entry: Entry, name: str, fleet: Instances, matches: Mapping[str, Match], *, first: bool
+        self, entry: Entry, name: str, matches: Mapping[str, Match], placed: Placement | None = None
     ) -> None:
-        """Tell an instance, and note whether it has something to do, so that more will be heard.
+        """Send a hint to one of its instances, if the instance holds any of the KV or can get it.
 
-        first: the request goes there first. What a decode instance lacks it is handed over by the prefill
-        instance, so it is asked to bring up what it holds, and no more.
+        placed: for the instance that the request goes to first. A decode instance gets the rest of the KV
+        from the prefill instance, so it only brings up its own.
         """
         kept = self._kept[entry.id]
         where = whereabouts(matches, name, kept.tokens)
@@ -399,14 +391,14 @@ class Advisor:
         if not hint.can_be_told:
             return
         spans: tuple[FetchSpan, ...] = ()
-        if first and where.elsewhere:
-            spans = self._fetching.spans_for(names, hint.key, name, fleet, matches, entry.id)
+        if placed is not None and where.elsewhere:
+            spans = self._fetching.export(placed.plan, names, hint.key, entry.id)
         missing = where.nowhere + where.elsewhere >= self._trees.block_size
-        computes = first and missing and self._links.computes(name)
+        computes = placed is not None and missing and self._links.computes(name)
         below = any(count for tier, count in where.here.items() if tier is not Tier.HBM)
         to_do = bool(spans) or computes or below
         if to_do or where.here.get(Tier.HBM):
-            # What is in HBM already is to be held back.
+            # KV that is in HBM already is protected from eviction.
             end.busy, end.spans = self._tell(entry, name, spans) and to_do, spans
 
     def _tell(self, entry: Entry, name: str, spans: tuple[FetchSpan, ...] = ()) -> bool:
@@ -494,12 +486,12 @@ class Advisor:
             self._ended(entry)
             return
         matches = self._trees.match(entry.hint.namespace, entry.hint.key)
-        again = self._with_decode(
-            Decision(entry.instance, Reason.ADVISED), self._prompt(entry), fleet, matches
-        )
-        self.book.placed(entry, Place(entry.instance, again.decode))
-        if again.decode is not None:
-            self._bring(entry, again.decode, fleet, matches, first=False)
+        options = dataclasses.replace(self._options, ahead=True)
+        kept = Decision(entry.instance, Reason.ADVISED)
+        placed = place(self._prompt(entry), fleet, matches, self._costs, options, kept)
+        self.book.placed(entry, Place(placed.instance, placed.decode))
+        if placed.decode is not None:
+            self._bring(entry, placed.decode, matches)
         self._look(entry)
 
     def _arrived(self, entry: Entry) -> None:
@@ -566,7 +558,7 @@ class Advisor:
         """Whether an instance is among those of its kind, and does not carry too much beside them."""
         least = min((known.in_flight for known in fleet), default=0)
         return any(
-            known.name == name and not is_ahead(known, least, self._routing.options) for known in fleet
+            known.name == name and not is_ahead(known, least, self._options.thresholds) for known in fleet
         )
 
     def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
@@ -580,7 +572,7 @@ class Advisor:
         """End what was not used in time or has lost its instance, and forget what has ended long ago."""
         usable = {known.name for known in self._fleet.usable()}
         places = [entry.place for entry in self.book.live() if entry.place is not None]
-        for name in {name for place in places for name in place.names} - usable:
+        for name in {name for expected in places for name in expected.names} - usable:
             self.on_lost(name)
         self._expire(self._clock.monotonic())
         self._start_all(self.book.startable())

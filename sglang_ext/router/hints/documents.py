@@ -29,7 +29,9 @@ from sglang_ext.router.api.documents import (
 from sglang_ext.router.api.hints import parse_advisory
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import Fetching
+from sglang_ext.router.dispatch.placing import gathering_plan
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.document_book import (
@@ -84,6 +86,7 @@ class Documents:
         fleet: Fleet,
         trees: PromptTrees,
         tokenizers: TokenizerService,
+        costs: RouterCosts,
         advisor: Advisor,
         links: AgentChannels,
         fetching: Fetching,
@@ -96,6 +99,7 @@ class Documents:
         self._fleet = fleet
         self._trees = trees
         self._tokenizers = tokenizers
+        self._costs = costs
         self._advisor = advisor
         self._links = links
         self._fetching = fetching
@@ -356,7 +360,8 @@ class Documents:
             spans: tuple[FetchSpan, ...] = ()
             if whereabouts(matches, name, hint.tokens).elsewhere:
                 assert isinstance(hint.namespace, tuple)
-                spans = self._fetching.spans_for(hint.namespace, hint.key, name, fleet, matches, entry.pin)
+                plan = gathering_plan(hint.tokens, name, fleet, matches, self._costs)
+                spans = self._fetching.export(plan, hint.namespace, hint.key, entry.pin)
             # Also what nobody is known to hold: the instance may have it on its disk, or compute it.
             lease.told = self._links.send(name, hint.told(entry.pin, ttl_s, spans))
             lease.due = now + (RENEW_S if lease.told else RETRY_S)

@@ -27,6 +27,7 @@ from sglang_ext.router.policies.base import (
     Reason,
     Role,
 )
+from sglang_ext.router.policies.plan import Pricing
 from sglang_ext.router.policies.questions import (
     all_colocated,
     all_trusted,
@@ -104,6 +105,20 @@ def assembled(rule: Policy) -> Policy:
     return policy
 
 
+def without(policy: Policy, names: frozenset[str]) -> Policy:
+    """The same policy for the fleet without some instances."""
+    if not names:
+        return policy
+
+    def among_others(
+        prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+    ) -> Decision:
+        others = tuple(instance for instance in fleet if instance.name not in names)
+        return policy(prompt, others, matches, costs, options)
+
+    return among_others
+
+
 def with_decode(
     decision: Decision, prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
@@ -159,6 +174,9 @@ def invalid_reason(decision: object, fleet: Fleet) -> str | None:
     for fetch in decision.fetch:
         if fetch.source not in names:
             return f"it fetches from {fetch.source!r}, which is none of {', '.join(sorted(names))}"
+    pricing: object = decision.pricing
+    if pricing is not None and not isinstance(pricing, Pricing):
+        return f"its pricing is a {type(pricing).__name__}, not a Pricing"
     reason: object = decision.reason
     if not isinstance(reason, Reason):
         return f"its reason {reason!r} is none of router.policies.Reason"

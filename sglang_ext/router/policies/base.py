@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from sglang_ext.router.policies.plan import Pricing
 from sglang_ext.tiers import Tier, all_tiers
 
 
@@ -28,6 +29,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Larger goes first."""
     request_id: str = ""
     """The request's id in the log, and the seed of random choices."""
+    movable: bool = True
+    """Whether instances can send each other its KV: it is one prompt of known tokens without an adapter."""
 
 
 class Role(enum.StrEnum):
@@ -191,6 +194,8 @@ class Decision(msgspec.Struct, frozen=True):
     fetch: tuple[Fetch, ...] = ()
     """Spans that ``instance`` fetches from other instances instead of computing them (MemServe, equation
     2)."""
+    pricing: Pricing | None = None
+    """The price at ``instance``, if the policy has calculated it. It saves calculating it again."""
 
 
 @dataclass(frozen=True, slots=True)

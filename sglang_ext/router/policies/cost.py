@@ -41,22 +41,29 @@ from sglang_ext.router.policies.base import (
     Reason,
     Role,
 )
+from sglang_ext.router.policies.plan import Pricing
 from sglang_ext.router.policies.prompt_tree import prompt_tree
 from sglang_ext.router.policies.questions import beginners, for_want_of, load_of
-from sglang_ext.router.policies.spans import alone_s, best_plan
+from sglang_ext.router.policies.spans import fetches_of, price_at
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Cost of a request at one instance."""
+    """Weighted seconds of a request at one instance."""
 
     instance: Instance
     seconds: float
     held: Match
-    fetch: tuple[Fetch, ...]
+    pricing: Pricing
     decode: str | None
     crowded: bool
     """``held`` was not counted, because the instance already caches much more than others."""
+
+    @property
+    def fetch(self) -> tuple[Fetch, ...]:
+        """The spans that the instance fetches."""
+        plan = self.pricing.plan
+        return () if plan is None or not plan.worth_it else fetches_of(plan)
 
 
 def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
@@ -73,13 +80,15 @@ def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: 
     chosen = min(
         (one for one in prices if one.seconds - least.seconds <= tie), key=lambda one: load_of(one.instance)
     )
+    fetch = chosen.fetch
     return Decision(
         chosen.instance.name,
-        _reason(chosen, prices, options),
+        Reason.FETCH if fetch else _reason(chosen, prices, options),
         chosen.held.tokens,
         {one.instance.name: -one.seconds for one in prices},
         chosen.decode,
-        chosen.fetch,
+        fetch,
+        None if chosen.crowded else chosen.pricing,  # a crowded instance's own KV was left out
     )
 
 
@@ -93,7 +102,7 @@ def price(
     costs: Costs,
     options: PolicyOptions,
 ) -> Price:
-    """The cost of the request at ``instance``.
+    """The price of the request at ``instance``.
 
     Args:
         emptiest: tokens that the emptiest instance caches.
@@ -102,23 +111,20 @@ def price(
     held = matches.get(instance.name, NOTHING)
     slack = options.balance_cache_factor * held.tokens
     crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > slack
-    counted = NOTHING if crowded else held
     weight = options.exec_weight
-    fetch: tuple[Fetch, ...] = ()
-    plan = None
-    if not crowded:
-        plan = best_plan(prompt.tokens, instance, holders, matches, costs, exec_weight=weight)
-    if plan is not None and plan.worth_it:
-        seconds, fetch = plan.seconds, plan.fetches
+    if crowded:
+        pricing = price_at(prompt.tokens, instance, (), {}, costs)
     else:
-        seconds = alone_s(prompt.tokens, instance, counted, costs, weight)
-    seconds += options.queue_weight * costs.queue_s(instance)
+        pricing = price_at(prompt.tokens, instance, holders, matches, costs, exec_weight=weight)
+    plan = pricing.plan
+    seconds = plan.seconds if plan is not None and plan.worth_it else pricing.alone_s(weight)
+    seconds += options.queue_weight * pricing.queue_s
     decode = None
     if instance.role is Role.PREFILL:
         best, hand_over = choose_decode(prompt, instance, fleet, matches, costs, options)
         decode = best.name
         seconds += hand_over
-    return Price(instance, seconds, held, fetch, decode, crowded)
+    return Price(instance, seconds, held, pricing, decode, crowded)
 
 
 def _block_s(prompt: Prompt, instance: Instance, costs: Costs, options: PolicyOptions) -> float:
@@ -130,8 +136,6 @@ def _block_s(prompt: Prompt, instance: Instance, costs: Costs, options: PolicyOp
 
 def _reason(chosen: Price, prices: list[Price], options: PolicyOptions) -> Reason:
     longest = max(one.held.tokens for one in prices)
-    if chosen.fetch:
-        return Reason.FETCH
     if longest <= 0:
         return for_want_of(Reason.NO_PREFIX, tuple(one.instance for one in prices))
     best = [one for one in prices if longest - one.held.tokens <= options.tie_tokens]

@@ -8,6 +8,7 @@ that leaves moves only its own sessions.
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 from sglang_ext.router.policies.base import (
     Costs,
@@ -20,6 +21,9 @@ from sglang_ext.router.policies.base import (
     Reason,
 )
 from sglang_ext.router.policies.questions import load_of, matched_tokens
+
+AS_BUSY: Final = 1
+"""Instances with requests in flight count as equally busy if they differ by at most this many."""
 
 
 def session(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
@@ -63,6 +67,23 @@ def random_choice(
     """Every instance with the same probability, drawn from the request's id: a retry draws the same."""
     chosen = rendezvous(prompt.request_id, fleet)
     return Decision(chosen.name, Reason.RANDOM, matched_tokens(matches, chosen.name))
+
+
+def balanced(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
+    """For a request that is announced in a fleet where KV can be moved to any instance before the request
+    comes: an idle instance, else one of the least busy. Among busy instances, a difference of one request
+    will not last until then; the one with most of the KV is chosen, as moving it costs both ends time."""
+    least = min(instance.in_flight for instance in fleet)
+    as_busy = least + AS_BUSY if least else 0
+
+    def rank(instance: Instance) -> tuple[object, ...]:
+        held = matched_tokens(matches, instance.name)
+        return (max(as_busy, instance.in_flight), -held, load_of(instance))
+
+    chosen = min(fleet, key=rank)
+    return Decision(chosen.name, Reason.ADVISED, matched_tokens(matches, chosen.name))
 
 
 def rendezvous(key: str, fleet: Fleet) -> Instance:

@@ -8,68 +8,41 @@ its disk, and this load is added to the span's cost; such KV is read only beyond
 tiers.
 
 `best_plan` finds the spans with the least sum: over all ends of the holders' KV, and for each span over all
-its holders. Two holders are better than one if the holder with the shorter prefix is the faster.
+its holders. Two holders are better than one if the holder with the shorter prefix is the faster. `price_at`
+adds the instance's queue and the time without reads, so that each is asked for once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from sglang_ext.router.policies.base import NOTHING, Costs, Fetch, Instance, Match, Matches
+from sglang_ext.router.policies.plan import Plan, Pricing, Span, Way
 from sglang_ext.tiers import Tier, all_tiers
 
 MOST_ENDS: Final = 4
 """How many ends of holders' KV are tried, from the farthest on: each costs the reader a round trip."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens ``start`` to ``end`` of a prompt. source: the instance that holds their KV, tier: the farthest
-    of its tiers with KV of the span; both None for a computed span. seconds: until the KV is in HBM.
-    loading_s: the part of it until another instance has loaded the KV into its memory.
-    """
-
-    source: str | None
-    tier: Tier | None
-    start: int
-    end: int
-    seconds: float
-    loading_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All spans of a prompt at an instance, in order.
-
-    seconds: the sum of the spans, with computing weighted by ``exec_weight``. alone_s: the same without reads
-    from other instances. spare: a replacement for the last span read from another instance, used if that read
-    fails; None if no other instance has any of the span in memory.
-    """
-
-    instance: str
-    spans: tuple[Span, ...]
-    seconds: float
-    alone_s: float
-    spare: Span | None = None
-
-    @property
-    def worth_it(self) -> bool:
-        """Whether the plan takes no longer than one without reads from other instances."""
-        return self.seconds <= self.alone_s
-
-    @property
-    def read(self) -> tuple[Span, ...]:
-        """The spans that are read from other instances."""
-        return tuple(span for span in self.spans if span.source not in (None, self.instance))
-
-    @property
-    def fetches(self) -> tuple[Fetch, ...]:
-        """``read`` in the form of a decision."""
-        return tuple(Fetch(span.source, span.end) for span in self.read if span.source is not None)
+def price_at(
+    tokens: int,
+    target: Instance,
+    holders: Sequence[Instance],
+    matches: Matches,
+    costs: Costs,
+    *,
+    exec_weight: float = 1.0,
+    whole: bool = False,
+) -> Pricing:
+    """The price of a prompt of ``tokens`` tokens at ``target``. For the arguments, see ``best_plan``."""
+    held = matches.get(target.name, NOTHING)
+    queue_s, ways = costs.queue_s(target), ways_at(tokens, target, held, costs)
+    if not holders:
+        return Pricing(target.name, queue_s, ways)
+    plan = best_plan(tokens, target, holders, matches, costs, ways, exec_weight=exec_weight, whole=whole)
+    return Pricing(target.name, queue_s, ways, plan)
 
 
 def best_plan(
@@ -78,6 +51,7 @@ def best_plan(
     holders: Sequence[Instance],
     matches: Matches,
     costs: Costs,
+    ways: Sequence[Way],
     *,
     exec_weight: float = 1.0,
     whole: bool = False,
@@ -87,8 +61,9 @@ def best_plan(
     Args:
         tokens: length of the prompt.
         holders: instances that may be read from.
+        ways: of ``target``, without reads.
         exec_weight: weight of a second of computing.
-        whole: only plans that read up to the farthest end of any holder, even if computing is faster.
+        whole: only plans that read up to the farthest end of any holder. The plan is required.
     """
     held = matches.get(target.name, NOTHING)
     ends, sources = _ends(tokens, target, holders, matches, costs)
@@ -109,65 +84,122 @@ def best_plan(
                     least = found[before][0] + span.seconds
                     spans = (*found[before][1], span)
         found.append((least, spans))
-    local = tuple(_local(target, held, places[0], costs))
-    local_s = sum(span.seconds for span in local)
-    best: tuple[float, tuple[Span, ...]] | None = None
+    local = tuple(local_spans(target, held, places[0], costs))
+    local_s = sum([span.seconds for span in local])
+    best: tuple[float, tuple[Span, ...], tuple[Span, ...]] | None = None
     for number in (len(ends),) if whole else range(1, len(places)):
         moving_s, spans = found[number]
         rest_s, rest = _rest(tokens, target, held, places[number], costs, exec_weight)
         seconds = local_s + moving_s + rest_s
         if best is None or seconds < best[0]:
-            best = seconds, (*local, *spans, *rest)
+            best = seconds, spans, rest
     assert best is not None
-    plan = Plan(target.name, best[1], best[0], alone_s(tokens, target, held, costs, exec_weight))
-    return _with_spare(plan, target, holders, matches, costs)
+    seconds, read, rest = best
+    alone_s = min([way.load_s + exec_weight * way.exec_s for way in ways])
+    spare = _spare(read[-1], target, holders, matches, costs)
+    return _plan(target, local, read, rest, seconds, alone_s, ways, spare, required=whole)
 
 
 def given_plan(
-    tokens: int, target: Instance, fleet: Sequence[Instance], fetches: Sequence[Fetch], matches: Matches,
+    tokens: int,
+    target: Instance,
+    fleet: Sequence[Instance],
+    fetches: Sequence[Fetch],
+    matches: Matches,
     costs: Costs,
-) -> Plan | None:  # fmt: skip
-    """The plan for a decision's fetches; None if they read nothing that ``target`` lacks."""
+    ways: Sequence[Way],
+) -> Plan | None:
+    """The required plan for a decision's fetches; None if they read nothing that ``target`` lacks."""
     held = matches.get(target.name, NOTHING)
     named = {instance.name: instance for instance in fleet}
     place = min(held.in_memory, tokens)
-    spans = list(_local(target, held, place, costs))
+    local = tuple(local_spans(target, held, place, costs))
+    read: list[Span] = []
     for fetch in fetches:
         end = min(fetch.tokens, tokens)
         if fetch.source not in named or end <= place:
             continue
         there = matches.get(fetch.source, NOTHING)
-        spans.append(_read(named[fetch.source], target, there, place, end, costs))
+        read.append(_read(named[fetch.source], target, there, place, end, costs))
         place = end
-    _, rest = _rest(tokens, target, held, place, costs, 1.0)
-    spans += rest
-    plan = Plan(
-        target.name, tuple(spans), sum(span.seconds for span in spans), alone_s(tokens, target, held, costs)
+    if not any([span.source != target.name for span in read]):
+        return None
+    rest_s, rest = _rest(tokens, target, held, place, costs, 1.0)
+    seconds = sum([span.seconds for span in (*local, *read)]) + rest_s
+    alone_s = min([way.seconds for way in ways])
+    last = [span for span in read if span.source != target.name][-1]
+    spare = _spare(last, target, fleet, matches, costs)
+    return _plan(target, local, tuple(read), rest, seconds, alone_s, ways, spare, required=True)
+
+
+def _plan(
+    target: Instance,
+    local: tuple[Span, ...],
+    read: tuple[Span, ...],
+    rest: tuple[Span, ...],
+    seconds: float,
+    alone_s: float,
+    ways: Sequence[Way],
+    spare: Span | None,
+    *,
+    required: bool,
+) -> Plan:
+    """A plan of the target's own spans in memory, those that it reads, and the rest."""
+    moved = [span for span in read if span.source != target.name]
+    kept = [span for span in (*local, *read, *rest) if span.source in (None, target.name)]
+    saved_s = min([way.seconds for way in ways]) - sum([span.seconds for span in kept])
+    return Plan(
+        target.name,
+        (*local, *read, *rest),
+        seconds,
+        alone_s,
+        sum([span.seconds for span in moved]),
+        max(0.0, saved_s),
+        spare,
+        required,
     )
-    return _with_spare(plan, target, fleet, matches, costs) if plan.read else None
 
 
-def alone_s(
-    tokens: int, instance: Instance, held: Match, costs: Costs, exec_weight: float = 1.0
-) -> float:  # fmt: skip
-    """Seconds from the begin of a request to its first token, with the instance's own KV only; computing
-    counts ``exec_weight`` times. A tier is loaded only if that is faster than computing, as in the instance's
-    own load policy."""
-    return min(
-        sum(costs.load_s(instance, tier, count) for tier, count in way.below.items())
-        + exec_weight * exec_s(tokens, instance, way.tokens, costs)
-        for way in ways(held)
-    )
+def fetches_of(plan: Plan) -> tuple[Fetch, ...]:
+    """The spans that are read from other instances, in the form of a decision."""
+    return tuple([Fetch(span.source, span.end) for span in plan.read if span.source is not None])
 
 
-def ways(held: Match) -> list[Match]:
-    """The parts of its match that an instance may load: all of it, or all without its farthest tiers."""
-    found = [held]
+def holders_beyond(
+    target: Instance, fleet: Sequence[Instance], matches: Matches, can_fetch: Callable[[str, str], bool]
+) -> list[Instance]:
+    """The trusted instances with more of the prompt than ``target`` has in memory that it can fetch from."""
+    held = matches.get(target.name, NOTHING).in_memory
+    more: set[str] = set()
+    # Instances that hold the same part of a prompt share one match object.
+    seen, is_more = NOTHING, False
+    for name, match in matches.items():
+        if match is not seen:
+            seen, is_more = match, match.tokens > held
+        if is_more:
+            more.add(name)
+    if not more:
+        return []
+    return [
+        known
+        for known in fleet
+        if known.name in more and known.trusted and can_fetch(known.name, target.name)
+    ]
+
+
+def ways_at(tokens: int, instance: Instance, held: Match, costs: Costs) -> tuple[Way, ...]:
+    """From the begin of a request to its first token, with the instance's own KV only: the instance loads all
+    of its match, or all without its farthest tiers, and computes the rest."""
+    if not held.below:
+        return (Way(0.0, exec_s(tokens, instance, held.tokens, costs)),)
+    found = []
     known, below = held.tokens, dict(held.below)
-    while below:
+    while True:
+        load_s = sum([costs.load_s(instance, tier, count) for tier, count in below.items()])
+        found.append(Way(load_s, exec_s(tokens, instance, known, costs)))
+        if not below:
+            return tuple(found)
         known -= below.popitem()[1]  # the farthest
-        found.append(Match(known, below=dict(below)))
-    return found
 
 
 def exec_s(tokens: int, instance: Instance, known: int, costs: Costs) -> float:
@@ -213,12 +245,11 @@ def _read(source: Instance, target: Instance, held: Match, start: int, end: int,
     return Span(source.name, farthest, start, end, loading_s + moving_s, loading_s)
 
 
-def _with_spare(
-    plan: Plan, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
-) -> Plan:
-    """The plan with a spare: another holder with the largest part of the last span that is read; among
-    equals, the fastest."""
-    last = plan.read[-1]
+def _spare(
+    last: Span, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
+) -> Span | None:
+    """A replacement for the last span that is read: another holder with the largest part of it; among equals,
+    the fastest."""
     spares = []
     for holder in holders:
         there = matches.get(holder.name, NOTHING)
@@ -226,11 +257,10 @@ def _with_spare(
         if holder.name not in (target.name, last.source) and end > last.start:
             spares.append(_read(holder, target, there, last.start, end, costs))
     possible = [span for span in spares if span.seconds < math.inf]
-    best = min(possible, key=lambda span: (-span.end, span.seconds), default=None)
-    return dataclasses.replace(plan, spare=best)
+    return min(possible, key=lambda span: (-span.end, span.seconds), default=None)
 
 
-def _local(instance: Instance, held: Match, memory: int, costs: Costs) -> Iterator[Span]:
+def local_spans(instance: Instance, held: Match, memory: int, costs: Costs) -> Iterator[Span]:
     """The spans that the instance itself has in memory."""
     start = 0
     for tier, count in held.by_tier().items():

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_ext.router.policies.base import NOTHING, Costs, Instance, Matches
-from sglang_ext.router.policies.spans import alone_s
+from sglang_ext.router.policies.plan import Plan, Pricing, Span, Split
+from sglang_ext.router.policies.spans import local_spans
 
 CUTS: Final = 32
 """Evenly spaced cuts that are tried, in addition to the ends of the helper's chunks."""
@@ -57,23 +58,6 @@ class SplitTerms:
         return cls(least, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """``source`` computes the leading ``tokens`` tokens. known: leading tokens already in its cache.
-
-    begins_s: until its last pass begins; first_s: until that pass has ended; seconds: until the first token
-    of the answer; alone_s: the same without a helper.
-    """
-
-    source: str
-    tokens: int
-    known: int
-    begins_s: float
-    first_s: float
-    seconds: float
-    alone_s: float
-
-
 def best_split(
     tokens: int,
     target: Instance,
@@ -83,7 +67,8 @@ def best_split(
     chunk: Callable[[str], int],
     terms: SplitTerms,
     *,
-    block: int = 16,
+    pricing: Pricing,
+    block: int,
 ) -> Split | None:
     """The split with the shortest time to first token; None if the terms allow no split.
 
@@ -91,23 +76,44 @@ def best_split(
         tokens: length of the prompt.
         helpers: instances that may compute the first span.
         chunk: tokens of a prompt that an instance computes in one pass, by instance name; 0 for all.
+        pricing: of the prompt at ``target``.
         block: tokens of a block; a span is whole blocks.
     """
     held = matches.get(target.name, NOTHING)
     if tokens - held.tokens < terms.least_tokens:
         return None
-    alone = costs.queue_s(target) + alone_s(tokens, target, held, costs)
+    alone = pricing.queue_s + pricing.alone.seconds
     best: Split | None = None
     idlest = sorted(helpers, key=lambda helper: (helper.in_flight, helper.queued_tokens, helper.name))
     for helper in idlest[:MOST_HELPERS]:
         there = min(matches.get(helper.name, NOTHING).in_memory, tokens)
+        queues_s = costs.queue_s(helper), pricing.queue_s
         for cut in _cuts(tokens, max(there, held.in_memory), there, chunk(helper.name), block):
-            split = _timed(tokens, cut, there, held.in_memory, helper, target, costs, chunk, alone)
+            split = _timed(tokens, cut, there, held.in_memory, helper, target, queues_s, costs, chunk, alone)
             if best is None or split.seconds < best.seconds:
                 best = split
     if best is None or best.seconds == math.inf:
         return None
     return best if best.seconds * terms.gain <= alone else None
+
+
+def split_plan(tokens: int, target: Instance, split: Split, matches: Matches, costs: Costs) -> Plan:
+    """The plan of a split, which is required: the terms have decided."""
+    held = matches.get(target.name, NOTHING)
+    local = tuple(local_spans(target, held, min(held.in_memory, split.tokens), costs))
+    start = local[-1].end if local else 0
+    first = Span(split.source, None, start, split.tokens, split.first_s)
+    rest = Span(None, None, split.tokens, tokens, split.rest_s)
+    return Plan(
+        target.name,
+        (*local, first, rest),
+        split.seconds,
+        split.alone_s,
+        max(0.0, split.seconds - split.rest_s),
+        split.alone_s - split.seconds,
+        required=True,
+        split=split,
+    )
 
 
 def _cuts(tokens: int, least: int, known: int, chunk: int, block: int) -> Iterator[int]:
@@ -127,21 +133,24 @@ def _timed(
     here: int,
     helper: Instance,
     target: Instance,
+    queues_s: tuple[float, float],
     costs: Costs,
     chunk: Callable[[str], int],
     alone: float,
 ) -> Split:
-    """The timing of a split at ``cut``. here: tokens that the target has in memory."""
+    """The timing of a split at ``cut``. here: tokens that the target has in memory. queues_s: of the helper
+    and of the target."""
     new, most = cut - known, chunk(helper.name)
     last = new if not most or new <= most else (new - 1) % most + 1
     last_s = costs.exec_s(helper, last, cut - last)
-    first_s = costs.queue_s(helper) + costs.exec_s(helper, new, known)
+    first_s = queues_s[0] + costs.exec_s(helper, new, known)
     begins_s = max(0.0, first_s - last_s)
     rest, most = tokens - cut, chunk(target.name)
     head = min(rest, most) if most else rest
     head_s = costs.exec_s(target, head, cut)
-    tail_s = max(0.0, costs.exec_s(target, rest, cut) - head_s)
-    start_s = max(costs.queue_s(target), begins_s + LAYER * last_s)
+    rest_s = costs.exec_s(target, rest, cut)
+    tail_s = max(0.0, rest_s - head_s)
+    start_s = max(queues_s[1], begins_s + LAYER * last_s)
     moving_s = costs.transfer_s(helper, target, cut - here)
     ends_s = max(start_s + head_s, start_s + moving_s, first_s + LAYER * head_s)
-    return Split(helper.name, cut, known, begins_s, first_s, ends_s + tail_s, alone)
+    return Split(helper.name, cut, known, begins_s, first_s, rest_s, ends_s + tail_s, alone)

@@ -30,6 +30,6 @@ class Estimate(msgspec.Struct):
         """Expected time to first token."""
         return self.queue_s + self.load_s + self.transfer_s + self.exec_s
 
-    def told(self) -> dict[str, Any]:
-        """As JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """For ``/explain``."""
         return {"ttft_s": self.ttft_s, **msgspec.structs.asdict(self)}

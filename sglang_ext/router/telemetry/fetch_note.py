@@ -9,7 +9,7 @@ from typing import Any
 UNDER_WAY = "under-way"
 NOT_WORTH_IT = "not-worth-it"
 """Computing is expected to take less time; no fetch was sent."""
-UNHEARD = "unheard"
+UNSENT = "unheard"
 """The fetch could not be sent to one of its instances."""
 COMPUTED = "compute"
 """Stands in place of a source: the span is computed."""
@@ -35,8 +35,8 @@ class SpanNote:
     moved: int = 0
     took_s: float | None = None
 
-    def told(self) -> dict[str, Any]:
-        """As JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """For ``/explain``."""
         return {
             "from": self.source or COMPUTED,
             "tier": self.tier,
@@ -68,8 +68,13 @@ class FetchNote:
     """``done``, or the reason of an incomplete fetch (``engine.fetches.FetchEnd``), or a constant above."""
     spare: SpanNote | None = None
     """Replacement for the last span, read if that span fails."""
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the target has acknowledged the fetch, or no acknowledgement can arrive any more."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the fetch was sent, and its end was not reported."""
+        return self.end == UNDER_WAY
 
     @property
     def read(self) -> list[SpanNote]:
@@ -91,8 +96,8 @@ class FetchNote:
         """Tokens that arrived."""
         return sum(span.moved for span in self.asked)
 
-    def told(self) -> dict[str, Any]:
-        """As JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """For ``/explain``."""
         return {
             "tokens": self.tokens,
             "expected_transfer_s": self.transfer_s,
@@ -100,8 +105,8 @@ class FetchNote:
             "calibrated": self.calibrated,
             "end": self.end,
             "moved_tokens": self.moved,
-            "plan": [span.told() for span in self.spans],
-            "spare": None if self.spare is None else self.spare.told(),
+            "plan": [span.as_json() for span in self.spans],
+            "spare": None if self.spare is None else self.spare.as_json(),
         }
 
     def headers(self) -> dict[str, str]:

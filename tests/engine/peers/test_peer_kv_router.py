@@ -29,10 +29,8 @@ from sglang_ext.patches.adapter.build_transfers import endpoint_config, make_pee
 from sglang_ext.protocol.agent import Advise
 from sglang_ext.radix_global import Holder
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.policies import Decision, Instance, Match, Reason
-from sglang_ext.router.policies.base import Fetch
-from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.dispatch.placing import PlacingOptions, gathering_plan, place
+from sglang_ext.router.policies import Decision, Fetch, Instance, Match, PolicyOptions, Prompt, Reason
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.tiers import Tier
 from tests.support.servers.ports import free_port
@@ -163,22 +161,13 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
         await until(lambda: held().get(owner.url, Match(0)).tokens == 20 * BLOCK, nodes, "the index")
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
         decision = Decision(reader.url, Reason.FETCH, fetch=(Fetch(owner.url, 20 * BLOCK),))
-        nothing: Any = None
-        admitted: Any = SimpleNamespace(hides_usage=False)
-        flight = Flight(
-            admitted,
-            [Encoded(TENANT, key, len(TOKENS))],
-            nothing,
-            nothing,
-            Record("r1", "POST", "/generate", 0.0),
-            nothing,
-            len(TOKENS),
-        )
+        options = PlacingOptions(policy=lambda *_: decision, thresholds=PolicyOptions())
+        placed = place(Prompt(len(TOKENS)), fleet, held(), router.costs, options)
         router.fetching.least_wait_s = 8.0  # nobody waits for it here
-        note = router.fetching.begin(flight, decision.fetch, decision, fleet, held())
+        note = router.fetching.carry_out(placed.plan, [Encoded(TENANT, key, len(TOKENS))])
         assert note is not None
-        await router.fetching.heard(note)
-        assert note.heard.is_set()
+        await router.fetching.acknowledged(note)
+        assert note.acknowledged.is_set()
         await until(lambda: reader.in_dram() == 20 * BLOCK, nodes, "the KV")
         # The router is told of it too.
         await until(
@@ -199,7 +188,8 @@ async def test_a_hint_comes_with_its_source(router_port: int, key_file: Path, no
         owner.go_round()
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
         matches = {owner.url: Match(20 * BLOCK)}
-        spans = router.fetching.spans_for(TENANT, key, reader.url, fleet, matches)
+        plan = gathering_plan(len(TOKENS), reader.url, fleet, matches, router.costs)
+        spans = router.fetching.export(plan, TENANT, key, "hint")
         assert [span.tokens for span in spans] == [20 * BLOCK]
         hint = Advise("hint", key, cache_salt="salt", ttl_s=30.0, spans=spans)
         assert router.agents.send(reader.url, hint)

@@ -144,7 +144,7 @@ async def test_connecting_takes_no_longer_than_it_may() -> None:
 async def test_a_common_beginning_attracts_up_to_the_factor(factor: float, spreads: bool) -> None:
     """a caches 500 tokens more than b, five times the beginning of 100 that it holds."""
     router = Router(RouterConfig(balance_cache_factor=factor))
-    options = router.chooser._options
+    options = router.chooser._routing.placing.thresholds
     fleet = (
         Instance(name="a", in_flight=0, queued_tokens=0, cached_tokens=1500, last_picked=2),
         Instance(name="b", in_flight=0, queued_tokens=0, cached_tokens=1000, last_picked=1),
@@ -168,7 +168,11 @@ async def test_the_weights_of_equation_1_decide(queue: float, computing: float, 
     )
     with router.costs.sending("a", 1150, 0, streams=True), router.costs.sending("b", 1, 0, streams=True):
         told = POLICIES["cost"](
-            Prompt(1000), fleet, {"a": Match(900, own=True)}, router.costs, router.chooser._options
+            Prompt(1000),
+            fleet,
+            {"a": Match(900, own=True)},
+            router.costs,
+            router.chooser._routing.placing.thresholds,
         )
     assert told.instance == chosen
 

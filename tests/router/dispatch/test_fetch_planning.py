@@ -1,4 +1,4 @@
-"""Who is told to fetch from whom, and when that is worth it. Agents are a list of what they were told."""
+"""Which instances fetch from which, when that is worth it, and the messages that agents are sent."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchedSpan, FromAgent, ToAgent
+from sglang_ext.protocol.agent import (
+    Expecting,
+    Export,
+    Fetched,
+    FetchedSpan,
+    FetchSpan,
+    FromAgent,
+    ToAgent,
+)
 from sglang_ext.protocol.cluster import Registration
-from sglang_ext.router.api.generate import GENERATE
-from sglang_ext.router.api.job import Job
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import (
@@ -26,15 +32,17 @@ from sglang_ext.router.dispatch.fetching import (
     MOST_WAIT_S,
     Fetching,
 )
-from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.http.types import Request, Responder
-from sglang_ext.router.policies import Decision, Instance, Match, Reason
-from sglang_ext.router.policies.base import Fetch
+from sglang_ext.router.dispatch.placing import (
+    PlacingOptions,
+    fetches_everywhere,
+    gathering_plan,
+    place,
+)
+from sglang_ext.router.policies import Decision, Fetch, Instance, Match, PolicyOptions, Prompt, Reason
+from sglang_ext.router.policies.simple import balanced
 from sglang_ext.router.policies.splitting import SplitTerms
-from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNSENT, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
-from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.admitted import Admitted, Sent
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
@@ -80,28 +88,44 @@ def instance(name: str, in_flight: int = 0, *, trusted: bool = True) -> Instance
 
 
 FLEET = (instance("a"), instance("b"))
+FROM_B = Decision("a", Reason.FETCH, fetch=(Fetch("b", 960),))
 
 
 def fetching(
     channels: Channels | None = None,
     now: Callable[[], float] = lambda: 0.0,
     metrics: RouterMetrics | None = None,
-    split: SplitTerms | None = None,
 ) -> Fetching:
     made = channels or Channels()
-    costs = RouterCosts(CostModel(), now, can_fetch=made.can_fetch)
+    costs = RouterCosts(CostModel(), now, can_fetch=made.can_fetch, can_split=made.can_split)
     ids = (f"r{number}" for number in count(1))
-    return Fetching(made, costs, metrics or RouterMetrics(), split=split, new_id=lambda: next(ids))
+    return Fetching(made, costs, metrics or RouterMetrics(), new_id=lambda: next(ids))
 
 
-def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1) -> Any:
-    encoded = Encoded(namespace, key, len(key) // 4)
-    sent = Sent(b"{}", "/generate", GENERATE)
-    return Flight(
-        Admitted(GENERATE, Job(False, (), 1), sent), [encoded] * prompts,
-        Request("POST", "/generate", "/generate"), cast(Responder, None),
-        Record("r1", "POST", "/generate", 0.0), sent, len(key) // 4,
-    )  # fmt: skip
+def carried_out(
+    found: Fetching,
+    decision: Decision,
+    fleet: tuple[Instance, ...],
+    matches: dict[str, Match],
+    prompts: list[Encoded] | None = None,
+    split: SplitTerms | None = None,
+) -> FetchNote | None:
+    """Place a prompt, by default of 1000 tokens, by a given decision, and carry out its plan."""
+    prompts = prompts or prompts_of()
+    options = PlacingOptions(policy=lambda *_: decision, thresholds=PolicyOptions(), split=split)
+    tokens = sum(prompt.units for prompt in prompts)
+    return found.carry_out(place(Prompt(tokens), fleet, matches, found._costs, options).plan, prompts)
+
+
+def fetch_from_b(found: Fetching, matches: dict[str, Match] | None = None) -> FetchNote | None:
+    """Carry out a decision that names a span."""
+    return carried_out(found, FROM_B, FLEET, matches or {"b": Match(960)})
+
+
+def prompts_of(
+    key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1
+) -> list[Encoded]:
+    return [Encoded(namespace, key, len(key) // 4)] * prompts
 
 
 # -- who can ----------------------------------------------------------------------------------------
@@ -121,20 +145,20 @@ def test_who_can_fetch_from_whom(changes: dict[str, Any], expected: bool) -> Non
     channels = Channels()
     channels.known["a"] = registration("a", **changes)
     assert channels.can_fetch("a", "b") is expected
-    assert fetching(channels).everywhere(FLEET) is expected
+    assert fetches_everywhere(FLEET, fetching(channels)._costs) is expected
 
 
 def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
     assert not Channels().can_fetch("a", "a")
     assert not Channels().can_fetch("a", "z")
-    assert not fetching().everywhere(FLEET[:1])
+    assert not fetches_everywhere(FLEET[:1], fetching()._costs)
 
 
 def wanted(
     found: Fetching, decision: Decision, fleet: tuple[Instance, ...], matches: dict[str, Match]
 ) -> Fetch | None:
     """What an instance is told to fetch for a prompt of 1000 tokens."""
-    note = found.consider(flight(), decision, fleet, matches)
+    note = carried_out(found, decision, fleet, matches)
     if note is None or note.end == NOT_WORTH_IT:
         return None
     (span,) = note.read
@@ -151,12 +175,12 @@ def splitting(**registered: Any) -> tuple[Fetching, Channels]:
     channels = Channels()
     for name in channels.known:
         channels.known[name] = registration(name, **({"splits": True} | registered))
-    return fetching(channels, split=TERMS), channels
+    return fetching(channels), channels
 
 
 def test_another_instance_is_told_to_compute_the_beginning() -> None:
     found, channels = splitting()
-    note = found.consider(flight(), Decision("a", Reason.NO_PREFIX), FLEET, {})
+    note = carried_out(found, Decision("a", Reason.NO_PREFIX), FLEET, {}, split=TERMS)
     assert note is not None
     first, rest = note.spans
     assert (first.source, first.tier, first.start) == ("b", "compute", 0)
@@ -170,7 +194,7 @@ def test_another_instance_is_told_to_compute_the_beginning() -> None:
     (span,) = fetch.spans
     assert (span.tokens, span.computed, span.source.export) == (first.stop, True, export.export)
     assert fetch.wait_s == export.ttl_s
-    assert note.told()["plan"][0]["tier"] == "compute"
+    assert note.as_json()["plan"][0]["tier"] == "compute"
     # What it computes for this prompt keeps others waiting, until that has ended.
     assert found._costs.queue_s(FLEET[1]) > 0
     channels.messages("a", Fetched(b"e" * 16, "r1", False, "done", (FetchedSpan("done", 512, 1.0),)))
@@ -182,7 +206,7 @@ def test_requests_of_one_id_free_their_helper_each() -> None:
     """Ids of requests are their clients' choice: several may be alike."""
     found, channels = splitting()
     for _ in range(5):
-        assert found.consider(flight(), Decision("a", Reason.NO_PREFIX), FLEET, {}) is not None
+        assert carried_out(found, Decision("a", Reason.NO_PREFIX), FLEET, {}, split=TERMS) is not None
     ids = [message.id for _, message in channels.told if isinstance(message, agent_messages.Fetch)]
     assert (len(set(ids)), found.under_way) == (5, 5)
     for id in ids:
@@ -193,7 +217,7 @@ def test_requests_of_one_id_free_their_helper_each() -> None:
 
 def test_a_death_ends_what_is_computed_for_it() -> None:
     found, _ = splitting()
-    found.consider(flight(), Decision("a", Reason.NO_PREFIX), FLEET, {})
+    carried_out(found, Decision("a", Reason.NO_PREFIX), FLEET, {}, split=TERMS)
     found.forget("a")
     assert found._costs.queue_s(FLEET[1]) == 0
 
@@ -209,13 +233,14 @@ def test_a_death_ends_what_is_computed_for_it() -> None:
 )
 def test_who_computes_alone(registered: Any, decision: Decision, matches: dict[str, Match]) -> None:
     found, channels = splitting(**registered)
-    assert found.consider(flight(), decision, FLEET, matches) is None
+    assert carried_out(found, decision, FLEET, matches, split=TERMS) is None
     assert not channels.told
 
 
 def test_what_another_one_holds_is_fetched_and_not_computed_again() -> None:
     found, channels = splitting()
-    note = found.consider(flight(), Decision("a", Reason.REBALANCED), FLEET, {"b": Match(960)})
+    decision = Decision("a", Reason.REBALANCED)
+    note = carried_out(found, decision, FLEET, {"b": Match(960)}, split=TERMS)
     assert note is not None
     assert not any(isinstance(told, Export) and told.compute for _, told in channels.told)
 
@@ -260,8 +285,7 @@ def test_the_policys_word_counts() -> None:
 
 def test_both_are_told_the_same_loan() -> None:
     channels = Channels()
-    decision = Decision("a", Reason.FETCH)
-    assert fetching(channels).begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
+    assert fetch_from_b(fetching(channels))
     (holder, export), (chosen, fetch) = channels.told
     assert (holder, chosen) == ("b", "a")
     assert isinstance(export, Export)
@@ -277,25 +301,24 @@ def test_both_are_told_the_same_loan() -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        pytest.param(flight(namespace=("text", None, None, None)), id="text"),
-        pytest.param(flight(namespace=("tokens", "adapter", None, None)), id="adapter"),
-        pytest.param(flight(prompts=2), id="batch"),
-        pytest.param(flight(bytes(MOST_KEY_BYTES + 4)), id="too long"),
+        pytest.param(prompts_of(namespace=("text", None, None, None)), id="text"),
+        pytest.param(prompts_of(namespace=("tokens", "adapter", None, None)), id="adapter"),
+        pytest.param(prompts_of(prompts=2), id="batch"),
+        pytest.param(prompts_of(bytes(MOST_KEY_BYTES + 4)), id="too long"),
     ],
 )
-def test_what_cannot_be_moved_is_left_alone(made: Any) -> None:
+def test_what_cannot_be_moved_is_left_alone(made: list[Encoded]) -> None:
     channels = Channels()
-    fetch = (Fetch("b", len(made.prompts[0].key) // 4),)
-    assert not fetching(channels).begin(made, fetch, Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    decision = Decision("a", Reason.FETCH, fetch=(Fetch("b", made[0].units),))
+    assert not carried_out(fetching(channels), decision, FLEET, {"b": Match(960)}, made)
     assert channels.told == []
 
 
 def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
     channels = Channels(deaf={"b"})
-    decision = Decision("a", Reason.FETCH)
-    note = fetching(channels).begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
+    note = fetch_from_b(fetching(channels))
     assert note is not None
-    assert note.end == UNHEARD
+    assert note.end == UNSENT
     assert channels.told == []
 
 
@@ -309,8 +332,7 @@ def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05) -> Fetc
 def test_what_came_of_it_is_noted_once() -> None:
     metrics = RouterMetrics()
     found = fetching(metrics=metrics)
-    decision = Decision("a", Reason.FETCH)
-    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
+    note = fetch_from_b(found)
     assert note is not None
     assert found.under_way == 1
     found.on_message("b", fetched())  # that was not the one that was told
@@ -325,11 +347,11 @@ def test_what_came_of_it_is_noted_once() -> None:
 
 
 async def test_a_request_waits_until_its_instance_knows_of_the_fetch() -> None:
-    found, decision = fetching(), Decision("a", Reason.FETCH)
+    found = fetching()
     found.least_wait_s = 60.0
-    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
+    note = fetch_from_b(found)
     assert note is not None
-    request = asyncio.create_task(found.heard(note))
+    request = asyncio.create_task(found.acknowledged(note))
     for name, id in (("b", "r1"), ("a", "r2")):  # another instance, and another request
         found.on_message(name, Expecting(b"e" * 16, id))
         await asyncio.sleep(0)
@@ -343,18 +365,18 @@ async def test_a_request_waits_until_its_instance_knows_of_the_fetch() -> None:
 async def test_a_request_does_not_wait_in_vain(how: str) -> None:
     found = fetching(Channels(deaf={"a"} if how == "unheard" else set()))
     found.least_wait_s = 0.01 if how == "silent" else 60.0
-    note = found.begin(flight(), (Fetch("b", 960),), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    note = fetch_from_b(found)
     assert note is not None
     if how == "fetched":
         found.on_message("a", fetched())
     elif how == "gone":
         found.forget("a")
-    await asyncio.wait_for(found.heard(note), 30)
+    await asyncio.wait_for(found.acknowledged(note), 30)
 
 
 def test_of_who_is_gone_nothing_more_is_heard() -> None:
     found = fetching()
-    note = found.begin(flight(), (Fetch("b", 960),), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    note = fetch_from_b(found)
     assert note is not None
     found.forget("b")
     assert found.under_way == 1
@@ -368,10 +390,10 @@ def test_who_takes_too_long_is_not_fetched_from_for_a_while(end: str) -> None:
     found = fetching(now=lambda: now[0])
     decision, matches = Decision("a", Reason.REBALANCED), {"b": Match(960)}
     assert wanted(found, decision, FLEET, matches) is not None
-    found.begin(flight(), (Fetch("b", 960),), decision, FLEET, matches)
+    fetch_from_b(found, matches)
     found.on_message("a", fetched(end, seconds=3.0))
     assert wanted(found, decision, FLEET, matches) is None
-    note = found.consider(flight(), decision, FLEET, matches)
+    note = carried_out(found, decision, FLEET, matches)
     assert note is not None
     assert note.end == NOT_WORTH_IT
     assert note.transfer_s > note.saved_s
@@ -384,11 +406,11 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
     found = fetching(channels)
     fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(960)}
     decision = Decision("a", Reason.REBALANCED)
-    found.begin(flight(), (Fetch("b", 960),), decision, fleet, matches)
+    carried_out(found, FROM_B, fleet, matches)
     found.on_message("a", fetched(seconds=0.5))
     assert wanted(found, decision, fleet, matches) == Fetch("c", 960)
     channels.told.clear()
-    assert found.spans_for(TOKENS, KEY, "a", fleet, matches)
+    assert exported(found, "a", fleet, matches)
     # And the other one is asked too, for the case that this does not come.
     assert [name for name, _ in channels.told] == ["c", "b"]
 
@@ -404,10 +426,10 @@ def test_a_disk_is_read_from_while_it_is_fast_enough() -> None:
     assert wanted(found, decision, FLEET, matches) == Fetch("b", 960)
     own = {**matches, "a": Match(970, below={Tier.DISK: 970})}
     assert wanted(found, decision, FLEET, own) is None, "what its own disk has, it reads there"
-    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, matches)
+    note = fetch_from_b(found, matches)
     assert note is not None
     (span,) = note.read
-    assert (span.tier, span.told()["loading_s"]) == ("disk", costs_of(found, 900))
+    assert (span.tier, span.as_json()["loading_s"]) == ("disk", costs_of(found, 900))
     assert 0 < span.loading_s < span.expected_s
     found.on_message("a", fetched(seconds=30.0))
     assert costs_of(found, 900) > slow
@@ -426,7 +448,7 @@ def test_who_has_it_too_is_asked_for_the_case_that_it_does_not_come() -> None:
     channels = Channels({name: registration(name) for name in "abc"})
     found = fetching(channels)
     fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(900)}
-    note = found.begin(flight(), (Fetch("b", 960),), Decision("a", Reason.FETCH), fleet, matches)
+    note = carried_out(found, FROM_B, fleet, matches)
     assert note is not None
     assert [name for name, _ in channels.told] == ["b", "c", "a"]
     message = channels.told[-1][1]
@@ -434,7 +456,7 @@ def test_who_has_it_too_is_asked_for_the_case_that_it_does_not_come() -> None:
     assert [span.tokens for span in message.spans] == [960, 900]
     ends = (FetchedSpan("gone", 0, 0.1), FetchedSpan("done", 900, 0.1))
     found.on_message("a", Fetched(b"e" * 16, "r1", False, "done", ends))
-    told = note.told()
+    told = note.as_json()
     assert (told["plan"][0]["end"], told["spare"]["from"], told["spare"]["end"]) == ("gone", "c", "done")
     assert (note.moved, note.headers()["x-kv-fetch-source"]) == (900, "b,c")
 
@@ -443,12 +465,12 @@ def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
     channels = Channels()
     costs = RouterCosts(CostModel(), lambda: 0.0, can_fetch=channels.can_fetch)
     found = Fetching(channels, costs, RouterMetrics())
-    decision, waits = Decision("a", Reason.FETCH), []
+    waits = []
     for prompts in (0, 1, 1000):
         with ExitStack() as queue:
             for _ in range(prompts):
                 queue.enter_context(costs.sending("b", 1000, 0, streams=True))
-            found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
+            fetch_from_b(found)
         message = channels.told[-1][1]
         assert isinstance(message, agent_messages.Fetch)
         waits.append(message.wait_s)
@@ -458,27 +480,36 @@ def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
 # -- hints ------------------------------------------------------------------------------------------
 
 
+def exported(
+    found: Fetching, target: str, fleet: tuple[Instance, ...], matches: dict[str, Match]
+) -> tuple[FetchSpan, ...]:
+    plan = gathering_plan(1000, target, fleet, matches, found._costs)
+    return found.export(plan, TOKENS, KEY, "hint")
+
+
 def test_expected_requests_go_where_least_is_going_on() -> None:
+    def chosen(fleet: tuple[Instance, ...], matches: dict[str, Match]) -> str:
+        return balanced(Prompt(1000), fleet, matches, fetching()._costs, PolicyOptions()).instance
+
     matches = {"b": Match(960)}
-    assert fetching().balanced((instance("a", 3), instance("b", 5)), matches) == "a"
-    assert fetching().balanced((instance("a", 3), instance("b", 4)), matches) == "b", "as busy as the other"
-    assert fetching().balanced((instance("a", 3), instance("b", 3)), matches) == "b"
-    assert fetching().balanced((instance("a", 4), instance("b", 3)), {}) == "b", "nothing is to be moved"
-    assert fetching().balanced((instance("a", 0), instance("b", 1)), matches) == "a", "nothing is going on"
+    assert chosen((instance("a", 3), instance("b", 5)), matches) == "a"
+    assert chosen((instance("a", 3), instance("b", 4)), matches) == "b", "as busy as the other"
+    assert chosen((instance("a", 3), instance("b", 3)), matches) == "b"
+    assert chosen((instance("a", 4), instance("b", 3)), {}) == "b", "nothing is to be moved"
+    assert chosen((instance("a", 0), instance("b", 1)), matches) == "a", "nothing is going on"
 
 
 def test_a_hint_names_a_source() -> None:
     channels = Channels()
-    (span,) = fetching(channels).spans_for(TOKENS, KEY, "a", FLEET, {"b": Match(960)})
+    (span,) = exported(fetching(channels), "a", FLEET, {"b": Match(960)})
     assert (span.source.endpoints, span.tokens) == (("b:7",), 960)
     assert [name for name, _ in channels.told] == ["b"]
-    assert fetching(channels).spans_for(TOKENS, KEY, "b", FLEET, {"b": Match(960)}) == ()
+    assert exported(fetching(channels), "b", FLEET, {"b": Match(960)}) == ()
 
 
 def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
-    decision = Decision("a", Reason.FETCH)
     found = fetching()
-    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960), "a": Match(320)})
+    note = fetch_from_b(found, {"b": Match(960), "a": Match(320)})
     assert note is not None
     assert note.headers()["x-kv-fetch"] == "under-way"
     found.on_message("a", fetched(tokens=640))
@@ -487,7 +518,7 @@ def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
         "x-kv-fetch-source": "b",
         "x-kv-fetched-tokens": "640",
     }
-    told = note.told()
+    told = note.as_json()
     assert (told["tokens"], told["moved_tokens"]) == (960, 640)
     plan = [(span["from"], span["tier"], span["start"], span["stop"], span["end"]) for span in told["plan"]]
     assert plan == [

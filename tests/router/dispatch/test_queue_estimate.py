@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from sglang_ext.cost_model import Batch, Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
-from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, SAID_S, RouterCosts
+from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, REPORT_S, RouterCosts
 from sglang_ext.router.dispatch.queue_estimate import Computed, QueueEstimate
 from sglang_ext.router.policies import Instance, Match, Role
+from sglang_ext.router.policies.plan import Way
+from sglang_ext.router.policies.spans import price_at
 from sglang_ext.tiers import Tier
 
 
@@ -283,7 +285,7 @@ def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
     clock, model = Clock(), CostModel()
     costs = RouterCosts(model, clock)
     with costs.sending("a", 2000, 0, streams=True) as first_byte:
-        costs.heard("a", Load(running=4, queued=3, queued_tokens=6000), 1)
+        costs.on_load("a", Load(running=4, queued=3, queued_tokens=6000), 1)
         others = model.passes().adding(2000, 0).adding(2000, 0).seconds
         assert costs.queue_s(instance("a", 1)) == pytest.approx(DEFAULT + others + model.decode_s(4))
         clock.now += DEFAULT
@@ -292,32 +294,36 @@ def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
         assert costs.queue_s(instance("a", 1)) == pytest.approx(others - DEFAULT + model.decode_s(5))
         assert costs.decode_s(instance("a", 1)) == pytest.approx(model.decode_s(6))
     assert costs.decode_s(instance("a")) == pytest.approx(model.decode_s(5))
-    clock.now += SAID_S
+    clock.now += REPORT_S
     assert costs.queue_s(instance("a")) == 0
     assert costs.decode_s(instance("a")) == pytest.approx(model.decode_s(1))
 
 
-def test_an_estimate_loads_what_is_sooner_loaded_than_computed() -> None:
+def test_a_price_loads_a_tier_if_that_is_faster_than_computing() -> None:
     costs, model, there = RouterCosts(CostModel(), Clock()), CostModel(), instance("a")
-    dram = costs.estimate(there, 2000, Match(1600, below={Tier.DRAM: 600}))
+
+    def alone(held: Match) -> Way:
+        return price_at(2000, there, (), {"a": held}, costs).alone
+
+    dram = alone(Match(1600, below={Tier.DRAM: 600}))
     assert dram.load_s == costs.load_s(there, Tier.DRAM, 600) > 0
     assert dram.exec_s == model.exec_s(400, 1600)
-    # What is farther is left out where computing it is sooner; what is nearer is loaded all the same.
-    disk = costs.estimate(there, 2000, Match(1616, below={Tier.DRAM: 600, Tier.DISK: 16}))
-    assert disk.load_s + disk.exec_s == min(
+    # The disk is left out if computing is faster; DRAM is loaded all the same.
+    disk = alone(Match(1616, below={Tier.DRAM: 600, Tier.DISK: 16}))
+    assert disk.seconds == min(
         dram.load_s + model.exec_s(400, 1600),
         dram.load_s + costs.load_s(there, Tier.DISK, 16) + model.exec_s(384, 1616),
     )
-    assert costs.estimate(there, 2000, Match(2000)).exec_s == model.exec_s(1, 1999)
+    assert alone(Match(2000)).exec_s == model.exec_s(1, 1999)
 
 
 def test_what_this_router_knows_of_is_not_counted_twice() -> None:
     costs = RouterCosts(CostModel(), Clock())
     with costs.sending("a", 1000, 1000, streams=True), costs.sending("a", 1000, 0, streams=True):
         before = costs.queue_s(instance("a", 5))
-        costs.heard("a", Load(running=3, queued=1, queued_tokens=2000), 5)
+        costs.on_load("a", Load(running=3, queued=1, queued_tokens=2000), 5)
         assert costs.queue_s(instance("a", 5)) == before
-        costs.heard("a", Load(running=0, queued=0), 5)
+        costs.on_load("a", Load(running=0, queued=0), 5)
         assert before - costs.queue_s(instance("a", 5)) == pytest.approx(CostModel().decode_s(3))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.router.dispatch.queueing import Admission, Line, QueueFull, QueueTimeout, Waiting
-from sglang_ext.router.dispatch.retry_budget import RetryBudget
+from sglang_ext.router.endpoints.retry_budget import RetryBudget
 from sglang_ext.testing.fakes import FakeClock
 
 

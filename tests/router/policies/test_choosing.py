@@ -1,4 +1,4 @@
-"""Who decides: a hint, or the policy."""
+"""A request's instance: by a hint or by the policy, and its record."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,16 +8,10 @@ import pytest
 from sglang_ext.cost_model import CostModel
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.hint import Place
-from sglang_ext.router.policies import (
-    Decision,
-    Instance,
-    Match,
-    PolicyOptions,
-    Reason,
-    Role,
-    policy_named,
-)
-from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote, SpanNote
+from sglang_ext.router.dispatch.placing import Placement, PlacingOptions
+from sglang_ext.router.policies import Instance, Match, PolicyOptions, Reason, Role, policy_named
+from sglang_ext.router.policies.plan import Plan
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNSENT, FetchNote
 from sglang_ext.router.tokens.encoded import Encoded
 from tests.support.sources import from_sources
 
@@ -27,43 +21,54 @@ choosing = from_sources("sglang_ext.router.dispatch.choosing")
 KEY = bytes(4 * 1000)
 FLEET = tuple(Instance(name, 0, 0, 0, 0) for name in ("a", "b"))
 HELD = {"a": Match(960, own=True)}
+MODEL = CostModel()
 
 
 class Announced:
-    """Every request was announced to run at ``b``."""
+    """Announces every request for ``place``."""
+
+    def __init__(self, place: Place | None) -> None:
+        self.place = place
 
     def expected_at(self, flight: Any, fleet: Any) -> Place | None:
-        return Place("b")
+        return self.place
 
 
 class Fetches:
-    """What ``b`` would fetch from ``a`` ends as told; ``a`` needs nothing."""
+    """Carries out plans; the agents answer as ``end`` says."""
 
     def __init__(self, end: str) -> None:
         self.end = end
 
-    def consider(self, flight: Any, decision: Decision, fleet: Any, matches: Any) -> FetchNote | None:
-        if decision.instance == "a":
+    def carry_out(self, plan: Plan | None, prompts: Any) -> FetchNote | None:
+        if plan is None:
             return None
-        note = FetchNote("b", [SpanNote("a", "hbm", 0, 960, 2.0)], 2.0, 1.0, calibrated=True)
-        note.end = self.end
-        return note
+        end = self.end if plan.worth_it else NOT_WORTH_IT
+        return FetchNote(plan.instance, [], plan.transfer_s, plan.saved_s, calibrated=True, end=end)
 
 
 def choose(
-    end: str | None, *, announced: bool = True, instances: tuple[Instance, ...] = FLEET
-) -> tuple[Decision, Any]:
+    *,
+    slow: bool = False,
+    linked: bool = True,
+    end: str = UNDER_WAY,
+    announced: bool = True,
+    instances: tuple[Instance, ...] = FLEET,
+) -> tuple[Placement, Any]:
+    """Choose for a request that was announced for ``b``, while ``a`` holds its prompt. slow: fetches from
+    ``a`` have taken minutes. linked: ``b`` can fetch from ``a``."""
     metrics: Any = SimpleNamespace(decided=lambda policy, reason: None)
     fleet: Any = SimpleNamespace(usable=lambda excluded=frozenset(): instances)
     trees: Any = SimpleNamespace(
         match=lambda namespace, key: dict(HELD), guess=lambda namespace, key, name: None, block_size=16
     )
-    costs = RouterCosts(CostModel(), lambda: 0.0)
-    policy = policy_named("prompt-tree")
-    routing = choosing.Routing(name="prompt-tree", policy=policy, options=PolicyOptions())
-    fetching: Any = None if end is None else Fetches(end)
-    expectations = Announced() if announced else None
-    chooser = choosing.Chooser(routing, fleet, trees, costs, metrics, fetching, expectations)
+    costs = RouterCosts(MODEL, lambda: 0.0, can_fetch=lambda source, target: linked)
+    if slow:
+        costs.observe_transfer("a", "b", 960, 300.0)
+    placing = PlacingOptions(policy=policy_named("prompt-tree"), thresholds=PolicyOptions())
+    routing = choosing.Routing(name="prompt-tree", placing=placing)
+    expectations = Announced(Place("b") if announced else None)
+    chooser = choosing.Chooser(routing, fleet, trees, costs, metrics, Fetches(end), expectations)
     record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000)
     flight: Any = SimpleNamespace(
         admitted=SimpleNamespace(session="s"),
@@ -76,37 +81,39 @@ def choose(
     return found[0], record
 
 
-@pytest.mark.parametrize("end", [None, UNDER_WAY])
-def test_an_announced_request_goes_where_its_kv_is_or_comes(end: str | None) -> None:
-    decision, record = choose(end)
-    assert (decision.instance, decision.reason) == ("b", Reason.ADVISED)
-    assert (record.fetch is None) == (end is None)
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_announced_request_goes_where_its_kv_is_or_comes(linked: bool) -> None:
+    placed, record = choose(linked=linked)
+    assert (placed.instance, placed.reason) == ("b", Reason.ADVISED)
+    assert (record.fetch is None) == (not linked)
 
 
-def test_an_announced_request_whose_kv_does_not_come_goes_to_who_holds_it() -> None:
-    decision, record = choose(NOT_WORTH_IT)
-    assert (decision.instance, decision.reason) == ("a", Reason.PREFIX)
+def test_an_announced_request_whose_kv_does_not_come_goes_to_its_holder() -> None:
+    placed, record = choose(slow=True)
+    assert (placed.instance, placed.reason) == ("a", Reason.PREFIX)
     assert (record.instance, record.fetch) == ("a", None)
 
 
 def test_without_a_hint_the_policy_decides() -> None:
-    decision, _ = choose(UNDER_WAY, announced=False)
-    assert (decision.instance, decision.reason) == ("a", Reason.PREFIX)
+    placed, _ = choose(announced=False)
+    assert (placed.instance, placed.reason) == ("a", Reason.PREFIX)
 
 
-def test_an_estimate_has_what_the_instance_computes_and_what_it_is_sent() -> None:
-    model = CostModel()
-    _, record = choose(None)
-    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, model.exec_s(1000, 0))
-    _, record = choose(UNDER_WAY)
-    assert (record.estimate.transfer_s, record.estimate.exec_s) == (2.0, model.exec_s(40, 960))
-    _, record = choose(UNDER_WAY, announced=False)
-    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, model.exec_s(40, 960))
+def test_an_estimate_has_the_instances_computing_and_its_transfers() -> None:
+    _, record = choose(linked=False)
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, MODEL.exec_s(1000, 0))
+    transfer_s = RouterCosts(MODEL, lambda: 0.0, can_fetch=lambda *_: True).transfer_s(*FLEET, 960)
+    _, record = choose()
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (transfer_s, MODEL.exec_s(40, 960))
+    _, record = choose(end=UNSENT)
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, MODEL.exec_s(1000, 0))
+    _, record = choose(announced=False)
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, MODEL.exec_s(40, 960))
 
 
 def test_an_estimate_of_a_pair_has_the_hand_over() -> None:
     pair = (Instance("a", 0, 0, 0, 0, Role.PREFILL), Instance("d", 0, 0, 0, 0, Role.DECODE))
-    decision, record = choose(None, announced=False, instances=pair)
-    assert (decision.instance, decision.decode) == ("a", "d")
-    assert record.estimate.transfer_s == CostModel().transfer_s(1000)
-    assert record.estimate.exec_s == CostModel().exec_s(40, 960)
+    placed, record = choose(announced=False, instances=pair)
+    assert (placed.instance, placed.decode) == ("a", "d")
+    assert record.estimate.transfer_s == MODEL.transfer_s(1000)
+    assert record.estimate.exec_s == MODEL.exec_s(40, 960)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.router.policies import Fetch, Instance, Match
-from sglang_ext.router.policies.spans import MOST_ENDS, Plan, best_plan, given_plan
+from sglang_ext.router.policies.plan import Plan
+from sglang_ext.router.policies.spans import MOST_ENDS, fetches_of, given_plan, price_at, ways_at
 from sglang_ext.tiers import Tier
 
 PROMPT = 1000
@@ -51,7 +52,7 @@ T, A, B, C = (instance(name) for name in "tabc")
 
 
 def plan_of(matches: Mapping[str, Match], costs: Seconds, *, whole: bool = False) -> Plan | None:
-    return best_plan(PROMPT, T, (A, B, C), matches, costs, whole=whole)
+    return price_at(PROMPT, T, (A, B, C), matches, costs, whole=whole).plan
 
 
 def told(plan: Plan | None) -> list[tuple[str | None, str | None, int, int]]:
@@ -202,7 +203,9 @@ def test_who_is_read_from_instead(matches: dict[str, Match], spare: tuple[str, i
 def test_a_decisions_own_word_is_followed() -> None:
     matches = {"t": Match(100), "a": Match(900), "b": Match(600)}
     fetches = (Fetch("b", 50), Fetch("b", 300), Fetch("a", 700))
-    plan = given_plan(PROMPT, T, (T, A, B), fetches, matches, Seconds({"a": SLOW, "b": FAST}))
+    costs = Seconds({"a": SLOW, "b": FAST})
+    ways = ways_at(PROMPT, T, matches["t"], costs)
+    plan = given_plan(PROMPT, T, (T, A, B), fetches, matches, costs, ways)
     assert told(plan) == [
         ("t", "hbm", 0, 100),
         ("b", "hbm", 100, 300),
@@ -210,8 +213,9 @@ def test_a_decisions_own_word_is_followed() -> None:
         (None, None, 700, 1000),
     ]
     assert plan is not None
-    assert plan.fetches == fetches[1:]
-    assert given_plan(PROMPT, T, (T, A), (Fetch("a", 100),), matches, Seconds()) is None
+    assert plan.worth_it, "whatever computing takes"
+    assert fetches_of(plan) == fetches[1:]
+    assert given_plan(PROMPT, T, (T, A), (Fetch("a", 100),), matches, Seconds(), ways) is None
 
 
 # -- against everything that could be done --------------------------------------------------------------
@@ -267,7 +271,8 @@ def test_no_other_way_is_faster(
 ) -> None:
     tokens, matches = 13, {"t": own, "a": one, "b": other}
     costs = Seconds({"a": (once, fast), "b": (once, slow)})
-    plan = best_plan(tokens, T, (A, B), matches, costs)
+    pricing = price_at(tokens, T, (A, B), matches, costs)
+    plan = pricing.plan
     sums = [each for each in all_sums(tokens, matches, costs, ("a", "b")) if each < math.inf]
     assert (plan is None) == (not sums)
     if plan is None:
@@ -282,11 +287,17 @@ def test_no_other_way_is_faster(
     assert place == tokens or own.tokens > tokens
     assert plan.read
     assert all(matches[span.source or ""].tokens >= span.end for span in plan.read)
+    assert plan.seconds == pytest.approx(sum(span.seconds for span in plan.spans))
+    assert plan.alone_s == pricing.alone.seconds == pricing.alone_s(1.0)
+    assert plan.transfer_s == pytest.approx(sum(span.seconds for span in plan.read))
+    rest_s = plan.seconds - plan.transfer_s
+    assert plan.saved_s == pytest.approx(max(0.0, plan.alone_s - rest_s), abs=1e-9)
 
 
 def test_of_many_holders_the_farthest_places_are_tried() -> None:
     fleet = tuple(instance(f"i{n}") for n in range(3 * MOST_ENDS))
     matches = {each.name: Match(10 * (n + 1)) for n, each in enumerate(fleet)}
-    plan = best_plan(PROMPT, T, fleet, matches, Seconds({each.name: (0.0, 0.1) for each in fleet}))
+    costs = Seconds({each.name: (0.0, 0.1) for each in fleet})
+    plan = price_at(PROMPT, T, fleet, matches, costs).plan
     assert plan is not None
     assert plan.read[-1].end == 10 * len(fleet)

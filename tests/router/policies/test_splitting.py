@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from sglang_ext.router.policies import Instance, Match
-from sglang_ext.router.policies.splitting import LAYER, Split, SplitTerms, best_split
+from sglang_ext.router.policies.plan import Split
+from sglang_ext.router.policies.spans import price_at
+from sglang_ext.router.policies.splitting import LAYER, SplitTerms, best_split, split_plan
 from sglang_ext.tiers import Tier
 
 PROMPT = 16_000
@@ -56,8 +58,10 @@ def split(
     terms: SplitTerms = AUTO,
     helpers: tuple[Instance, ...] = (A,),
 ) -> Split | None:
+    matches, costs = matches or {}, costs or Seconds()
+    pricing = price_at(tokens, T, (), matches, costs)
     return best_split(
-        tokens, T, helpers, matches or {}, costs or Seconds(), lambda name: chunk, terms, block=BLOCK
+        tokens, T, helpers, matches, costs, lambda name: chunk, terms, pricing=pricing, block=BLOCK
     )
 
 
@@ -74,6 +78,23 @@ def test_both_take_as_long_and_the_first_span_is_longer() -> None:
     assert first == pytest.approx(rest, rel=0.15)
     assert found.seconds < 0.6 * found.alone_s
     assert found.seconds >= max(first, rest)
+
+
+def test_a_split_is_a_plan_of_own_spans_a_computed_one_and_the_rest() -> None:
+    matches, costs = {"t": Match(2000, below={Tier.DRAM: 500})}, Seconds()
+    found = split(matches=matches, costs=costs)
+    assert found is not None
+    plan = split_plan(PROMPT, T, found, matches, costs)
+    assert [(span.source, span.tier, span.start, span.end) for span in plan.spans] == [
+        ("t", Tier.HBM, 0, 1500),
+        ("t", Tier.DRAM, 1500, 2000),
+        ("a", None, 2000, found.tokens),
+        (None, None, found.tokens, PROMPT),
+    ]
+    assert plan.worth_it
+    assert plan.read == plan.asked == (plan.spans[2],)
+    assert plan.transfer_s + plan.spans[3].seconds == pytest.approx(found.seconds)
+    assert plan.saved_s == pytest.approx(found.alone_s - found.seconds)
 
 
 def test_no_cut_that_is_tried_is_better() -> None:
