@@ -130,7 +130,7 @@ class AdvisoryApi:
         elif wait := _wait_of(request):
             with _counted(record.caller):
                 await self._wait(entry, wait)
-        await _send(responder, record, 200, self._advisor.told(entry))
+        await _send(responder, record, 200, self._advisor.as_json(entry))
 
     def _find(self, id: str, record: Record) -> Entry | Copy:
         """A hint of the caller's.
@@ -165,7 +165,7 @@ class AdvisoryApi:
         await responder.start(200, headers)
         while True:
             settled = _settled(entry)
-            await responder.write(event(self._advisor.told(entry)))
+            await responder.write(event(self._advisor.as_json(entry)))
             if settled:
                 break
             await self._advisor.changed(entry)

@@ -1,15 +1,15 @@
-"""Advisory requests: the KV is there before the request is (Symphony, section 3.2).
+"""Advisory requests: prefetching KV before a request arrives (Symphony, section 3.2).
 
-A hint names a session, or carries the conversation so far. At once the router decides where the request that
-it announces will run, tells that instance's agent, which brings the KV up, and remembers the place. When the
-request comes, it goes there, unless the instance died or filled up meanwhile: then it is routed like any
-other. So no session sticks to an instance, and a hint that is wrong, late or repeated costs nobody anything
-but what the book (``advisory_book``) allows.
+A hint names a session, or carries the conversation so far. The router decides at once where the announced
+request will run, sends the hint to that instance's agent, which brings the KV up, and remembers the place.
+When the request arrives, it goes there, unless the instance has died or filled up; then it is routed like any
+other. So no session sticks to an instance, and a wrong, late or repeated hint costs no more than the book
+(``advisory_book``) allows.
 
-With prefill-decode disaggregation the place is a pair, and each of the two brings up what it holds itself. A
-decode instance that goes away is replaced, and the hint lives on: its KV is at the prefill instance.
+With prefill-decode disaggregation the place is a pair, and each of the two brings up its own KV. If the
+decode instance goes away, another one is chosen and the hint lives on: its KV is at the prefill instance.
 
-The decision is the policy's, over a fleet in which expected requests count as load.
+``dispatch.placing`` decides as for requests, over a fleet in which expected requests count as load.
 """
 
 from __future__ import annotations
@@ -56,63 +56,63 @@ from sglang_ext.tiers import Tier
 logger = logging.getLogger("router.advising")
 
 OPEN_END = 4
-"""Tokens at the end of a text that goes on which may turn out otherwise."""
+"""Tokens at the end of an open text that its continuation may change."""
 TICK_S = 0.5
-"""Between two looks for what has expired."""
+"""Interval of checks for expired hints."""
 AGAIN_S = 5.0
-"""A repeated hint is passed on when it lives so much longer."""
+"""A repeated hint is sent again if it expires this much later,"""
 SOONER_S = 0.1
-"""A repeated hint is passed on when its request comes so much sooner than was said before."""
+"""or if its request comes this much sooner."""
 COMPUTING = "computing"
-"""As ``engine.prefetch.PrefetchEnd`` has it."""
+"""A value of ``engine.prefetch.PrefetchEnd``."""
 
 
 @dataclass(eq=False, slots=True)
 class _End:
-    """What one instance does for a hint."""
+    """The part of one instance in a hint."""
 
     where: Whereabouts
     moved: int = 0
-    """Tokens that it has brought to HBM for it."""
+    """Tokens that it has brought to HBM."""
     computed: int = 0
-    """Tokens that it has computed for it."""
+    """Tokens that it has computed."""
     told_earliest: float = 0.0
-    """Before when it does not expect the request, as it was told."""
+    """Earliest time of the request in the last message to it."""
     told_until: float | None = None
-    """Until when it holds back what it has of it; None when it was told nothing."""
+    """End of the protection from eviction in the last message to it; None if none was sent."""
     busy: bool = False
-    """It was told to bring something, and has not said that it has."""
+    """It was asked to bring KV, and has not reported that it has."""
     spans: tuple[FetchSpan, ...] = ()
-    """What it was told to fetch of it."""
+    """Spans that it was asked to fetch."""
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """What is kept of a hint besides the book's entry."""
+    """The advisor's own state of a hint."""
 
     tokens: int
     changed: asyncio.Event
     ends: dict[str, _End] = field(default_factory=dict)
-    """By instance: who was asked to do something for it, in the order of ``Place.names``."""
+    """The parts of its instances, in the order of ``Place.names``."""
 
 
 class Advisor:
-    """Takes hints, and tells requests where they are expected.
+    """Takes hints, and gives requests the places that were prepared for them.
 
     Args:
-        fleet: who can take requests.
-        trees: who holds which prefix.
+        fleet: the instances.
+        trees: the index of their prefixes.
         tokenizers: from conversations to keys.
-        costs: what things are expected to take.
+        costs: of computing and moving, and the queues.
         options: how requests are placed.
         links: to the agents.
-        sessions: what sessions sent last.
+        sessions: the last prompt of each session.
         metrics: counts hints.
         clock: seconds.
-        fetching: has instances fetch from each other.
-        book: which hints are live.
-        elsewhere: which other routers have taken.
-        ask: asks other routers what a session sent last.
+        fetching: has instances export KV to each other.
+        book: the live hints of this router.
+        elsewhere: the hints of other routers.
+        ask: asks other routers for the last prompt of a session.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Advisor:
         self.book = book
         self._ask = ask
         self.happened: Signal[[Entry]] = Signal()
-        """Something has changed about a hint that this router has taken."""
+        """A hint of this router has changed."""
         self.taken: Signal[[Copy]] = Signal()
         """A hint of another router has ended here."""
         self.repeated: Signal[[Copy, float]] = Signal()
@@ -165,13 +165,13 @@ class Advisor:
     async def hint(
         self, advisory: Advisory, caller: Caller, priority: int, budget: Budget | None = None
     ) -> Hint | None:
-        """What an advisory request stands for; None when it names a session only, which is not known.
+        """The hint of an advisory request; None if it names only a session, and the session is unknown.
 
         Args:
             budget: pays for tokenizing it.
 
         Raises:
-            RequestRefused: 400: it is far too long; 429: the budget is used up.
+            RequestRefused: 400: the prompt is too long; 429: the budget is used up.
         """
         session = None if advisory.session is None else caller.scope + advisory.session
         known = None
@@ -187,7 +187,7 @@ class Advisor:
             )
             key = encoded.key
             if advisory.job.prompts[0].text is not None:
-                # What follows may become one token with the end of it.
+                # The last tokens may merge with the text that follows.
                 key = key[: -OPEN_END * TOKEN_BYTES]
             known = (encoded.namespace, key)
         elif session is not None:
@@ -200,14 +200,14 @@ class Advisor:
         return Hint(caller.scope, namespace, key, session, priority, advisory.earliest_s, advisory.ttl_s)
 
     def too_fast(self, caller: Caller) -> Answer | None:
-        """The refusal of one more hint of the caller's that is beyond its rate, before it is encoded."""
+        """The refusal of a hint beyond the caller's rate, before it is encoded; None within the rate."""
         answer = self.book.refused(caller.scope, self._clock.monotonic())
         if answer is not None:
             self._hints.labels(answer.verdict.value).inc()
         return answer
 
     def offer(self, hint: Hint) -> tuple[Answer, dict[str, Any]]:
-        """Take a hint; the book's answer, and what the client is told."""
+        """Take a hint. Returns the book's answer, and the client's as JSON."""
         now = self._clock.monotonic()
         self._expire(now)
         if (copy := self.elsewhere.same(hint)) is not None:
@@ -227,34 +227,34 @@ class Advisor:
             try:
                 self._start(entry)
             except BaseException:
-                # What it was to move is not moved: others may.
+                # Its share of the tenant's budget is free for other hints again.
                 if entry.state not in ENDED:
                     self.book.cancel(entry, now)
                 raise
         elif answer.reason == REPEATED:
             self._tell_again(entry)
         self.happened(entry)
-        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.told(entry)}
+        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.as_json(entry)}
 
     def _repeat(self, copy: Copy, hint: Hint, now: float) -> tuple[Answer, dict[str, Any]]:
-        """A hint that another router has taken is given to this one again."""
+        """A client repeats here a hint that another router has taken."""
         refusal = self.book.too_fast(hint.tenant, now)
         answer = refusal or Answer(Verdict.ACCEPTED, REPEATED)
         self._hints.labels(answer.verdict.value).inc()
-        told: dict[str, Any] = {"id": None}
+        state: dict[str, Any] = {"id": None}
         if refusal is None:
             _, expires = self.book.times(hint, now)
             self.elsewhere.prolong(copy, expires)
             self.repeated(copy, hint.earliest_s)
-            told = copy.told(now)
-        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **told}
+            state = copy.told(now)
+        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **state}
 
     def _end_elsewhere(self, copy: Copy, state: State, why: str) -> None:
         self.elsewhere.end(copy, state, why, self._clock.monotonic())
         self.taken(copy)
 
-    def told(self, entry: Entry | Copy) -> dict[str, Any]:
-        """What a client is told of its hint."""
+    def as_json(self, entry: Entry | Copy) -> dict[str, Any]:
+        """The state of a hint for its client."""
         if isinstance(entry, Copy):
             return entry.told(self._clock.monotonic())
         kept, place = self._kept[entry.id], entry.place
@@ -269,7 +269,7 @@ class Advisor:
             "instance": entry.instance,
             "decode": None if place is None else place.decode,
             "session": entry.hint.session is not None,
-            "tokens": end.where.told(),
+            "tokens": end.where.as_json(),
             "moved_tokens": end.moved,
             "decode_moved_tokens": None if decode is None else decode.moved,
             "computed_tokens": end.computed,
@@ -279,14 +279,14 @@ class Advisor:
         }
 
     def find(self, id: str, caller: Caller) -> Entry | Copy | None:
-        """A caller's hint by its id, whichever router has taken it."""
+        """A caller's hint by its id, of this router or of another."""
         entry = self.book.get(id, caller.scope)
         if entry is not None and entry.id in self._kept:
             return entry
         return self.elsewhere.get(id, caller.scope)
 
     def withdraw(self, entry: Entry | Copy, why: str = "taken back") -> None:
-        """The client takes a hint back."""
+        """Cancel a hint for its client."""
         if isinstance(entry, Copy):
             self._end_elsewhere(entry, State.CANCELLED, why)
         elif entry.state not in ENDED:
@@ -295,7 +295,7 @@ class Advisor:
             self._start_all(started)
 
     def use(self, entry: Entry) -> None:
-        """The request of a hint has come, here or at another router."""
+        """End a hint whose request has arrived, here or at another router."""
         if entry.state not in ENDED:
             self.book.used(entry, self._clock.monotonic())
             self._hints_used.labels("early" if entry.ready_at is None else "ready").inc()
@@ -303,7 +303,7 @@ class Advisor:
             self._start_all(self.book.startable())
 
     def repeat(self, entry: Entry, earliest_s: float, lives_s: float) -> None:
-        """A hint was given again at another router."""
+        """Prolong a hint that its client has repeated at another router."""
         if entry.state not in ENDED:
             now = self._clock.monotonic()
             self.book.repeated(entry, now + earliest_s, now + lives_s)
@@ -311,7 +311,7 @@ class Advisor:
             self.happened(entry)
 
     async def changed(self, entry: Entry | Copy) -> None:
-        """Wait until the hint has changed. Returns at once for one that has ended."""
+        """Wait until the hint has changed. Returns at once if it has ended."""
         if isinstance(entry, Copy):
             if entry.ended_at is None:
                 await entry.changed.wait()
@@ -347,12 +347,12 @@ class Advisor:
         self._look(entry)
 
     def _prompt(self, entry: Entry) -> Prompt:
-        """A hint as policies see it."""
+        """The announced request for policies."""
         hint = entry.hint
         return Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
 
     def _expecting(self, fleet: Instances) -> Instances:
-        """The fleet with the requests that are expected as load."""
+        """The fleet with expected requests counted as load."""
         return tuple(
             msgspec.structs.replace(known, in_flight=known.in_flight + self.book.promised(known.name))
             for known in fleet
@@ -411,8 +411,8 @@ class Advisor:
         return sent
 
     def _tell_again(self, entry: Entry) -> None:
-        """A hint was repeated and lives longer, or its request comes sooner: its instances are to hold it
-        back as long, to begin as soon, and to bring again what they have given up meanwhile.
+        """Send a repeated hint again if it expires later or its request comes sooner. Its instances protect
+        the KV longer, begin sooner, and bring evicted KV up again.
         """
         for name, end in self._kept[entry.id].ends.items():
             if end.told_until is None:
@@ -421,8 +421,8 @@ class Advisor:
                 self._tell(entry, name)
 
     def tell_unanswered(self, name: str) -> None:
-        """An instance is reached on a new channel: what it was told on the former one, or has answered there,
-        may be lost. It does what it has done already at once."""
+        """Repeat the unanswered messages to an instance that has a new channel: messages on the former one
+        may be lost. An instance answers at once for work that it has done already."""
         now = self._clock.monotonic()
         for id, kept in self._kept.items():
             entry, end = self.book.find(id), kept.ends.get(name)
@@ -432,17 +432,17 @@ class Advisor:
                 if end.busy:
                     self._tell(entry, name, end.spans)
             elif end.told_until is not None and end.told_until > now:
-                self._links.send(name, Withdraw(id))  # else it would hold KV back until then
+                self._links.send(name, Withdraw(id))  # else it would protect the KV until then
 
-    # -- what becomes of them -----------------------------------------------------------------------
+    # -- their end ----------------------------------------------------------------------------------
 
     def on_message(self, name: str, message: FromAgent) -> None:
-        """What an agent says that concerns neither the index nor its life."""
+        """An agent has sent a message."""
         if isinstance(message, Advised):
             self.on_advised(name, message)
 
     def on_advised(self, name: str, advised: Advised) -> None:
-        """An instance has done for a hint what it could."""
+        """An instance reports its part in a hint."""
         entry = self.book.find(advised.id)
         if entry is None or entry.state in ENDED:
             return
@@ -461,15 +461,15 @@ class Advisor:
         self._look(entry)
 
     def _look(self, entry: Entry) -> None:
-        """Something has changed: a hint is ready when nobody is doing anything for it any more."""
+        """After a change: a hint is ready when none of its instances is busy with it."""
         if entry.state in BUSY and not any(end.busy for end in self._kept[entry.id].ends.values()):
             self._arrived(entry)
         else:
             self._changed(entry)
 
     def on_lost(self, name: str) -> None:
-        """An instance is gone: what was expected there is not any more, and what it was to decode goes to
-        another one that decodes, if there is one."""
+        """An instance is gone. Hints for requests that begin there end; hints that only decode there get
+        another decode instance, if there is one."""
         for entry in self.book.lost(name, self._clock.monotonic()):
             self._ended(entry)
         for entry in self.book.decoding_at(name):
@@ -478,7 +478,7 @@ class Advisor:
         self._start_all(self.book.startable())
 
     def _decode_elsewhere(self, entry: Entry) -> None:
-        """The instance that was to decode is gone: choose another one, which brings up what it holds."""
+        """Choose another decode instance, which brings up its own KV."""
         assert entry.instance is not None
         fleet = self._expecting(self._fleet.usable())
         if all(known.name != entry.instance for known in beginners(fleet)):
@@ -503,9 +503,9 @@ class Advisor:
             self._start(entry)
 
     def _ended(self, entry: Entry) -> None:
-        """A hint has ended: nothing more needs to be brought for it, and nothing held back."""
+        """A hint has ended: its instances stop working for it and protecting its KV."""
         kept = self._kept.get(entry.id)
-        # An instance knows by itself when the time is over; then there is only work to be stopped.
+        # Protection ends by itself at that time; only work under way has to be stopped.
         over = entry.state is State.EXPIRED and entry.ended_from not in BUSY
         for name, end in {} if kept is None or over else kept.ends.items():
             if end.told_until is not None:
@@ -522,8 +522,8 @@ class Advisor:
     # -- requests -----------------------------------------------------------------------------------
 
     def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
-        """Where a request was announced to run, if it was and can; without the instance that decodes, if only
-        that one cannot. Ends its hint."""
+        """End the hint that announced a request. Returns its place if the instances still can take the
+        request, without the decode instance if only that one cannot."""
         if not (len(self.book) or len(self.elsewhere)) or len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
@@ -540,7 +540,7 @@ class Advisor:
     def _claimed(
         self, scope: str, namespace: tuple[str | None, ...], key: bytes, session: str | None
     ) -> Place | None:
-        """End the hint that expected a request, of this router or of another; where it was expected."""
+        """End the hint for a request, of this router or of another, and return its place."""
         entry = self.book.expected(scope, namespace, key, session)
         copy = self.elsewhere.expected(scope, namespace, key, session)
         if copy is not None:
@@ -555,7 +555,7 @@ class Advisor:
         return entry.place
 
     def _can_take(self, name: str, fleet: Instances) -> bool:
-        """Whether an instance is among those of its kind, and does not carry too much beside them."""
+        """Whether an instance is in a fleet of its kind, and not too far ahead of it in load."""
         least = min((known.in_flight for known in fleet), default=0)
         return any(
             known.name == name and not is_ahead(known, least, self._options.thresholds) for known in fleet
@@ -569,7 +569,8 @@ class Advisor:
     # -- time ---------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """End what was not used in time or has lost its instance, and forget what has ended long ago."""
+        """End hints that have expired or lost their instance, and drop the state of hints no longer in the
+        book."""
         usable = {known.name for known in self._fleet.usable()}
         places = [entry.place for entry in self.book.live() if entry.place is not None]
         for name in {name for expected in places for name in expected.names} - usable:

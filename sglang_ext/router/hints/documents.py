@@ -230,7 +230,7 @@ class Documents:
         if hint is not None and entry.leases:
             matches = self._trees.match(hint.namespace, hint.key)
             told["instances"] = {
-                name: {"held_back": lease.told, "tokens": whereabouts(matches, name, hint.tokens).told()}
+                name: {"held_back": lease.told, "tokens": whereabouts(matches, name, hint.tokens).as_json()}
                 for name, lease in entry.leases.items()
             }
         return told

@@ -70,7 +70,7 @@ class SharedHints:
             entry.state.value,
             age_s=_seconds(now - entry.born),
             lives_s=_seconds(entry.expires - now),
-            told=self._advisor.told(entry),
+            told=self._advisor.as_json(entry),
             session=hint.session,
             priority=hint.priority,
             instance=entry.instance,

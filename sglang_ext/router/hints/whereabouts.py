@@ -1,4 +1,4 @@
-"""Where the KV of a conversation is, seen from one instance, and what bringing it up changes. Pure."""
+"""Where the KV of a conversation is, seen from one instance, before and after it is brought up. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Whereabouts:
     """Where the KV of a conversation is, seen from one instance: tokens."""
 
     here: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
-    """In each tier of the instance, of those that have any."""
+    """By tier of the instance."""
     elsewhere: int = 0
-    """More than the instance has, on another one."""
+    """On another instance, beyond the end of this one's KV."""
     nowhere: int = 0
 
     def brought_up(self, tokens: int) -> Whereabouts:
-        """The same after so many tokens have been brought to HBM: those in the nearest tier come first."""
+        """After ``tokens`` tokens have been brought to HBM, from the nearest tier first."""
         here, left = dict(self.here), tokens
         for tier in tiers_below(Tier.HBM):
             moved = min(left, here.get(tier, 0))
@@ -33,7 +33,7 @@ class Whereabouts:
         return dataclasses.replace(self, here=here, elsewhere=self.elsewhere - from_peer)
 
     def computed(self, tokens: int) -> Whereabouts:
-        """The same after so many tokens have been computed: of those that the instance could not have."""
+        """After ``tokens`` tokens have been computed, uncached ones first."""
         from_nowhere = min(tokens, self.nowhere)
         from_peer = min(tokens - from_nowhere, self.elsewhere)
         return dataclasses.replace(
@@ -43,8 +43,8 @@ class Whereabouts:
             nowhere=self.nowhere - from_nowhere,
         )
 
-    def told(self) -> dict[str, int]:
-        """As JSON."""
+    def as_json(self) -> dict[str, int]:
+        """For clients."""
         counts = {tier.name: self.here.get(tier, 0) for tier in all_tiers()}
         return {**counts, "elsewhere": self.elsewhere, "nowhere": self.nowhere}
 

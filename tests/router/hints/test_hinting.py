@@ -558,14 +558,14 @@ def test_whereabouts_add_up_whatever_the_index_says() -> None:
             disk = int(rng.integers(0, total - dram + 1))
             matches[name] = Match(total, below={Tier.DRAM: dram, Tier.DISK: disk})
         where = whereabouts(matches, "one", tokens)
-        parts = where.told().values()
+        parts = where.as_json().values()
         assert min(parts) >= 0
         assert sum(parts) == tokens
         moved = where.brought_up(int(rng.integers(0, 300)))
-        told = moved.told()
+        told = moved.as_json()
         assert min(told.values()) >= 0
         assert sum(told.values()) - told["nowhere"] == tokens - where.nowhere
-        assert told["hbm"] >= where.told()["hbm"]
+        assert told["hbm"] >= where.as_json()["hbm"]
 
 
 def test_whereabouts_of_what_another_has() -> None:
