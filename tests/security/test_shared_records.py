@@ -14,10 +14,11 @@ from membership_contract import Ear, OwnClock, document, member
 from sglang_ext.clock import SystemClock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.router.api.documents import MAX_DOCUMENT_BYTES, decode_document
-from sglang_ext.router.cluster import membership_local
+from sglang_ext.router.cluster import membership_local, membership_redis
 from sglang_ext.router.cluster.membership import RouterStatus
 from sglang_ext.router.cluster.membership_local import MAX_FRAME, LocalMembership
 from sglang_ext.router.cluster.membership_redis import MAX_WORD_BYTES, SYNC_S, RedisMembership
+from sglang_ext.router.cluster.redis_records import SESSIONS_AT_ONCE
 from sglang_ext.router.cluster.roster import encode_member
 from sglang_ext.router.cluster.words import SessionKnown
 from sglang_ext.testing.fakes import FakeClock
@@ -177,6 +178,40 @@ async def test_what_is_refused_in_redis_is_not_read_again() -> None:
                 assert await client.smembers(f"{base}documents") >= {b"one-/own", b"one-/large"}
             finally:
                 await reader.stop()
+
+
+@needs_redis
+async def test_sessions_in_redis_are_read_in_pages(monkeypatch) -> None:
+    """All 5,000 came in one answer. A busy machine took longer to parse it than an answer may take: the
+    router lost Redis, connected again, and asked for the same for ever."""
+    import redis.asyncio as library
+
+    first = 4 * SESSIONS_AT_ONCE + 50
+    monkeypatch.setattr(membership_redis, "FIRST_SESSIONS", first)
+    with RedisServer() as server:
+        writer, reader = (
+            RedisMembership(server.url, name, SystemClock(), key=KEY) for name in ("two", "one")
+        )
+        ear = Ear()
+        await writer.start(Ear())
+        try:
+            async with library.from_url(server.url) as client:
+                for number in range(first + 100):
+                    writer.remember(f"s{number}", "a")
+                writer.remember(f"s{first}", "b")
+                await until(lambda: not writer.tables["pending-words"] and not writer._sessions)
+                while await client.xlen("sglang_ext:{default}:sessions") < first + 101:
+                    pass
+                before = (await client.info("commandstats"))["cmdstat_xrevrange"]["calls"]
+                await reader.start(ear)
+                after = (await client.info("commandstats"))["cmdstat_xrevrange"]["calls"]
+                assert after - before == 3 + 5, "the ends of three streams, and five pages"
+                assert len(ear.sessions) == first - 1
+                assert (ear.sessions[f"s{first}"], ear.sessions["s101"]) == ("b", "a")
+                assert "s100" not in ear.sessions
+        finally:
+            await reader.stop()
+            await writer.stop()
 
 
 @needs_redis

@@ -34,7 +34,13 @@ from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
 from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, Listener, RouterStatus, Sightings
-from sglang_ext.router.cluster.redis_records import MAX_RECORD_BYTES, Fields, Places, RedisRecords
+from sglang_ext.router.cluster.redis_records import (
+    MAX_RECORD_BYTES,
+    SESSIONS_AT_ONCE,
+    Fields,
+    Places,
+    RedisRecords,
+)
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
 from sglang_ext.router.cluster.words import Begun, Word, decode_word, encode_word
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
@@ -54,7 +60,6 @@ CONNECT_TIMEOUT_S = 2.0
 RETRY_S = (0.25, 0.5, 1.0, 2.0)
 """Pauses before connecting again; the last one from then on."""
 FIRST_SESSIONS = 5_000
-SESSIONS_AT_ONCE = 500
 MAX_PENDING_SESSIONS = 10_000
 MAX_PENDING_WORDS = 10_000
 MAX_WORD_BYTES = 1 << 16
@@ -346,8 +351,10 @@ class RedisMembership:
             if written.get(_name_of(document), -1) < document.stamp:
                 await records.put_document(document, self._clock.monotonic(), self._redis_ahead_s)
         if first:
-            for fields in await records.sessions(FIRST_SESSIONS):
-                self._take_session(fields, listener)
+            for page in await records.sessions(FIRST_SESSIONS):
+                for fields in page:
+                    self._take_session(fields, listener)
+                await asyncio.sleep(0)
         return places
 
     async def _read_documents(

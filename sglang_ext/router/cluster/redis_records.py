@@ -33,6 +33,7 @@ MAX_EVENTS = 4096
 MAX_SESSIONS = 20_000
 MAX_WORDS = 1024
 HEADS_AT_ONCE = 200
+SESSIONS_AT_ONCE = 200
 MARK_BYTES = 64
 """Of a record, by which it is seen whether it has changed: its stamp, and of its seal enough."""
 MAX_RECORD_BYTES = MAX_DOCUMENT_BYTES + (64 << 10)
@@ -269,10 +270,21 @@ class RedisRecords:
             self._opened("word", words),
         )
 
-    async def sessions(self, count: int) -> list[Fields]:
-        """The last sessions, oldest first."""
-        latest = await self._client.xrevrange(self.key("sessions"), count=count)
-        return self._sealed_sessions([fields for _, fields in reversed(latest)])
+    async def sessions(self, count: int) -> list[list[Fields]]:
+        """The last sessions, oldest first, in pages. Redis has a time-out for each answer, and an answer with
+        all of them takes half a second to parse, on a busy machine several."""
+        pages: list[list[Fields]] = []
+        before = b"+"
+        while count > 0:
+            latest = await self._client.xrevrange(
+                self.key("sessions"), max=before, count=min(count, SESSIONS_AT_ONCE)
+            )
+            if not latest:
+                break
+            pages.append(self._sealed_sessions([fields for _, fields in reversed(latest)]))
+            count -= len(latest)
+            before = b"(" + latest[-1][0]
+        return pages[::-1]
 
     async def put_sessions(self, sessions: Sequence[tuple[str, str]], router: str) -> None:
         """Write down which sessions (first) a router has sent to which instances."""

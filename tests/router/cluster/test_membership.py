@@ -211,7 +211,6 @@ async def test_a_wrong_password_is_said_at_the_start() -> None:
 
 
 @needs_redis
-@pytest.mark.timeout(60)
 async def test_what_nobody_hears_expires_and_what_is_heard_stays(redis: RedisServer) -> None:
     import redis.asyncio as library
 
@@ -286,7 +285,6 @@ async def test_rubbish_in_redis_harms_nobody(redis: RedisServer, make_shared: Ma
 
 
 @needs_redis
-@pytest.mark.timeout(60)
 async def test_streams_are_bounded(redis: RedisServer, make_shared: Make) -> None:
     import redis.asyncio as library
 
