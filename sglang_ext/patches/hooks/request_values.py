@@ -10,8 +10,9 @@ What: hooks at four places.
   ``TypeError``. It becomes a ``ValueError``, a 400 that names the field;
 - before a message is sent to the scheduler: it is encoded and decoded as the scheduler would do it, and every
   number in it has to fit the tensors that the scheduler makes of it. The names by which caches tell requests
-  apart are bounded: schedulers keep them as long as the KV. The scheduler decodes messages, and
-  builds the tensors of a batch, where no exception is caught: its process, and with it the server, would end;
+  apart are bounded: schedulers keep them as long as the KV. So are grammars, which are compiled. The
+  scheduler decodes messages, and builds the tensors of a batch, where no exception is caught: its process,
+  and with it the server, would end;
 - around the admission of a request in the scheduler: its sampling is built once for it alone, as it would
   be for a batch. The prompt of a request to embed or classify is checked, because SGLang accepts prompts that
   are empty, too long or outside the vocabulary. So are vectors in place of embeddings, which must have the
@@ -58,6 +59,9 @@ MAX_NAME_CHARACTERS: Final = 1024
 """Of names of a request: a router lets 512 through (``router/api/validation.py``) and puts a tenant's in
 front, and SGLang appends an adapter's id."""
 NAMES: Final = ("extra_key", "cache_salt", "rid", "session_id")
+MAX_GRAMMAR_CHARACTERS: Final = 1 << 16
+"""Of a regular expression, JSON schema or other grammar: compiled, it takes 200 times as many bytes."""
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 UNBOUNDED: Final = frozenset({"custom_params", "watermark", "kv_hints"})
 """Fields with objects of the client's, whose numbers SGLang does not put into tensors by itself."""
 BULK: Final = ("input_ids", "mm_inputs", "input_embeds", "time_stats")
@@ -81,6 +85,10 @@ def check_message(
         value = getattr(message, name, None)
         if isinstance(value, str) and len(value) > MAX_NAME_CHARACTERS:
             raise ValueError(f"{name} has {len(value)} characters, and may have {MAX_NAME_CHARACTERS}")
+    for name in GRAMMARS:
+        value = getattr(getattr(message, "sampling_params", None), name, None)
+        if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARACTERS:
+            raise ValueError(f"{name} has {len(value)} characters, and may have {MAX_GRAMMAR_CHARACTERS}")
     light = msgspec.structs.replace(
         message, **{name: None for name in BULK if getattr(message, name, None) is not None}
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from listening import AGENT, GLOO, HTTP, ROUTER, STORE, TRANSFER, beyond_loopback, rows
 from test_cluster import BLOCK, END_S, PROMPT_TOKENS, START_S, RunningCluster, ask, prompt, sent
 
 from sglang_ext.cluster.guard import below, children_by_parent
@@ -85,6 +87,12 @@ def test_a_server_is_started_again_on_another_node_and_nothing_stays(
                 assert ask(url, prompt(0))["output_ids"] == cold["output_ids"]
             running = left_in(nodes, 3)
             assert running
+            pids = [each.pid for each in running]
+            # Without Ray's own; nodes are loopback addresses here, at which their servers listen.
+            assert beyond_loopback(pids) == []
+            found = rows(pids)
+            assert found.pop(GLOO) > 0
+            assert found == Counter({ROUTER: 1, HTTP: 1, AGENT: 1, TRANSFER: 2, STORE: 1})
             cluster.process.kill()
             _, alive = psutil.wait_procs(running, timeout=END_S)
             assert alive == []
