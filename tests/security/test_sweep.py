@@ -1,4 +1,4 @@
-"""Whatever clients send, what a router keeps of it is bounded: any string of any API, and names without end.
+"""A router keeps a bounded number of bytes of requests: of any string of any API, and of names without end.
 
 The requests are made from the router's own description (``/openapi.json``).
 """
@@ -71,7 +71,7 @@ DEEPER: dict[str, tuple[tuple[str | int, ...], ...]] = {
     ),
     "/v1/advisory": ((*CHAT, "content"), (*CHAT, "content", 0, "text"), (*CHAT, "name")),
 }  # fmt: skip
-"""Places of strings below what the description leaves open, by path."""
+"""Places of strings that the description does not list, by path."""
 INSTEAD_OF_TEXT = ("/v1/documents/{id}", "/v1/advisory")
 """Of these, a body with messages has no text."""
 NAMED = (("x",), ("options", "x"), ("metadata", "x"), ("sampling_params", "x"), ("logit_bias", "x"))
@@ -125,7 +125,7 @@ def with_value(body: Any, path: tuple[str | int, ...], value: str) -> Any:
 
 
 def described() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(method, path, schema of the body) of what the router looks into."""
+    """(method, path, schema of the body) of each request that the router parses."""
     for path, methods in description()["paths"].items():
         for method, operation in methods.items():
             if "requestBody" in operation and "x-passed-on" not in operation:
@@ -136,7 +136,7 @@ def described() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def resident() -> int:
-    """Bytes of this process, after what is free was given back."""
+    """Bytes of this process, after its allocator has returned free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * 4096

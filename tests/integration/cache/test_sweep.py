@@ -86,7 +86,7 @@ def string_fields() -> Iterator[str]:
 
 @dataclass
 class Counted:
-    """A server whose scheduler counts what it keeps.
+    """A server whose scheduler counts the entries of its tables.
 
     folder: where it is asked to.
     """

@@ -1,4 +1,4 @@
-"""SGLang's server as ``sglang_ext.launch_server`` starts it, whose schedulers count what they keep.
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, whose schedulers count table entries.
 
 A file ``NAME.ask`` in its folder (`hooked_server`) is answered by ``NAME.sizes``: entries of each table of
 SGLang and of sglang_ext in a scheduler's process, and objects of each of their classes, as JSON. While there
