@@ -20,9 +20,9 @@ import psutil
 import pytest
 from hooked_server import FOLDER
 
-from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 from sglang_ext.testing.waiting import wait_until
+from tests.support.leaks import LeakGuard
+from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(7200)]
 
