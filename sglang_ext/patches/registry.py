@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from sglang_ext.patches import rendezvous
+from sglang_ext.patches import grammars, rendezvous
 from sglang_ext.patches.base import (
     Patch,
     PatchMismatchError,
@@ -41,7 +41,6 @@ from sglang_ext.patches.hooks import (
     durability,
     exact_abort,
     flags,
-    grammars,
     load_details,
     migration,
     pooling,

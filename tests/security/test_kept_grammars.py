@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from sglang_ext.patches.hooks import grammars
+from sglang_ext.patches import grammars
 from sglang_ext.patches.hooks.request_values import GRAMMARS, MAX_GRAMMAR_CHARACTERS, check_message
 
 pytestmark = pytest.mark.slow
