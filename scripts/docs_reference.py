@@ -1,32 +1,31 @@
 """The reference pages of the documentation, written from the code whenever mkdocs builds it (``mkdocs.yml``).
 
-Flags come from the dataclasses whose fields they are, metrics from the objects that publish them, and the
-HTTP API from the router's own OpenAPI description. So none of these pages can be behind the code.
+Flags come from the dataclasses whose fields they are, metrics from the tables of their parts, and the HTTP
+API from the router's own OpenAPI description. So none of these pages can be behind the code.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import prometheus_client
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from sglang_ext.cli import COMMANDS, flags_of
+from sglang_ext.engine.metric_table import PD, REQUESTS, cache_table
 from sglang_ext.router.endpoints.openapi import description
+from sglang_ext.router.telemetry.metric_table import ROUTER
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLISHERS = (
-    ("Router", "sglang_ext.router.telemetry.observability:RouterMetrics", ()),
-    ("Cache of a server", "sglang_ext.engine.cache.metrics:CacheMetrics", (0,)),
-    ("PD disaggregation", "sglang_ext.engine.pd.metrics:AgentMetrics", (0,)),
+METRICS = (
+    ("Router", ROUTER),
+    ("Cache of a server", cache_table()),
+    ("PD disaggregation", PD),
+    ("Requests at a server", REQUESTS),
 )
-"""Who publishes metrics: title, class, and what its constructor takes."""
+"""The tables of metrics, with the titles of their sections."""
 
 
 def cell(text: object) -> str:
@@ -57,69 +56,18 @@ def command_pages() -> Iterator[tuple[str, str]]:
             yield name, f"# `sglang-ext {name}`\n\n{intro}\n\n{flags.markdown()}"
 
 
-def labels_of(collector: Any) -> str:
-    """The label names of a collector, ours or prometheus-client's."""
-    names = getattr(collector, "_labelnames", None) or getattr(collector, "labels", ())
-    return ", ".join(f"`{name}`" for name in names) if isinstance(names, tuple | list) else ""
-
-
-def published(path: str, arguments: tuple[object, ...]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, kind, labels and meaning of each metric that an object registers."""
-    module, _, name = path.partition(":")
-    seen: list[Any] = []
-
-    class Recorder(prometheus_client.CollectorRegistry):
-        def register(self, collector: Any) -> None:
-            seen.append(collector)
-            super().register(collector)
-
-    owner = import_module(module)
-    patches = [mock.patch.object(prometheus_client, "CollectorRegistry", Recorder)]
-    if hasattr(owner, "CollectorRegistry"):
-        patches.append(mock.patch.object(owner, "CollectorRegistry", Recorder))
-    for patch in patches:
-        patch.start()
-    try:
-        getattr(owner, name)(*arguments)
-    finally:
-        for patch in patches:
-            patch.stop()
-    for collector in seen:
-        kind = {"LocalCounters": "counter", "LocalHistograms": "histogram"}.get(
-            type(collector).__name__, type(collector).__name__.lower()
-        )
-        full = getattr(collector, "_name", None) or collector.name
-        text = getattr(collector, "_documentation", None) or collector._text
-        yield f"{full}_total" if kind == "counter" else full, kind, labels_of(collector), text
-
-
-def registered_elsewhere() -> Iterator[tuple[str, str, str, str]]:
-    """The gauges and counters that parts of the router register with its metrics."""
-    for path in sorted((ROOT / "sglang_ext" / "router").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            if node.func.attr not in ("gauge", "counter") or ast.unparse(node.func.value) != "metrics":
-                continue
-            words = [word.value for word in node.args if isinstance(word, ast.Constant)]
-            if len(words) >= 2:
-                suffix = "_total" if node.func.attr == "counter" else ""
-                labels = ", ".join(f"`{word}`" for word in words[2:])
-                yield f"sglang_ext_router_{words[0]}{suffix}", node.func.attr, labels, str(words[1])
-
-
 def metrics_page() -> str:
-    """Every metric, by who publishes it."""
+    """Every metric, by the part that publishes it."""
     page = (
         "# Metrics\n\nRouters and servers show Prometheus metrics at `/metrics`. A router with keys asks for "
         "an administrator's key there. A server needs SGLang's `--enable-metrics`.\n"
     )
-    for title, path, arguments in PUBLISHERS:
-        found = set(published(path, arguments))
-        if title == "Router":
-            found |= set(registered_elsewhere())
-        rows = [(f"`{name}`", kind, labels, cell(text)) for name, kind, labels, text in sorted(found)]
-        page += f"\n## {title}\n\n" + table(("metric", "kind", "labels", "meaning"), rows)
+    for title, metrics in METRICS:
+        rows = []
+        for name, row in sorted(metrics.exported(), key=lambda each: each[0]):
+            labels = ", ".join(f"`{label}`" for label in metrics.labels(row))
+            rows.append((f"`{name}`", row.kind, row.unit, labels, cell(row.help)))
+        page += f"\n## {title}\n\n" + table(("metric", "kind", "unit", "labels", "meaning"), rows)
     return page
 
 

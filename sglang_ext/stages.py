@@ -3,9 +3,6 @@
 Every number is a duration by one process's clock; times of two hosts are never compared. What an instance
 measured travels with the KV (`engine/pd/messages.Ready`) or with the state of a request that moves
 (`protocol/agent.Resume`), and is added to what the next one measures.
-
-Names and buckets of Prometheus metrics are here too, the same for every part. A part makes its metrics in a
-registry that it is given, never in the process-wide one, so that two parts of a kind can live in one process.
 """
 
 from __future__ import annotations
@@ -15,27 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
-
-PREFIX: Final = "sglang_ext"
-
-STAGE_BUCKETS: Final = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
-)  # fmt: skip
-"""Seconds. For our own steps, where 100 microseconds matter."""
-
-REQUEST_BUCKETS: Final = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
-)  # fmt: skip
-"""Seconds. For whole requests, time to first token included."""
-
-RATIO_BUCKETS: Final = (0.125, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 2.0, 4.0, 8.0)
-"""Observed over expected."""
-
-
-def metric_name(part: str, name: str) -> str:
-    """``sglang_ext_router_requests`` for part ``router`` and name ``requests``; counters gain ``_total``."""
-    return f"{PREFIX}_{part}_{name}"
-
 
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 

@@ -27,7 +27,7 @@ from sglang_ext.cluster.status import AWAITED, STYLES, WIDE, notes
 from sglang_ext.errors import PeerError, SglangExtError
 from sglang_ext.flags import SECONDS, flag
 from sglang_ext.protocol.cluster import Cluster, InstanceView, TierFill
-from sglang_ext.stages import metric_name
+from sglang_ext.protocol.metrics import metric_name
 
 PROG = "sglang-ext top"
 BAR = 10

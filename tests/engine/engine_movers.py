@@ -22,7 +22,7 @@ from sglang_ext.engine.tiers.mover import (
     rest_of,
 )
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

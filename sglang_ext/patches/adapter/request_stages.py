@@ -9,7 +9,10 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from sglang_ext.stages import REQUEST_BUCKETS, Handed, Moments, StageTimes, computed, metric_name, received
+from sglang_ext.engine.metric_table import REQUESTS
+from sglang_ext.engine.rank_metrics import made
+from sglang_ext.protocol.metrics import Kind
+from sglang_ext.stages import Handed, Moments, StageTimes, computed, received
 
 _HANDED: Final = "sglang_ext_handed"
 _FORMER: Final = "sglang_ext_former_stages"
@@ -57,15 +60,9 @@ class StageMetrics:
     """Histograms of the stages of requests that have ended here, each instance's own."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Histogram
+        from prometheus_client import CollectorRegistry
 
-        self._seconds = Histogram(
-            metric_name("request", "stage_seconds"),
-            "Time that requests spent at this server, by stage.",
-            ["stage", "role"],
-            buckets=REQUEST_BUCKETS,
-            registry=CollectorRegistry(),
-        )
+        self._seconds = made(REQUESTS, REQUESTS.row("stage_seconds", Kind.HISTOGRAM), CollectorRegistry())
 
     def observe(self, req: Any) -> None:
         """A request has ended. Stages that it did not pass here are not counted."""

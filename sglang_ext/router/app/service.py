@@ -71,9 +71,7 @@ class Service:
         self._metrics = metrics
         self._clock = clock
         self._tracing = tracing
-        self._refused = metrics.counter(
-            "refused", "Requests refused for want of room, or beyond a limit", "why"
-        )
+        self._refused = metrics.counter("refused")
         self.ended: Signal[[Record, float]] = Signal()
         """A request has ended, and when; ``monotonic``."""
 

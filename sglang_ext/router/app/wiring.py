@@ -102,7 +102,7 @@ class Parts:
 
         # Observability, and access.
         self.metrics = RouterMetrics()
-        failures = self.metrics.counter("task_failures", "Rounds of background work that failed", "task")
+        failures = self.metrics.counter("task_failures")
         self.rounds = Rounds(clock, on_crash, failures.labels)
         self.tracing = open_tracing(config.otel_endpoint)
         self.keys = KeyRing(clock, api_key=config.api_key, trusted=config.trusted())

@@ -189,23 +189,13 @@ class Agents(AgentChannels):
     def measure(self, metrics: RouterMetrics) -> None:
         """Export each instance's load and tier fills, and the counters of its channel."""
         told = {
-            "events": metrics.gauge("index_events", "Placement events applied, since the start", "instance"),
-            "gaps": metrics.gauge("index_gaps", "How often events were missing, since the start", "instance"),
-            "snapshots": metrics.gauge("index_snapshots", "Snapshots taken in, since the start", "instance"),
-            "lag_s": metrics.gauge(
-                "event_lag_seconds", "Age of the last placement event when it was applied", "instance"
-            ),
+            "events": metrics.gauge("index_events"),
+            "gaps": metrics.gauge("index_gaps"),
+            "snapshots": metrics.gauge("index_snapshots"),
+            "lag_s": metrics.gauge("event_lag_seconds"),
         }
-        requests = metrics.gauge(
-            "instance_requests", "Requests that an instance says it has", "instance", "state"
-        )
-        tiers = metrics.gauge(
-            "tier_blocks",
-            "Blocks that a tier holds (spilled: of them, which it keeps for other instances) or can hold",
-            "instance",
-            "tier",
-            "what",
-        )
+        requests = metrics.gauge("instance_requests")
+        tiers = metrics.gauge("tier_blocks")
 
         def refresh() -> None:
             for gauge in (*told.values(), requests, tiers):

@@ -188,11 +188,11 @@ class Members:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show how membership is."""
-        connected = metrics.gauge("membership_connected", "1 when membership can be shared, or need not be")
-        routers = metrics.gauge("membership_routers", "Routers that share the membership, this one included")
+        connected = metrics.gauge("membership_connected")
+        routers = metrics.gauge("membership_routers")
 
-        refused = metrics.gauge("membership_refused", "Records of other routers that were left out")
-        unsent = metrics.gauge("membership_unsent", "Records that were too large for other routers")
+        refused = metrics.gauge("membership_refused")
+        unsent = metrics.gauge("membership_unsent")
 
         for name, table in self.store.tables.items():
             metrics.show_table(name, table)

@@ -72,9 +72,7 @@ class RoleChanges:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Count changes."""
-        self._counter = metrics.counter(
-            "role_changes", "Changes between prefill and decode", "role", "why", "outcome"
-        )
+        self._counter = metrics.counter("role_changes")
 
     def count(self, role: str, why: str, outcome: str) -> None:
         """A change has ended, or would have been."""

@@ -230,14 +230,8 @@ class RoleController:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Export the wish as metrics."""
-        wishes = metrics.gauge(
-            "role_controller_wish", "1 for the role that should have one instance more", "role"
-        )
-        expected = metrics.gauge(
-            "role_controller_expected_seconds",
-            "Expected seconds of a request besides its own prefill and transfer, by split of the instances",
-            "split",
-        )
+        wishes = metrics.gauge("role_controller_wish")
+        expected = metrics.gauge("role_controller_expected_seconds")
 
         def refresh() -> None:
             wished = self._wished

@@ -86,10 +86,8 @@ class StockLinks:
     def measure(self, metrics: RouterMetrics) -> None:
         """Show what each instance's events brought."""
         told = {
-            "batches": metrics.gauge("kv_event_batches", "Batches of KV events taken in", "instance"),
-            "lost_count": metrics.gauge(
-                "kv_event_losses", "How often KV events were lost and all they had told dropped", "instance"
-            ),
+            "batches": metrics.gauge("kv_event_batches"),
+            "lost_count": metrics.gauge("kv_event_losses"),
         }
 
         def refresh() -> None:

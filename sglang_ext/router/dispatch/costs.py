@@ -367,12 +367,8 @@ class RouterCosts:
     def measure(self, metrics: RouterMetrics) -> None:
         """Add metrics of estimates: observed over expected, corrections, and queues."""
         self._ratios = metrics.estimate_ratio
-        corrections = metrics.gauge(
-            "cost_correction", "Observed over calculated computing time of the last answers", "instance"
-        )
-        queues = metrics.gauge(
-            "queue_estimate_seconds", "Expected time until all prompts sent there are computed", "instance"
-        )
+        corrections = metrics.gauge("cost_correction")
+        queues = metrics.gauge("queue_estimate_seconds")
 
         def refresh() -> None:
             corrections.clear()

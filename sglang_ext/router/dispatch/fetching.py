@@ -76,19 +76,11 @@ class Fetching:
         self._channels = channels
         self._costs = costs
         self._new_id = new_id
-        self._fetches = metrics.counter(
-            "fetches",
-            "Prompts whose KV an instance was to fetch from another, for a request or a hint; unheard: "
-            "one of the messages could not be sent; not-worth-it: computing is expected to take less time; "
-            "split: the other one computes the beginning meanwhile",
-            "why",
-        )
-        self._ends = metrics.counter("fetches_ended", "Fetches that have ended, as instances report", "how")
-        self._spans = metrics.counter(
-            "fetched_spans", "Spans of prompts that were read from another instance, by how that ended", "how"
-        )
+        self._fetches = metrics.counter("fetches")
+        self._ends = metrics.counter("fetches_ended")
+        self._spans = metrics.counter("fetched_spans")
         self._transfers = metrics.transfers
-        self._fetched_tokens = metrics.counter("fetched_tokens", "Tokens whose KV came from another instance")
+        self._fetched_tokens = metrics.counter("fetched_tokens")
         self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
         """(Whether it is for a hint, id) -> a fetch whose end was not reported; the oldest are dropped."""
         self._helping: dict[FetchNote, Sending] = {}

@@ -141,12 +141,7 @@ class Mover:
         self.calls = MoveCalls(channels)
         """To the agents."""
         self._clock = clock
-        self._moves = metrics.counter(
-            "moves",
-            "Running requests that were to go on at another instance; stuck: they cannot, and end where they "
-            "are; failed: that one did not take them, and they go on where they were",
-            "how",
-        )
+        self._moves = metrics.counter("moves")
         self._forwarding = forwarding
         self._legs: dict[str, set[Leg]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

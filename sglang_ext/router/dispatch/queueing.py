@@ -184,8 +184,8 @@ class Admission:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show who waits and who has a place."""
-        waiting = metrics.gauge("queue_waiting", "Requests that wait for an instance with room")
-        admitted = metrics.gauge("admitted", "Generation requests that have a place")
+        waiting = metrics.gauge("queue_waiting")
+        admitted = metrics.gauge("admitted")
 
         def refresh() -> None:
             waiting.set(len(self.line))

@@ -89,9 +89,7 @@ class Relay:
         self._costs = costs
         self._tokenizers = tokenizers
         self._homes = homes
-        self._broken_streams = metrics.counter(
-            "broken_streams", "Streams whose worker went away in mid-answer"
-        )
+        self._broken_streams = metrics.counter("broken_streams")
         self._transfers = metrics.transfers
         self._clock = clock
         self._mover = mover

@@ -27,8 +27,6 @@ from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.index.conversations import Conversation, Conversations
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.spilling import (
-    NO_ROOM,
-    TENANT_BUDGET,
     Memory,
     Prefix,
     Spill,
@@ -132,14 +130,9 @@ class Spilling:
         self._kept: OrderedDict[str, Spilled] = OrderedDict()
         """What is kept, by id; whoever was looked at longest ago comes first."""
         self._told: deque[Spilled] = deque(maxlen=MOST_TOLD)
-        self._ends = metrics.counter(
-            "spills",
-            "Prefixes that a full instance was about to evict and another was told to keep, by how that "
-            f"ended; {NO_ROOM}, {TENANT_BUDGET}: how often one was left where it was",
-            "how",
-        )
-        self._tokens = metrics.counter("spilled_tokens", "Tokens whose KV another instance keeps since then")
-        kept = metrics.gauge("spilled_blocks", "Blocks that instances keep of a tenant for others", "tenant")
+        self._ends = metrics.counter("spills")
+        self._tokens = metrics.counter("spilled_tokens")
+        kept = metrics.gauge("spilled_blocks")
 
         def refresh() -> None:
             kept.clear()

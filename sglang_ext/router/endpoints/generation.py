@@ -123,10 +123,8 @@ class Generation:
         self._stories = stories
         self._hinting = hinting
         self._documents = documents
-        self._retries = metrics.counter("retries", "Attempts on another worker", "why")
-        self._retries_denied = metrics.counter(
-            "retries_denied", "Attempts on another worker that were not made: the budget was spent"
-        )
+        self._retries = metrics.counter("retries")
+        self._retries_denied = metrics.counter("retries_denied")
         self._clock = clock
         self._max_retries = max_retries
         self._budget = RetryBudget(retry_budget)

@@ -449,10 +449,10 @@ class Fleet:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show how each instance is."""
-        in_flight = metrics.gauge("in_flight", "Requests in flight", "instance")
-        queued = metrics.gauge("queued_tokens", "Prompt tokens waiting for their prefill", "instance")
-        up = metrics.gauge("instance_up", "1 when the instance is given requests", "instance")
-        trusted = metrics.gauge("index_trusted", "1 when the index of it is believed", "instance")
+        in_flight = metrics.gauge("in_flight")
+        queued = metrics.gauge("queued_tokens")
+        up = metrics.gauge("instance_up")
+        trusted = metrics.gauge("index_trusted")
 
         def refresh() -> None:
             for gauge in (in_flight, queued, up, trusted):

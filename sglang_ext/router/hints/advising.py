@@ -138,14 +138,10 @@ class Advisor:
         self._options = options
         self._links = links
         self.sessions = sessions
-        self._hints = metrics.counter("hints", "Hints at coming requests", "verdict")
-        self._hints_used = metrics.counter(
-            "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
-        )
-        self._hint_tokens = metrics.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
-        self._hint_computed_tokens = metrics.counter(
-            "hint_computed_tokens", "Tokens computed ahead of their request"
-        )
+        self._hints = metrics.counter("hints")
+        self._hints_used = metrics.counter("hints_used")
+        self._hint_tokens = metrics.counter("hint_tokens")
+        self._hint_computed_tokens = metrics.counter("hint_computed_tokens")
         self._clock = clock
         self.elsewhere = elsewhere
         self.book = book

@@ -104,17 +104,13 @@ class Documents:
         self._links = links
         self._fetching = fetching
         self._clock = clock
-        self._requests = metrics.counter(
-            "document_requests", "Requests that name documents, by what of the first was cached", "cached"
-        )
-        self._cached_tokens = metrics.counter(
-            "document_cached_tokens", "Tokens of documents that were cached when a request named them"
-        )
+        self._requests = metrics.counter("document_requests")
+        self._cached_tokens = metrics.counter("document_cached_tokens")
         self._composing = BodyBudget(MAX_COMPOSING_BYTES)
         metrics.show_table("documents", book)
         metrics.show_table("deleted-documents", book.deleted)
-        size = metrics.gauge("documents", "Documents that are registered")
-        pinned = metrics.gauge("document_pinned_blocks", "Blocks that instances hold back for documents")
+        size = metrics.gauge("documents")
+        pinned = metrics.gauge("document_pinned_blocks")
 
         def refresh() -> None:
             size.set(len(book))

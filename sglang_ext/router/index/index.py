@@ -139,10 +139,8 @@ class Index(PromptTrees):
 
     def measure(self, metrics: RouterMetrics) -> None:
         super().measure(metrics)
-        blocks = metrics.gauge("index_blocks", "Blocks that an instance tells to hold", "instance", "where")
-        partial = metrics.gauge(
-            "index_partial", "1 when the instance holds more than the index could keep", "instance"
-        )
+        blocks = metrics.gauge("index_blocks")
+        partial = metrics.gauge("index_partial")
 
         def refresh() -> None:
             blocks.clear()

@@ -102,13 +102,7 @@ class PromptTrees:
     def measure(self, metrics: RouterMetrics) -> None:
         """Show the size of the tree as metrics."""
         gauges = {
-            name: metrics.gauge(f"tree_{name}", text)
-            for name, text in {
-                "blocks": "Blocks in the prompt tree",
-                "nodes": "Nodes of the prompt tree",
-                "bytes": "Estimated memory of the prompt tree",
-                "evicted_blocks": "Blocks forgotten for want of memory, since the start",
-            }.items()
+            name: metrics.gauge(f"tree_{name}") for name in ("blocks", "nodes", "bytes", "evicted_blocks")
         }
 
         def refresh() -> None:

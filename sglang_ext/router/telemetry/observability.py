@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from sglang_ext.protocol.metrics import Kind, metric_name
 from sglang_ext.router.telemetry.local_metrics import (
     LocalCounter,
     LocalCounters,
     LocalHistogram,
     LocalHistograms,
 )
+from sglang_ext.router.telemetry.metric_table import ROUTER
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.signals import Signal
-from sglang_ext.stages import RATIO_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 
 
 class Table(Protocol):
@@ -33,54 +33,23 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._local_counters("requests", "Requests answered", "endpoint", "status")
-        self.decisions = self._local_counters("decisions", "Routing decisions", "policy", "reason")
-        self.prompt_tokens = self._local_counters("prompt_tokens", "Prompt tokens of answered requests")
-        self.matched_tokens = self._local_counters(
-            "matched_tokens", "Prompt tokens the router believed to be cached"
-        )
-        self.cached_tokens = self._local_counters(
-            "cached_tokens", "Prompt tokens that workers report as cached"
-        )
-        self.tier_tokens = self._local_counters(
-            "tier_tokens", "Prompt tokens that workers report as cached, where they tell the tier", "tier"
-        )
-        self.completion_tokens = self._local_counters("completion_tokens", "Tokens generated")
-        self.transfers = self.counter(
-            "transferred_tokens",
-            "Tokens whose KV went from one instance to another: fetched, or of prompts that were handed over",
-            "source", "target", "how",
-        )  # fmt: skip
-        self.disconnects = self.counter("client_disconnects", "Clients that went away before the end")
-        self.tenant_requests = self._local_counters(
-            "tenant_requests", "Generation requests", "tenant", "status"
-        )
-        self.tenant_tokens = self._local_counters(
-            "tenant_tokens", "Tokens of generation requests", "tenant", "kind"
-        )
-        self.stage = self._local_histograms(
-            "stage_seconds", "Time added by the router before a request is sent on", STAGE_BUCKETS, "stage"
-        )
-        self.instance_stage = self._local_histograms(
-            "instance_stage_seconds",
-            "Time that answered requests spent at their instances, by stage, where these tell",
-            REQUEST_BUCKETS,
-            "stage",
-        )
-        self.queue_wait = self._local_histograms(
-            "queue_wait_seconds", "Time that requests waited for an instance with room", REQUEST_BUCKETS
-        )
-        self.first_byte = self._local_histograms(
-            "first_byte_seconds", "Time from a request to the first byte of its answer", REQUEST_BUCKETS,
-            "endpoint",
-        )  # fmt: skip
-        self.duration = self._local_histograms(
-            "request_seconds", "Time from a request to the end of its answer", REQUEST_BUCKETS, "endpoint"
-        )
-        self.estimate_ratio = self._local_histograms(
-            "estimate_ratio", "Observed over expected seconds until the first token, and of terms of that",
-            RATIO_BUCKETS, "instance", "term",
-        )  # fmt: skip
+        self.requests = self._local_counters("requests")
+        self.decisions = self._local_counters("decisions")
+        self.prompt_tokens = self._local_counters("prompt_tokens")
+        self.matched_tokens = self._local_counters("matched_tokens")
+        self.cached_tokens = self._local_counters("cached_tokens")
+        self.tier_tokens = self._local_counters("tier_tokens")
+        self.completion_tokens = self._local_counters("completion_tokens")
+        self.transfers = self.counter("transferred_tokens")
+        self.disconnects = self.counter("client_disconnects")
+        self.tenant_requests = self._local_counters("tenant_requests")
+        self.tenant_tokens = self._local_counters("tenant_tokens")
+        self.stage = self._local_histograms("stage_seconds")
+        self.instance_stage = self._local_histograms("instance_stage_seconds")
+        self.queue_wait = self._local_histograms("queue_wait_seconds")
+        self.first_byte = self._local_histograms("first_byte_seconds")
+        self.duration = self._local_histograms("request_seconds")
+        self.estimate_ratio = self._local_histograms("estimate_ratio")
         self._queue_wait = self.queue_wait.of()
         self._prompt_tokens, self._matched_tokens = self.prompt_tokens.of(), self.matched_tokens.of()
         self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()
@@ -91,8 +60,8 @@ class RouterMetrics:
         """Called before the metrics are exported: owners of gauges update them."""
         self.tables: dict[str, Table] = {}
         """Gauges of the tables kept for clients, by table name."""
-        self._table_bytes = self.gauge("table_bytes", "Memory of a table that clients fill", "table")
-        self._table_entries = self.gauge("table_entries", "Entries of a table that clients fill", "table")
+        self._table_bytes = self.gauge("table_bytes")
+        self._table_entries = self.gauge("table_entries")
         self.refreshing.subscribe(self._show_tables)
 
     def show_table(self, name: str, table: Table) -> None:
@@ -104,23 +73,25 @@ class RouterMetrics:
             self._table_bytes.labels(name).set(table.size_bytes)
             self._table_entries.labels(name).set(len(table))
 
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        """A new counter in this registry."""
-        return Counter(metric_name("router", name), text, labels, registry=self.registry)
+    def counter(self, name: str) -> Counter:
+        """The counter of this name in the table, made in this registry."""
+        row = ROUTER.row(name, Kind.COUNTER)
+        return Counter(metric_name("router", name), row.help, row.labels, registry=self.registry)
 
-    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        """A new gauge in this registry."""
-        return Gauge(metric_name("router", name), text, labels, registry=self.registry)
+    def gauge(self, name: str) -> Gauge:
+        """The gauge of this name in the table, made in this registry."""
+        row = ROUTER.row(name, Kind.GAUGE)
+        return Gauge(metric_name("router", name), row.help, row.labels, registry=self.registry)
 
-    def _local_counters(self, name: str, text: str, *labels: str) -> LocalCounters:
-        """A new counter that every request updates."""
-        return LocalCounters(metric_name("router", name), text, labels, self.registry)
+    def _local_counters(self, name: str) -> LocalCounters:
+        """A counter that every request updates."""
+        row = ROUTER.row(name, Kind.COUNTER)
+        return LocalCounters(metric_name("router", name), row.help, row.labels, self.registry)
 
-    def _local_histograms(
-        self, name: str, text: str, bounds: Sequence[float], *labels: str
-    ) -> LocalHistograms:
-        """A new histogram that every request updates."""
-        return LocalHistograms(metric_name("router", name), text, labels, bounds, self.registry)
+    def _local_histograms(self, name: str) -> LocalHistograms:
+        """A histogram that every request updates."""
+        row = ROUTER.row(name, Kind.HISTOGRAM)
+        return LocalHistograms(metric_name("router", name), row.help, row.labels, row.buckets, self.registry)
 
     def decided(self, policy: str, reason: str) -> None:
         """Count a routing decision."""

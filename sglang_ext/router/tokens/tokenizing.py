@@ -105,11 +105,11 @@ class TokenizerService:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Export the cache's hits as metrics, and count prompts that are matched by text."""
-        untokenized = metrics.counter("untokenized_prompts", "Prompts matched by text", "why")
+        untokenized = metrics.counter("untokenized_prompts")
         self.fell_back.subscribe(lambda why: untokenized.labels(why).inc())
-        size = metrics.gauge("token_cache_bytes", "Memory of tokens kept for prompts seen before")
-        hits = metrics.gauge("token_cache_hits", "Segments found tokenized, since the model was loaded")
-        misses = metrics.gauge("token_cache_misses", "Segments tokenized, since the model was loaded")
+        size = metrics.gauge("token_cache_bytes")
+        hits = metrics.gauge("token_cache_hits")
+        misses = metrics.gauge("token_cache_misses")
 
         def refresh() -> None:
             size.set(self.cache.size_bytes)

@@ -92,8 +92,10 @@ def test_a_prompt_computed_there_is_a_hit_in_dram_here(
     assert stats.transactions <= 20
     metrics = CacheMetrics(0)
     metrics.update(reader.rank.cache)
-    assert metrics._fetched.labels(name, "0")._value.get() == reader.peers.transport_bytes[name]
-    calls = {call: metrics._calls.labels(call.value, "0")._value.get() for call in Call}
+    sample, rank = metrics.registry.get_sample_value, {"tp_rank": "0"}
+    fetched_bytes = sample("sglang_ext_cache_fetched_bytes_total", rank | {"transport": name})
+    assert fetched_bytes == reader.peers.transport_bytes[name]
+    calls = {call: sample("sglang_ext_cache_mempool_calls_total", rank | {"call": call}) for call in Call}
     assert calls == {call: reader.rank.store.calls[call] for call in Call}
     assert (calls[Call.ALLOC_MEM], calls[Call.TRANSFER_WITH_INSERT], calls[Call.SWAP_IN]) == (1, 1, 1)
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")

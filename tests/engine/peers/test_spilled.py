@@ -261,8 +261,9 @@ def test_it_is_seen(make_server: MakeServer) -> None:
     spill(owner, keeper, tokens)
     metrics = CacheMetrics(0)
     metrics.update(keeper.rank.cache)
-    assert metrics._spilled["blocks"].labels("0")._value.get() == 20
+    sample, rank = metrics.registry.get_sample_value, {"tp_rank": "0"}
+    assert sample("sglang_ext_cache_spilled_blocks", rank) == 20
     assert keeper.rank.arena is not None
-    assert metrics._spilled["bytes"].labels("0")._value.get() == 20 * keeper.rank.arena.block_bytes
-    assert metrics._events["spilled"].labels("kept", "0")._value.get() == 20
+    assert sample("sglang_ext_cache_spilled_bytes", rank) == 20 * keeper.rank.arena.block_bytes
+    assert sample("sglang_ext_cache_spilled_blocks_events_total", rank | {"event": "kept"}) == 20
     assert repr(keeper.rank.tier.spilled).startswith("Spilled(20/60 blocks of 1 prompts")  # type: ignore[union-attr]

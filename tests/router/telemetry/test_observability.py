@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.metrics import metric_name
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.telemetry.local_metrics import LocalCounters, LocalHistograms
 from sglang_ext.router.telemetry.logs import JsonFormatter, configure_logging
+from sglang_ext.router.telemetry.metric_table import ROUTER
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import NO_TRACING, OpenTelemetry, open_tracing
 from sglang_ext.stages import StageTimes
@@ -84,10 +86,27 @@ def test_labels_of_the_dashboard_are_there() -> None:
 
 def test_metrics_can_be_added_and_are_brought_up_to_date() -> None:
     metrics = RouterMetrics()
-    gauge = metrics.gauge("extra", "An extra one", "instance")
+    gauge = metrics.gauge("in_flight")
     metrics.refreshing.subscribe(lambda: gauge.labels("i").set(3))
     metrics.refreshing()
-    assert metrics.registry.get_sample_value("sglang_ext_router_extra", {"instance": "i"}) == 3
+    assert metrics.registry.get_sample_value("sglang_ext_router_in_flight", {"instance": "i"}) == 3
+
+
+def test_a_router_makes_every_metric_of_its_table_and_no_other() -> None:
+    made = {
+        one._name if hasattr(one, "_name") else one.name: tuple(
+            one._labelnames if hasattr(one, "_labelnames") else one.labels
+        )
+        for one in all_metrics().registry._collector_to_names
+    }
+    assert made == {metric_name("router", row.name): ROUTER.labels(row) for row in ROUTER.rows}
+
+
+@pytest.mark.parametrize("name", ["hints", "gone"])
+def test_a_gauge_that_is_not_in_the_table_is_refused(name: str) -> None:
+    """One of another kind, and one that no row has."""
+    with pytest.raises(KeyError, match=name):
+        RouterMetrics().gauge(name)
 
 
 async def test_json_logs_have_the_requests_id(
