@@ -180,6 +180,7 @@ def facts(tokenizer: str, serial: int) -> dict[str, Any]:
     return {
         "/model_info": model, "/get_model_info": model, "/server_info": server, "/get_server_info": server,
         "/v1/models": {"object": "list", "data": [card]}, "/health": {}, "/health_generate": {},
+        "/tokenize": {"tokens": [7], "count": 1, "max_model_len": 131_072},
         "/get_load": [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}],
     }  # fmt: skip
 

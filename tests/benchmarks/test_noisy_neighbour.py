@@ -1,24 +1,67 @@
-"""The benchmark of noisy neighbours runs, and says what it measured."""
+"""The benchmark of noisy neighbours runs, says what it measured, and when that means nothing."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from benchmarks.noisy_neighbour.__main__ import MECHANISMS, RATIO, main
+from benchmarks.noisy_neighbour.__main__ import RATIO, Seen, main, why_void
+from benchmarks.noisy_neighbour.mechanisms import MECHANISMS
+from benchmarks.noisy_neighbour.sides import IN_A_ROW, NotSettledError, Side, settle
 
-pytestmark = pytest.mark.slow
+NO_SIDE = cast(Side, None)
 
 
+async def test_b_has_settled_when_its_requests_are_as_fast_as_before() -> None:
+    times = [0.1] * 5 + [0.9] + [0.2] * IN_A_ROW + [9.0]
+
+    async def ask(b: Side) -> float:
+        return times.pop(0)
+
+    await settle(NO_SIDE, ask, 0.1)
+    assert times == [9.0]
+
+
+async def test_a_row_whose_b_does_not_settle_is_void() -> None:
+    async def slow(b: Side) -> float:
+        return 0.21
+
+    with pytest.raises(NotSettledError, match="alone took 210 ms, and before A's 100 ms"):
+        await settle(NO_SIDE, slow, 0.1, timeout_s=0.02)
+    assert Seen([0.1], [0.1], void="it did not settle").ratio() is None
+    assert Seen([0.1], [0.2]).ratio() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        ({200: 5, 429: 9}, {200: 5}, ""),
+        ({200: 5, 500: 1}, {200: 5}, "1 of A's"),
+        ({200: 5, 0: 2}, {200: 5}, "2 of A's"),
+        ({429: 9}, {200: 5}, "A got nothing done"),
+        ({200: 5}, {200: 5, 429: 1}, "1 of B's"),
+    ],
+)
+def test_a_row_with_failed_requests_is_void(a: dict[int, int], b: dict[int, int], why: str) -> None:
+    found = why_void(Counter(a), Counter(b))
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.slow
 def test_it_measures_what_it_was_asked_for(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     assert main(["--tiny", "--mechanisms", "documents", "priorities", "--json", str(found)]) == 0
     report = json.loads(found.read_text())
     assert [row["case"] for row in report["rows"]] == ["documents", "priorities"]
     for row in report["rows"]:
-        assert row["b_failed"] == 0
+        assert row["void"] is None
+        assert row["ratio"] > 0
+        assert row["a_failed"] == 0
         assert row["a_done"] > 0
     assert {f"p99_{name}_vs_alone" for name in MECHANISMS} == report["aims"].keys()
     assert report["aims"]["p99_documents_vs_alone"]["aim"] == f"at most {RATIO}"

@@ -20,8 +20,8 @@ from sglang_ext.clock import FairClock
 
 T = TypeVar("T")
 
-LONG = 1 << 18
-"""From this size on work is long: about a quarter of a second of tokenizing."""
+LONG = 1 << 14
+"""From this size on work is long: about 20 ms of tokenizing."""
 
 
 @dataclass(order=True, slots=True)

@@ -84,9 +84,12 @@ _AWKWARD = (
 """Texts that a tokenizer might treat otherwise at the start, or beside a special token."""
 
 
-SLICE = 1 << 17
+SLICE = 1 << 14
 """Characters per call of a tokenizer: its threads serve one call after the other, so texts of other clients
-get their turn between two calls."""
+get their turn between two calls. That is about 20 ms of one core, and calls of 2^17 are no faster."""
+SEARCHED = 1 << 14
+"""Characters of a text that are searched for borders, or a quarter of it. No other thread runs meanwhile: all
+of a text of 200,000 characters without borders took 20 ms. Ordinary texts have one every few words."""
 LONGEST = 256
 """Assumed characters of the longest token if the vocabulary is unknown."""
 
@@ -300,8 +303,7 @@ class Segmenter:
         if not starts or starts[0] != 0:
             starts.insert(0, 0)
         if self._places is not None and len(text) > self._piece:
-            spans = pairwise([*starts, len(text)])
-            starts = [place for span in spans for place in _pieces(text, *span, self._piece, self._places)]
+            starts = _pieces(text, starts, self._piece, self._places)
         return [text[start:end] for start, end in pairwise([*starts, len(text)])]
 
     def _cuts_at(self, border: _Border, vocabulary: Collection[str]) -> bool:
@@ -320,15 +322,23 @@ class Segmenter:
         )
 
 
-def _pieces(text: str, start: int, end: int, size: int, places: re.Pattern[str]) -> Iterator[int]:
-    """Where the pieces of ``text[start:end]`` start, which have ``size`` characters and some."""
-    yield start
-    while end - start > size:
-        place = places.search(text, start + size, end)
-        if place is None:
-            return
-        start = place.start()
-        yield start
+def _pieces(text: str, starts: Sequence[int], size: int, places: re.Pattern[str]) -> list[int]:
+    """Where the pieces of ``text`` start, which have ``size`` characters and some: at ``starts``, and at
+    borders, until too much of the text was searched for these."""
+    found: list[int] = []
+    left = max(SEARCHED, len(text) // 4)
+    for start, end in pairwise([*starts, len(text)]):
+        found.append(start)
+        while left > 0 and end - start > size:
+            first = start + size
+            place = places.search(text, first, min(end, first + left))
+            if place is None:
+                left -= min(end - first, left)
+                break
+            start = place.start()
+            left -= start - first
+            found.append(start)
+    return found
 
 
 def _around_special(special: Sequence[str]) -> Iterator[list[str]]:

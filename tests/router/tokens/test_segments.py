@@ -7,6 +7,7 @@ import random
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from sglang_ext.keys import decode_tokens
-from sglang_ext.router.tokens.segments import PIECE, Segmenter, TokenCache
+from sglang_ext.router.tokens.segments import PIECE, SEARCHED, Segmenter, TokenCache
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +161,36 @@ def test_a_text_without_borders_is_whole() -> None:
     text = "x" * 5 * PIECE
     assert _ids(_segmenter(tokenizer), text) == tokenizer.encode(text, add_special_tokens=False).ids
     assert "".join(_segmenter(tokenizer)._cut(text)) == text
+
+
+def test_borders_are_searched_for_in_a_part_of_a_text_only() -> None:
+    """Texts without borders, or with few, cost little more than others, and have the same tokens."""
+    tokenizer = CUT["Llama 3"]()
+    segmenter = _segmenter(tokenizer)
+    stretch = "w1 " * (SEARCHED // 3)
+    mixed = stretch[: SEARCHED // 2] + "and so on " + stretch + "some words then " * PIECE
+    for text in (stretch * 3, mixed, CORPUS[0] + stretch + CORPUS[1]):
+        assert _ids(segmenter, text) == tokenizer.encode(text, add_special_tokens=False).ids
+    searched = 0
+
+    class Places:
+        """Counts what is searched."""
+
+        def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+            nonlocal searched
+            assert places is not None
+            found = places.search(text, start, end)
+            searched += (end if found is None else found.start()) - start
+            return found
+
+    places = segmenter._places
+    segmenter._places = cast("re.Pattern[str]", Places())
+    assert len(segmenter._cut(stretch * 20)) == 1
+    assert searched <= len(stretch) * 20 / 4
+    searched = 0
+    prose = "and some more words " * 10_000
+    assert len(segmenter._cut(prose)) > len(prose) / PIECE * 0.9
+    assert searched < len(prose) / 100
 
 
 def _ids(segmenter: Segmenter, text: str) -> list[int]:
