@@ -11,10 +11,11 @@ Pure: no I/O, no clock, no state. Speeds and queues come from ``PlacingCosts``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.base import (
@@ -66,7 +67,7 @@ class PlacingOptions:
     ahead: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """Where a request runs.
 
@@ -134,7 +135,7 @@ def _placed(
     without = Estimate(pricing.queue_s, alone.load_s, hand_over_s, alone.exec_s, factor)
     estimate, plan = without, pricing.plan
     if plan is not None and plan.worth_it:
-        plan = dataclasses.replace(plan, busy_s=_busy_s(plan, fleet, costs))
+        plan = msgspec.structs.replace(plan, busy_s=_busy_s(plan, fleet, costs))
         load_s = sum([span.seconds for span in plan.spans if span.source == chosen.name])
         exec_s = sum([span.seconds for span in plan.spans if span.source is None])
         transfer_s = hand_over_s + plan.transfer_s
@@ -171,7 +172,7 @@ def _pricing(
         if pricing.plan is not None and pricing.plan.worth_it and fetches_of(pricing.plan) == decision.fetch:
             return pricing
         plan = given_plan(tokens, chosen, fleet, decision.fetch, matches, costs, pricing.ways)
-        return dataclasses.replace(pricing, plan=plan)
+        return msgspec.structs.replace(pricing, plan=plan)
     if pricing is None or pricing.instance != chosen.name:
         pricing = price_at(tokens, chosen, _holders(chosen, fleet, matches, costs), matches, costs)
     is_read = pricing.plan is not None and pricing.plan.worth_it
@@ -184,7 +185,7 @@ def _pricing(
     )  # fmt: skip
     if split is None:
         return pricing
-    return dataclasses.replace(pricing, plan=split_plan(tokens, chosen, split, matches, costs))
+    return msgspec.structs.replace(pricing, plan=split_plan(tokens, chosen, split, matches, costs))
 
 
 def _holders(chosen: Instance, fleet: Fleet, matches: Matches, costs: PlacingCosts) -> list[Instance]:

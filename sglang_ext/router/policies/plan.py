@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from sglang_ext.tiers import Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """Tokens ``start`` to ``end`` of a prompt.
 
     source: the instance that holds their KV, tier: the farthest of its tiers with KV of the span. Both are
@@ -25,8 +24,7 @@ class Span:
     loading_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(msgspec.Struct, frozen=True):
     """Loading a part of the instance's own KV and computing the rest. Unweighted seconds."""
 
     load_s: float
@@ -38,8 +36,7 @@ class Way:
         return self.load_s + self.exec_s
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """``source`` computes the leading ``tokens`` tokens. known: leading tokens already in its cache.
 
     begins_s: until its last pass begins; first_s: until that pass has ended; rest_s: computing the other
@@ -56,8 +53,7 @@ class Split:
     alone_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """All spans of a prompt at an instance, in order, with at least one from another instance.
 
     seconds: the sum of the spans, with computing weighted by ``exec_weight``. alone_s: the same without other
@@ -95,8 +91,7 @@ class Plan:
         return self.read if self.spare is None else (*self.read, self.spare)
 
 
-@dataclass(frozen=True, slots=True)
-class Pricing:
+class Pricing(msgspec.Struct, frozen=True):
     """The time of a request at ``instance``.
 
     queue_s: until it begins with the request. ways: without reads from other instances. plan: the fastest
@@ -115,6 +110,9 @@ class Pricing:
 
     def alone_s(self, exec_weight: float) -> float:
         """The least sum over ``ways``, with computing weighted."""
+        first = self.ways[0]
+        if len(self.ways) == 1:
+            return first.load_s + exec_weight * first.exec_s
         return min([way.load_s + exec_weight * way.exec_s for way in self.ways])
 
 
