@@ -16,16 +16,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 MOST_WAITING = 10_000
 """Commands that wait for the next pass. More than that comes only when the loop stands still."""
-MOST_ASKERS = 10_000
-"""Questions whose router is remembered."""
 
 
 class Command(NamedTuple):
@@ -95,23 +92,3 @@ class RankCommandQueue:
 
     def __repr__(self) -> str:
         return f"RankCommandQueue({len(self._waiting)} waiting)"
-
-
-class Askers:
-    """Which router is to be answered, by the id of what it asked. Any thread."""
-
-    def __init__(self) -> None:
-        self._readers: OrderedDict[str, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def remember(self, asked: str, reader: bytes) -> None:
-        """The oldest are forgotten when there are too many."""
-        with self._lock:
-            self._readers[asked] = reader
-            while len(self._readers) > MOST_ASKERS:
-                self._readers.popitem(last=False)
-
-    def reader(self, asked: str, *, last: bool) -> bytes | None:
-        """Who asked, if anybody remembers; ``last``: it is not answered again, and forgotten."""
-        with self._lock:
-            return self._readers.pop(asked, None) if last else self._readers.get(asked)

@@ -22,6 +22,7 @@ from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import Retraction
@@ -35,7 +36,6 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Reservation, Store, Use
-from sglang_ext.patches.adapter.build_agent import Desks
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -159,11 +159,13 @@ class Rank:
         self.hbm = Holder.of("simulated", 1, Tier.HBM)
         self.dram_holder = Holder.of("simulated", 1, Tier.DRAM)
         self.feed: PlacementFeed | None = None
-        self.desks: Desks | None = None
+        self.router_commands: RouterCommands | None = None
         if routed:
             commands = commands or RankCommandQueue()
             self.feed = feed_class(self.tree, (self.hbm, self.dram_holder))
-            self.desks = Desks(commands, self.hbm.epoch.to_bytes(16, "big"), self.feed)
+            self.router_commands = RouterCommands(
+                commands, self.hbm.epoch.to_bytes(16, "big"), self.feed.post
+            )
         self.arena: DramArena | None = None
         self.mover: Mover | None = None
         self.tier: DramTier | None = None
@@ -247,7 +249,7 @@ class Rank:
             transfers=moved_by,
             peers=None if peers is None or moved_by is None else peers(self, moved_by),
             feed=self.feed,
-            tell=None if self.desks is None else self.desks.hints.tell,
+            tell=None if self.router_commands is None else self.router_commands.reply_to_hint,
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
             weights=self.weights,
@@ -258,8 +260,7 @@ class Rank:
             check=check,
         )
         host = SglangHost(self.pools.allocator)
-        moves = None if self.desks is None else self.desks.moves
-        self.cache = cache_class(self.pools.params(), parts, host, moves)
+        self.cache = cache_class(self.pools.params(), parts, host, self.router_commands)
         self.expects_faults = False
         """Calls of the cache fail, because a test has them do so."""
         self.look_inside = True

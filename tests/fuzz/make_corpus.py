@@ -222,7 +222,7 @@ def main() -> None:
     write("ids", [bytes(8), (999).to_bytes(8, "little") * 3, b"\xff" * 16, b"abc", b""])
     for name, codec in (
         ("to-agent", agent_messages.TO_AGENT), ("from-agent", agent_messages.FROM_AGENT), ("pd-asks", pd_messages.MESSAGES.requests),
-        ("pd-answers", pd_messages.MESSAGES.replies), ("pd-orders", pd_messages.ORDERS), ("transfer-requests", transfer.REQUESTS),
+        ("pd-answers", pd_messages.MESSAGES.replies), ("rank-commands", pd_messages.RANK_COMMANDS), ("transfer-requests", transfer.REQUESTS),
         ("transfer-replies", transfer.REPLIES), ("tcp-answer", tcp._ANSWER), ("verbs-offer", verbs._OFFER),
         ("verbs-answer", verbs._ANSWER),
     ):  # fmt: skip

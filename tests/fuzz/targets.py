@@ -14,7 +14,7 @@ import orjson
 
 from sglang_ext.disagg.messages import REPLIES, REQUESTS
 from sglang_ext.disagg.transports import tcp, verbs
-from sglang_ext.engine.pd.messages import MESSAGES, ORDERS
+from sglang_ext.engine.pd.messages import MESSAGES, RANK_COMMANDS
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.errors import PeerError, UserError
 from sglang_ext.patches.adapter.migration import Migration
@@ -25,6 +25,7 @@ from sglang_ext.protocol.agent import (
     SnapshotBegin,
     SnapshotEnd,
     SnapshotPart,
+    ToAgent,
     Welcome,
 )
 from sglang_ext.protocol.cluster import ChangeRole, Drain, Registration, decode
@@ -172,13 +173,16 @@ class _Rank:
         )
         self.ranks = Ranks()
         cache = SimpleNamespace(scheduler=scheduler, ranks=self.ranks)
-        desk = SimpleNamespace(epoch=bytes(16), tell=lambda message: None, remind=lambda message: True)
-        self.migration = Migration(cache, desk)  # type: ignore[arg-type]
+        commands = SimpleNamespace(
+            epoch=bytes(16), reply_to_move=lambda message: None, enqueue=lambda message: True
+        )
+        self.migration = Migration(cache, commands)  # type: ignore[arg-type]
         self.at = 0.0
 
-    def obeys(self, data: bytes) -> None:
+    def obeys(self, message: ToAgent) -> None:
         self.at += 0.01
-        self.migration.takes(data, self.at)
+        self.migration.tickets.expire(self.at)
+        self.migration.takes_command(message, self.at)
         self.ranks.each_pass()
 
     def gets(self, data: bytes) -> None:
@@ -203,9 +207,8 @@ _rank = _Rank()
 
 
 def to_agent(data: bytes) -> None:
-    """What a router says: decoded, and done in the scheduler."""
-    TO_AGENT.decode(data)
-    _rank.obeys(data)
+    """A router's message: decoded, and carried out in the scheduler."""
+    _rank.obeys(TO_AGENT.decode(data))
 
 
 def from_agent(data: bytes) -> None:
@@ -243,7 +246,7 @@ def targets() -> Iterator[Target]:
     yield Target("from-agent", from_agent, WIRE, text=False)
     yield Target("ids", lambda data: unpack_ids(data, 1000), WIRE, text=False)
     for name, codec in (
-        ("pd-asks", MESSAGES.requests), ("pd-answers", MESSAGES.replies), ("pd-orders", ORDERS),
+        ("pd-asks", MESSAGES.requests), ("pd-answers", MESSAGES.replies), ("rank-commands", RANK_COMMANDS),
         ("transfer-requests", REQUESTS), ("transfer-replies", REPLIES), ("tcp-answer", tcp._ANSWER),
         ("verbs-offer", verbs._OFFER), ("verbs-answer", verbs._ANSWER),
     ):  # fmt: skip

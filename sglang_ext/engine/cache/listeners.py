@@ -1,12 +1,14 @@
-"""Who is told what happens to a cache: parts that are there for a while, such as returns and the agent."""
+"""Listeners of a cache's events: parts that come and go, such as returns and the agent."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from sglang_ext.wire import Message
+
 
 class Listener:
-    """What a part may want to hear; whatever it does not define is nothing to it.
+    """A part's reactions to events; a part overrides the methods that concern it.
 
     All calls come in the scheduler's thread, at one place of the same pass on every rank. None may raise.
     """
@@ -14,8 +16,8 @@ class Listener:
     def request_ended(self, req: Any, tokens: Any) -> None:
         """The KV of these tokens of a request that has ended is in the tree."""
 
-    def takes_command(self, payload: bytes) -> bool:
-        """Whether a command is for this part, which has carried it out then."""
+    def takes_command(self, message: Message) -> bool:
+        """Carry out a command that is for this part; returns whether it was."""
         return False
 
     def before_clear(self) -> None:
@@ -50,8 +52,8 @@ class Listeners:
         for part in self._parts:
             part.request_ended(req, tokens)
 
-    def takes_command(self, payload: bytes) -> bool:
-        return any(part.takes_command(payload) for part in self._parts)
+    def takes_command(self, message: Message) -> bool:
+        return any(part.takes_command(message) for part in self._parts)
 
     def before_clear(self) -> None:
         for part in self._parts:

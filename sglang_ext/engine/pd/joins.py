@@ -18,8 +18,7 @@ from typing import Final
 from sglang_ext.clock import Clock
 from sglang_ext.disagg.errors import RefusedError, TransferError
 from sglang_ext.engine.pd.peers import PrefillPeers
-from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, TO_AGENT, PrefillServer, PrefillServers
-from sglang_ext.wire import WireError
+from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, PrefillServer, PrefillServers
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +28,6 @@ FIRST_PAUSE_SECONDS: Final = 0.2
 LONGEST_PAUSE_SECONDS: Final = 5.0
 BELIEVED_SECONDS: Final = 3 * PREFILLS_AGAIN_S
 """How long a router is believed that says nothing more."""
-
-
-def prefill_servers_of(command: bytes) -> PrefillServers | None:
-    """What a command of the scheduler says of prefill servers; None when it is about something else."""
-    try:
-        message = TO_AGENT.decode(command) if command else None
-    except WireError:
-        return None
-    return message if isinstance(message, PrefillServers) else None
 
 
 class PrefillJoins:

@@ -38,7 +38,7 @@ from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.decode_receiver import Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, ReturnEnd, TakeBack, alike
+from sglang_ext.engine.pd.messages import RANK_COMMANDS, Return, Returned, ReturnEnd, TakeBack, alike
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservations
 from sglang_ext.engine.ranks import NOT_YET
@@ -280,7 +280,7 @@ class ReturnReceiver:
         elif self._tell_all is None:
             self._new.append(_Coming(parts, gathering))
             self._agent.wake()
-        elif not self._tell_all(ORDER + ORDERS.encode(TakeBack(parts))):
+        elif not self._tell_all(RANK_COMMANDS.encode(TakeBack(parts))):
             self._skip(gathering, ReturnEnd.BUSY)
         else:
             return  # found by its name when the command comes
@@ -292,13 +292,10 @@ class ReturnReceiver:
 
     # -- in the schedulers' threads -----------------------------------------------------------------
 
-    def handle_command(self, payload: bytes) -> bool:
-        """A command has come to all ranks, between the same two passes. Whether it is for here."""
-        if not payload.startswith(ORDER):
-            return False
-        parts = ORDERS.decode(payload[len(ORDER) :]).parts
+    def take_back(self, message: TakeBack) -> None:
+        """Take what decode's ranks offer; called on all ranks between the same two passes."""
+        parts = message.parts
         self._new.append(_Coming(parts, self._gathering.pop(parts[0].name, None)))
-        return True
 
     def propose(self) -> Sequence[int]:
         """Of each return: `NOT_YET` while it is read, 0 if it could not be read here, 1 if it is there."""

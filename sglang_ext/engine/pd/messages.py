@@ -11,7 +11,7 @@ the prefill server and is answered by `Ready` once the request is computed, or r
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,7 @@ from sglang_ext.disagg import messages as transfers
 from sglang_ext.disagg.messages import Offer, Refused, Session
 from sglang_ext.disagg.transfer.control import Messages
 from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs
+from sglang_ext.protocol.agent import ToAgent
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
@@ -246,7 +247,11 @@ def _other_release(data: bytes) -> str:
 
 MESSAGES: Final = Messages(Codec(transfers.Request | Ask), Codec(transfers.Reply | Answer), _other_release)
 """What a rank is asked: of transfers and of hand-overs, on one connection."""
-ORDERS: Codec[TakeBack] = Codec(TakeBack)
+
+RankCommand: TypeAlias = ToAgent | TakeBack
+"""A command to the schedulers of all ranks: a router's, or one of prefill's first rank."""
+
+RANK_COMMANDS: Codec[RankCommand] = Codec(RankCommand)
 
 
 def alike(one: Weights, other: Weights) -> bool:

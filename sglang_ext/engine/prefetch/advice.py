@@ -1,9 +1,8 @@
-"""What routers say of coming requests, in the scheduler's thread of every rank (Symphony, section 3.2).
+"""Advisory requests in the scheduler's thread of every rank (Symphony, section 3.2).
 
-The agent puts it into the command queue (``engine/commands.py``); here a hint becomes a prefetch, and what
-came of it goes back through the agent of rank 0. What is fetched from peers or exported to them is passed on
-(``peer_kv``). A hint never changes an answer, and a bad one never harms a server: it is logged, and
-forgotten.
+The agent puts a router's hint into the command queue (``engine/commands.py``); here it becomes a prefetch,
+and its result goes back through the agent of rank 0. Fetches from peers and exports to them are passed on
+(``peer_kv``). A hint never changes an answer, and a bad one never harms a server: it is logged and dropped.
 """
 
 from __future__ import annotations
@@ -12,33 +11,21 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from typing import Final, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
-from sglang_ext.engine.commands import Askers, RankCommandQueue
-from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.protocol.agent import (
-    TO_AGENT,
     Advise,
-    Advised,
-    Expecting,
     Export,
     Fetch,
-    Fetched,
-    FetchedSpan,
-    FromAgent,
     PeerDead,
     PrefillServers,
     ToAgent,
     Withdraw,
 )
-from sglang_ext.wire import WireError
 
 logger = logging.getLogger(__name__)
-
-FETCH: Final = "fetch "
-"""Before the id of a request, which may be any hint's."""
 
 Tell = Callable[[PrefetchResult], None]
 """Takes what came of a hint; called in the scheduler's thread, must not block."""
@@ -141,19 +128,16 @@ class Advice:
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
 
-    def handle_command(self, payload: bytes, at: float = 0.0) -> None:
-        """Do what a router's message says. What is none for us is left out.
-
-        at: rank 0's time, by which hints expire.
-        """
+    def expire(self, at: float) -> None:
+        """Drop the hints that have expired. at: rank 0's time."""
         self._brings.expire(at)
-        if not payload:
-            return
-        try:
-            message = TO_AGENT.decode(payload)
-        except WireError as error:
-            logger.warning("a command for the KV cache is left out: %s", error)
-            return
+
+    def handle_command(self, message: ToAgent, at: float) -> None:
+        """Carry out a command, unless no part that is configured here handles its kind.
+
+        Args:
+            at: rank 0's time, from which the hint's time to live counts.
+        """
         match message:
             case Advise() if message.spans and self.peers is not None:
                 self._fetching[message.id] = message
@@ -167,15 +151,15 @@ class Advice:
                 self.peers.fetch(message)
             case PeerDead() if self.peers is not None:
                 self.peers.peer_dead(message)
-            case PrefillServers():
-                pass  # the server has just changed its role
             case Withdraw():
                 if self.computes is not None:
                     self.computes.cancel(message.id)
                 if not self._brings.cancel(message.id):
                     self._fetching.pop(message.id, None)
+            case PrefillServers():
+                pass  # sent before the router received this server's change of role
             case _:
-                logger.warning("a %s is no command for the KV cache", type(message).__name__)
+                logger.warning("ignored a command of the wrong kind: %s", type(message).__name__)
 
     def _fetched(self, message: Advise, at: float) -> None:
         """What a peer had is here, or will not be: bring up what there is, unless nobody asks any more."""
@@ -228,62 +212,3 @@ class Advice:
         """The cache is about to be emptied."""
         if self.computes is not None:
             self.computes.clear()
-
-
-class HintDesk:
-    """Between the agent of rank 0, which hears the routers, and the schedulers, which do what they say.
-
-    Args:
-        command_queue: of this process's scheduler.
-        epoch: of the instance.
-        post: sends a message to a router, from any thread.
-    """
-
-    def __init__(
-        self, command_queue: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
-    ) -> None:
-        self._command_queue = command_queue
-        self._epoch = epoch
-        self._post = post
-        self._askers = Askers()
-
-    def take(self, reader: bytes, message: ToAgent) -> None:
-        """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
-        if isinstance(message, Fetch):
-            self._askers.remember(FETCH + message.id, reader)
-        if isinstance(message, Export | Fetch | PeerDead | PrefillServers):
-            self._command_queue.put(TO_AGENT.encode(message))
-        if isinstance(message, Fetch):
-            self._post(reader, Expecting(self._epoch, message.id))
-        if not isinstance(message, Advise | Withdraw):
-            return
-        if isinstance(message, Advise):
-            self._askers.remember(message.id, reader)
-        if not self._command_queue.put(TO_AGENT.encode(message)):
-            self.tell(PrefetchResult(message.id, PrefetchEnd.DROPPED, 0, 0))
-
-    def tell_fetched(self, result: FetchResult) -> None:
-        """Say to the router that asked what became of a fetch; any thread."""
-        # Of a hint more will be told.
-        asked = result.id if result.ahead else FETCH + result.id
-        reader = self._askers.reader(asked, last=not result.ahead)
-        if reader is not None:
-            self._post(
-                reader,
-                Fetched(
-                    self._epoch,
-                    result.id,
-                    result.ahead,
-                    result.how.value,
-                    tuple(FetchedSpan(span.how.value, span.tokens, span.seconds) for span in result.spans),
-                ),
-            )
-
-    def tell(self, result: PrefetchResult) -> None:
-        """Say to the router that asked what came of a hint; any thread."""
-        reader = self._askers.reader(result.id, last=result.end is not PrefetchEnd.COMPUTING)
-        if reader is not None:
-            end = result.end.value
-            self._post(
-                reader, Advised(self._epoch, result.id, end, result.tokens, result.brought, result.computed)
-            )

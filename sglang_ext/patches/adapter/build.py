@@ -19,6 +19,7 @@ from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Ranks
@@ -33,7 +34,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.build_agent import Desks, attach_agent, naming_of
+from sglang_ext.patches.adapter.build_agent import attach_agent, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
     acked_by,
@@ -103,7 +104,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=params.page_size
     )
     geometry = pool.geometry
-    dram = promotions = answers = arena = below = disk = feed = desks = peers = None
+    dram = promotions = answers = arena = below = disk = feed = router_commands = peers = None
     splits = False
     host = SglangHost(params.token_to_kv_pool_allocator)
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
@@ -138,7 +139,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if config.router is not None and commands is not None:
         holders = [Holder.of(instance, epoch, tier) for tier in all_tiers() if tier.in_memory]
         feed = PlacementFeed(tree, holders, names.weights if names is not None else str)
-        desks = Desks(commands, epoch.to_bytes(16, "big"), feed)
+        router_commands = RouterCommands(commands, epoch.to_bytes(16, "big"), feed.post)
     if arena is not None:
         dram = DramTier(
             store,
@@ -167,7 +168,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     endpoints: tuple[str, ...] = ()
     if fetches and dram is not None and transfers is not None:
         endpoints = addresses
-        tell = None if desks is None else desks.hints.tell_fetched
+        tell = None if router_commands is None else router_commands.reply_to_fetch
         splits = dram.streams and ctx.server_args.disaggregation_mode == "null"
         peers = make_peers(
             dram,
@@ -192,7 +193,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             transfers=transfers,
             peers=peers,
             feed=feed,
-            tell=None if desks is None else desks.hints.tell,
+            tell=None if router_commands is None else router_commands.reply_to_hint,
             computes=compute_ahead if config.advisory_compute else None,
             publish=CacheMetrics(ctx.tp_rank).update if params.enable_metrics else None,
             load_min_tokens=config.load_min_tokens,
@@ -204,9 +205,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             check=config.check,
         ),
         host,
-        moves=None if desks is None else desks.moves,
+        router_commands,
     )
-    if desks is not None:
+    if router_commands is not None:
         attach_agent(
             cache,
             ctx.server_args,
@@ -214,7 +215,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             AgentFacts(
                 instance, epoch.to_bytes(16, "big"), config.block_size, naming_of(names) if names else None
             ),
-            desks=desks,
+            router_commands=router_commands,
             named=names_on(disk),
             namespace=dataclasses.replace(identity, shard="")
             if identity is not None

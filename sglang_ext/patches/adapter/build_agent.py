@@ -13,16 +13,14 @@ from sglang_ext.addresses import bracketed, listen_host
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.listeners import Listener
-from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import Agent, AgentFacts, ListsNames
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.registration import Registrar
-from sglang_ext.engine.prefetch.advice import HintDesk
+from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.keys import Namespace
-from sglang_ext.patches.adapter.migration import MoveDesk
-from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
+from sglang_ext.protocol.agent import Fill, Load, Naming
 from sglang_ext.protocol.cluster import Registration, RoleName
 from sglang_ext.protocol.compatibility import bounded
 from sglang_ext.tiers import Tier
@@ -64,25 +62,6 @@ class SchedulerGauges:
         return tuple(Fill(tier.level, *used, spilled.get(tier, 0)) for tier, used in held.items())
 
 
-class Desks:
-    """Between the agent, which hears the routers, and the schedulers of all ranks, which do what they say.
-
-    Args:
-        commands: for the schedulers; rank 0 has them.
-        epoch: of the instance.
-        feed: by which routers are answered.
-    """
-
-    def __init__(self, commands: RankCommandQueue, epoch: bytes, feed: PlacementFeed) -> None:
-        self.moves = MoveDesk(commands, epoch, feed.post)
-        self.hints = HintDesk(commands, epoch, feed.post)
-
-    def take(self, reader: bytes, message: ToAgent) -> None:
-        """What a router says that does not concern the index, in the agent's thread."""
-        if not self.moves.take(reader, message):
-            self.hints.take(reader, message)
-
-
 def _left_of(req: Any) -> int:
     """Tokens that are still to be computed of a prompt that is computed in chunks."""
     from sglang_ext.patches.seams import current
@@ -106,7 +85,7 @@ def attach_agent(
     config: KvConfig,
     facts: AgentFacts,
     *,
-    desks: Desks,
+    router_commands: RouterCommands,
     named: Mapping[Tier, ListsNames],
     namespace: Namespace,
     settings: Mapping[str, str],
@@ -117,8 +96,9 @@ def attach_agent(
     """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
 
     Called in rank 0, while the cache, which has a feed, is empty. settings: of the model. handover: of
-    hand-overs, where it takes part in them. endpoints: where peers read ranks' DRAM. splits: whether it
-    computes spans of prompts with others.
+    hand-overs, where it takes part in them. router_commands: receives the routers' commands to the
+    schedulers. endpoints: where peers read ranks' DRAM. splits: whether it computes spans of prompts with
+    others.
 
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
@@ -132,7 +112,7 @@ def attach_agent(
     channel = AgentSocket(bind, (config.agent_port,) if config.agent_port else config.port_range, key)
     for tier, index in named.items():
         index.watch(functools.partial(feed.names_changed, tier))
-    agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named, others=desks.take)
+    agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named, others=router_commands.receive)
     address = bracketed(bind) if key is None else host
     scheme = "https" if getattr(server_args, "ssl_certfile", None) else "http"
     registration = Registration(

@@ -37,9 +37,9 @@ from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, pages_of
 from sglang_ext.engine.pd.disk_loads import LocalAhead
-from sglang_ext.engine.pd.joins import prefill_servers_of
 from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import TakeBack
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.prompt_logprobs import MAX_BYTES, PromptLogprobs, too_large
@@ -64,8 +64,10 @@ from sglang_ext.patches.adapter.request_stages import request_stages
 from sglang_ext.patches.adapter.support import require_movable
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.patches.seams import current
+from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.stages import NO_STAGES, Handed
 from sglang_ext.tiers import Tier
+from sglang_ext.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +116,11 @@ class _ReturnsReceived(Listener):
     def __init__(self, return_receiver: ReturnReceiver) -> None:
         self._receiver = return_receiver
 
-    def takes_command(self, payload: bytes) -> bool:
-        return self._receiver.handle_command(payload)
+    def takes_command(self, message: Message) -> bool:
+        if not isinstance(message, TakeBack):
+            return False
+        self._receiver.take_back(message)
+        return True
 
     def before_clear(self) -> None:
         self._receiver.clear()
@@ -136,17 +141,17 @@ class _ReturnsSent(Listener):
         self._sender.clear()
 
 
-class _PrefillServersTold(Listener):
-    """On decode: it connects to the prefill servers that routers tell of before their requests come."""
+class _PrefillServersListed(Listener):
+    """On decode: connects to the prefill servers that routers list, before their requests come."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
-    def takes_command(self, payload: bytes) -> bool:
-        message = prefill_servers_of(payload)
-        if message is not None:
-            self._agent.prefill_servers(message)
-        return message is not None
+    def takes_command(self, message: Message) -> bool:
+        if not isinstance(message, PrefillServers):
+            return False
+        self._agent.prefill_servers(message)
+        return True
 
 
 class _UntilTheEnd(Listener):
@@ -223,7 +228,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             group = scheduler.attn_tp_cpu_group if parallel.attn_tp_size > 1 else None
             self.meeting = on_all_ranks(self.agent.address.encode(), group)[0].decode()
             self.agent.meet_at(self.meeting)
-            self._listeners.append(_PrefillServersTold(self.agent))
+            self._listeners.append(_PrefillServersListed(self.agent))
         self.migration = cache.migration if isinstance(cache, GlobalRadixCache) else None
         """By which requests leave for other decode servers, and come from them."""
         if self.migration is not None:

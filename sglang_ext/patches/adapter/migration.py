@@ -44,7 +44,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.engine.commands import Askers, RankCommandQueue
+from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.peers.peer_kv import PeerKv
@@ -63,22 +63,18 @@ from sglang_ext.engine.resume import (
 )
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
-from sglang_ext.patches.adapter.pd_setup import MetadataBuffers
+from sglang_ext.patches.adapter.pd_setup import ScratchRow
 from sglang_ext.patches.adapter.request_stages import request_stages, set_former
 from sglang_ext.protocol.agent import (
-    TO_AGENT,
-    Expecting,
     Export,
-    FromAgent,
     Park,
     Parked,
     Running,
-    ToAgent,
     Unpark,
     Watch,
 )
 from sglang_ext.radix_global import RadixTree
-from sglang_ext.wire import WireError
+from sglang_ext.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +107,6 @@ class Transfers(Protocol):
     """What of the rank's transfer backend is needed here."""
 
     agent: Agent
-    buffers: MetadataBuffers
     meeting: str
 
 
@@ -150,17 +145,17 @@ class Migration:
 
     Args:
         cache: the rank's, which knows the scheduler.
-        desk: answers the routers, in rank 0 where there are any.
+        commands: replies to the routers; in rank 0, where there are routers.
     """
 
     def __init__(
         self,
         cache: MovesFrom,
-        desk: MoveDesk | None = None,
+        commands: RouterCommands | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._desk = desk
+        self._commands = commands
         self._clock = clock
         self._parked: dict[str, _Parked] = {}
         self.tickets = Tickets()
@@ -168,7 +163,7 @@ class Migration:
         self._arriving: dict[str, _Arriving] = {}
         self.manager: Transfers | None = None
         """The transfer backend's of this rank, on a decode instance: see `transfer_by`."""
-        self.epoch = b"" if desk is None else desk.epoch
+        self.epoch = b"" if commands is None else commands.epoch
         self.counts: dict[str, int] = {}
         """Requests that were to be moved, by what came of it here."""
         self._copying: list[_Parked] = []
@@ -188,15 +183,8 @@ class Migration:
         idle."""
         return bool(self._parked)
 
-    def takes(self, payload: bytes, at: float) -> bool:
-        """Do what a command says; whether it was for this. at: rank 0's time."""
-        self.tickets.expire(at)
-        if not payload:
-            return False
-        try:
-            message = TO_AGENT.decode(payload)
-        except WireError:
-            return False
+    def takes_command(self, message: Message, at: float) -> bool:
+        """Carry out a command about a moved request; returns whether it was one. at: rank 0's time."""
         match message:
             case Park():
                 self._park(message)
@@ -253,7 +241,7 @@ class Migration:
             why = "it has just ended"
         if why or req is None:
             self._count("again" if why == AGAIN else "refused")
-            self._say(Parked(self.epoch, message.id, why))
+            self._reply(Parked(self.epoch, message.id, why))
             return
         batch = scheduler.running_batch
         batch.filter_batch(keep_indices=[at for at, other in enumerate(batch.reqs) if other is not req])
@@ -306,13 +294,13 @@ class Migration:
             parked.handover = sender.open(number, read=True)
         except RefusedError as error:
             self._unpark(parked, stay=True)
-            self._say(Parked(self.epoch, parked.id, str(error)))
+            self._reply(Parked(self.epoch, parked.id, str(error)))
             return
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len]
         page = self._cache.page_size
         pages = row[::page].cpu().numpy().astype(np.int64) // page
         sender.complete(parked.handover, pages, self._row(number, req))
-        self._say(
+        self._reply(
             Parked(
                 self.epoch,
                 parked.id,
@@ -325,37 +313,19 @@ class Migration:
 
     def _row(self, number: int, req: Any) -> bytes:
         """SGLang's metadata row: the last token stands for the first that prefill sends."""
-        scheduler, manager = self._cache.scheduler, self.manager
-        assert manager is not None
-        buffers, allocator = (
-            scheduler.disagg_metadata_buffers,
-            scheduler.req_to_metadata_buffer_idx_allocator,
-        )
-        index = allocator.alloc()
-        if index is None:
-            # Rows are for requests on their way; of any other, all that is wrong is what is set below.
-            index = 0
-            before = manager.buffers.read(index)
-        else:
-            before = None
-        buffers.output_ids[index][0] = req.output_ids[-1]
-        buffers.cached_tokens[index] = 0
-        buffers.bootstrap_room[index, 0] = number
-        row = manager.buffers.read(index)
-        if before is None:
-            buffers.bootstrap_room[index] = 0
-            allocator.free(index)
-        else:
-            manager.buffers.write(index, before)
-        return row
+        # Not one of the scheduler's own rows: the transfer thread may be filling any of them.
+        row = ScratchRow(self._cache.scheduler.disagg_metadata_buffers)
+        row.buffers.output_ids[0][0] = req.output_ids[-1]
+        row.buffers.bootstrap_room[0, 0] = number
+        return row.read()
 
     def _remind_of_parked(self) -> None:
         now = self._clock()
         for parked in list(self._parked.values()):
-            if self._desk is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
+            if self._commands is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
                 parked.reminded = True
-                logger.warning("a request that was to be moved goes on here: no word of it was heard")
-                self._desk.remind(Unpark(parked.id, stay=True))
+                logger.warning("a stopped request continues here: its router has sent no Unpark")
+                self._commands.enqueue(Unpark(parked.id, stay=True))
 
     def _copied(self, parked: _Parked, now: float) -> bool:
         """Whether DRAM has copies of a request's blocks, as far as they are waited for."""
@@ -372,7 +342,7 @@ class Migration:
             export = parked.id
             cache.peers.export(Export(export, parked.tokens, req.extra_key, req.cache_salt, EXPORT_SECONDS))
         parked.told = True
-        self._say(
+        self._reply(
             Parked(
                 self.epoch,
                 parked.id,
@@ -525,56 +495,16 @@ class Migration:
             del self._arriving[rid]
             self._count("failed" if failed else "arrived")
             if not failed:
-                self._say(Running(self.epoch, ticket.id))
+                self._reply(Running(self.epoch, ticket.id))
 
     # -- both -----------------------------------------------------------------------------------------------
 
-    def _say(self, message: FromAgent) -> None:
-        if self._desk is not None:
-            self._desk.tell(message)
+    def _reply(self, message: Parked | Running) -> None:
+        if self._commands is not None:
+            self._commands.reply_to_move(message)
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
-
-
-class MoveDesk:
-    """Between the agent of rank 0, which hears the routers, and the schedulers of all ranks.
-
-    Args:
-        command_queue: of this process's scheduler.
-        epoch: of the instance.
-        post: sends a message to a router, from any thread.
-    """
-
-    def __init__(
-        self, command_queue: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
-    ) -> None:
-        self._command_queue = command_queue
-        self.epoch = epoch
-        self._post = post
-        self._askers = Askers()
-
-    def take(self, reader: bytes, message: ToAgent) -> bool:
-        """What a router says, in the agent's thread; whether it was for this."""
-        if not isinstance(message, Park | Unpark | Watch):
-            return False
-        if not isinstance(message, Unpark):
-            self._askers.remember(message.id, reader)
-        if self.remind(message) and isinstance(message, Watch):
-            self._post(reader, Expecting(self.epoch, message.ticket))
-        return True
-
-    def remind(self, message: ToAgent) -> bool:
-        """Put a command before every rank, in front of every request that is sent from now on; from any
-        thread. False when the scheduler stands still, and takes no more."""
-        return self._command_queue.put(TO_AGENT.encode(message))
-
-    def tell(self, message: FromAgent) -> None:
-        """Answer the router that asked; from any thread."""
-        if not isinstance(message, Parked | Running):
-            return
-        if (reader := self._askers.reader(message.id, last=False)) is not None:
-            self._post(reader, message)
 
 
 def _is_receiving(req: Any) -> bool:

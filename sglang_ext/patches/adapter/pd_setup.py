@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 from collections.abc import Callable
@@ -57,6 +58,26 @@ class MetadataBuffers:
         for at, size in self._buffers:
             ctypes.memmove(at + row * size, metadata[start : start + size], size)
             start += size
+
+
+class ScratchRow:
+    """One metadata row outside SGLang's buffers, laid out as theirs: no request and no transfer uses it.
+
+    Args:
+        buffers: SGLang's ``MetadataBuffers``.
+    """
+
+    def __init__(self, buffers: Any) -> None:
+        self.buffers = copy.copy(buffers)
+        """As SGLang's, with one row of zeros."""
+        for name, value in vars(buffers).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self.buffers, name, torch.zeros_like(value[:1]))
+
+    def read(self) -> bytes:
+        """The row, buffer after buffer."""
+        pointers, _, item_bytes = self.buffers.get_buf_infos()
+        return MetadataBuffers(pointers, item_bytes).read(0)
 
 
 def watch_layers(kvcache: Any, feed: LayerFeed) -> None:

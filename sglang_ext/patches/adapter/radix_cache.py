@@ -10,6 +10,7 @@ All methods run in the scheduler's thread.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Hashable, Sequence
@@ -30,10 +31,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
+from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand, TakeBack
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.migration import Migration, MoveDesk
+from sglang_ext.patches.adapter.migration import Migration
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.retracting import Retracting
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
@@ -41,11 +44,14 @@ from sglang_ext.patches.seams import current
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
 from sglang_ext.tiers import Tier
+from sglang_ext.wire import WireError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
+
+logger = logging.getLogger(__name__)
 
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
@@ -73,11 +79,15 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         params: SGLang's; pools, page size and whether to collect metrics.
         parts: what it is made of.
         host: takes requests of our own.
-        moves: by which routers move requests; in rank 0, where there are any.
+        router_commands: replies to routers; in rank 0, where there are routers.
     """
 
     def __init__(
-        self, params: CacheInitParams, parts: CacheParts, host: SglangHost, moves: MoveDesk | None = None
+        self,
+        params: CacheInitParams,
+        parts: CacheParts,
+        host: SglangHost,
+        router_commands: RouterCommands | None = None,
     ) -> None:
         # A prefetcher that computes ahead asks for it while it is made.
         self.host = host
@@ -94,7 +104,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         self.req_to_token_pool = params.req_to_token_pool
         self.scheduler: Any = None
         """SGLang's, once it is there: see `meet`."""
-        self.migration = Migration(self, moves)
+        self.migration = Migration(self, router_commands)
         """Stops requests that go on elsewhere, and goes on with such."""
         self.retracting = None if parts.retraction is None else Retracting(self, parts.retraction)
         """Has running requests give way to others."""
@@ -358,11 +368,27 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             self._tell_time()
 
     def handle_command(self, payload: bytes, at: float) -> None:
-        """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
-        ours = self.listeners.takes_command(payload) or self.migration.takes(payload, at)
-        if not ours and self.advice is not None:
-            self.advice.handle_command(payload, at)
+        """Carry out a command; called on every rank between the same two passes.
+
+        Args:
+            payload: one of ``RANK_COMMANDS``; empty where only the time is sent.
+            at: rank 0's time, by which everything expires.
+        """
+        self.migration.tickets.expire(at)
+        if self.advice is not None:
+            self.advice.expire(at)
+        if payload:
+            try:
+                self._carry_out(RANK_COMMANDS.decode(payload), at)
+            except WireError as error:
+                logger.warning("ignored a command for the KV cache: %s", error)
         self._tell_time()
+
+    def _carry_out(self, message: RankCommand, at: float) -> None:
+        if self.listeners.takes_command(message) or self.migration.takes_command(message, at):
+            return
+        if self.advice is not None and not isinstance(message, TakeBack):
+            self.advice.handle_command(message, at)
 
     def _tell_time(self) -> None:
         """Have rank 0 tell its time when something is to expire, or becomes due."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import select
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_simulation import SCENARIOS, Rank
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_ext.engine.commands import MOST_WAITING, Command, RankCommandQueue
-from sglang_ext.engine.prefetch.advice import Advice, HintDesk
+from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.pd.messages import RANK_COMMANDS
+from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.command import KvCommand
@@ -204,26 +209,26 @@ def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
     tokens = encode_tokens([1, 2, 3])
     advice = Advice(brings)
     hint = Advise("h1", tokens, extra_key="lora", cache_salt="tenant", priority=3, ttl_s=7.0, earliest_s=2.5)
-    advice.handle_command(TO_AGENT.encode(hint), 100.0)
-    advice.handle_command(TO_AGENT.encode(Withdraw("h1")), 101.0)
+    advice.handle_command(hint, 100.0)
+    advice.handle_command(Withdraw("h1"), 101.0)
     assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant", 3, 107.0, 102.5), ("cancel", "h1")]
+    advice.expire(101.0)
     assert brings.now == 101.0
     advice.priority_sign = -1
-    advice.handle_command(TO_AGENT.encode(hint), 102.0)
+    advice.handle_command(hint, 102.0)
     assert brings.asked[-1] == ("prefetch", "h1", tokens, "lora", "tenant", -3, 109.0, 104.5)
 
 
-def test_the_time_alone_is_no_command(caplog: pytest.LogCaptureFixture) -> None:
-    brings = Bringer()
-    Advice(brings).handle_command(b"", 5.0)
-    assert (brings.asked, brings.now, caplog.text) == ([], 5.0, "")
-
-
-@pytest.mark.parametrize("payload", [b"\xc1", os.urandom(64), TO_AGENT.encode(Ping("router"))])
-def test_what_is_no_command_is_left_out(payload: bytes) -> None:
-    brings = Bringer()
-    Advice(brings).handle_command(payload)
-    assert brings.asked == []
+@pytest.mark.parametrize("payload", [b"", b"\xc1", os.urandom(64), TO_AGENT.encode(Ping("router"))])
+def test_bytes_that_are_no_command_change_nothing_but_the_time(payload: bytes) -> None:
+    """Rank 0's time comes with every command, and alone, as no bytes."""
+    with closing(Rank(SCENARIOS[0], routed=True, takes_hints=True)) as rank:
+        advice = rank.cache.advice
+        assert advice is not None
+        rank.cache.handle_command(RANK_COMMANDS.encode(Advise("h", encode_tokens([1] * 64), ttl_s=7.0)), 5.0)
+        assert advice._brings.retention.next_expiry == 12.0
+        rank.cache.handle_command(payload, 13.0)
+        assert advice._brings.retention.next_expiry == math.inf
 
 
 def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
@@ -241,23 +246,25 @@ def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
 
 def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(command_queue: RankCommandQueue) -> None:
     posted: list[tuple[bytes, Any]] = []
-    desk = HintDesk(command_queue, bytes(16), lambda reader, message: posted.append((reader, message)))
-    desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
-    desk.take(b"two", Advise("h2", b""))
-    desk.take(b"two", Ping("two"))
+    routers = RouterCommands(
+        command_queue, bytes(16), lambda reader, message: posted.append((reader, message))
+    )
+    routers.receive(b"one", Advise("h1", b"", ttl_s=1.0))
+    routers.receive(b"two", Advise("h2", b""))
+    routers.receive(b"two", Ping("two"))
     assert [TO_AGENT.decode(command.payload).id for command in command_queue.take()] == ["h1", "h2"]  # type: ignore[union-attr]
-    desk.tell(PrefetchResult("h2", PrefetchEnd.NO_ROOM, 64, 32))
-    desk.tell(PrefetchResult("h2", PrefetchEnd.DONE, 64, 32))
-    desk.tell(PrefetchResult("unknown", PrefetchEnd.DONE, 64, 32))
+    routers.reply_to_hint(PrefetchResult("h2", PrefetchEnd.NO_ROOM, 64, 32))
+    routers.reply_to_hint(PrefetchResult("h2", PrefetchEnd.DONE, 64, 32))
+    routers.reply_to_hint(PrefetchResult("unknown", PrefetchEnd.DONE, 64, 32))
     assert posted == [(b"two", Advised(bytes(16), "h2", "no_room", 64, 32))]
 
 
 def test_of_what_is_being_computed_more_is_told_later(command_queue: RankCommandQueue) -> None:
     posted: list[Any] = []
-    desk = HintDesk(command_queue, bytes(16), lambda reader, message: posted.append(message))
-    desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
-    desk.tell(PrefetchResult("h1", PrefetchEnd.COMPUTING, 32, 32))
-    desk.tell(PrefetchResult("h1", PrefetchEnd.COMPUTED, 64, 32, computed=32))
+    routers = RouterCommands(command_queue, bytes(16), lambda reader, message: posted.append(message))
+    routers.receive(b"one", Advise("h1", b"", ttl_s=1.0))
+    routers.reply_to_hint(PrefetchResult("h1", PrefetchEnd.COMPUTING, 32, 32))
+    routers.reply_to_hint(PrefetchResult("h1", PrefetchEnd.COMPUTED, 64, 32, computed=32))
     assert posted == [
         Advised(bytes(16), "h1", "computing", 32, 32),
         Advised(bytes(16), "h1", "computed", 64, 32, 32),
@@ -296,7 +303,7 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     advice = Advice(brings, told.append)
     advice.computes = computer
     tokens = encode_tokens([1, 2, 3])
-    advice.handle_command(TO_AGENT.encode(Advise("h1", tokens, cache_salt="tenant", priority=2)))
+    advice.handle_command(Advise("h1", tokens, cache_salt="tenant", priority=2), 0.0)
     brings.ended = [
         PrefetchResult("h1", PrefetchEnd.DONE, 0, 0),
         PrefetchResult("h2", PrefetchEnd.DONE, 0, 0),
@@ -307,14 +314,14 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     computer.ended = [PrefetchResult("h1", PrefetchEnd.COMPUTED, 3, 0, computed=3)]
     advice.drain()
     assert told[-1].end is PrefetchEnd.COMPUTED
-    advice.handle_command(TO_AGENT.encode(Withdraw("h1")))
+    advice.handle_command(Withdraw("h1"), 0.0)
     assert computer.taken[-1] == ("cancel", "h1")
 
 
 def test_a_hint_that_the_queue_cannot_take_is_answered(command_queue: RankCommandQueue) -> None:
     posted: list[Any] = []
-    desk = HintDesk(command_queue, bytes(16), lambda reader, message: posted.append(message))
+    routers = RouterCommands(command_queue, bytes(16), lambda reader, message: posted.append(message))
     for _ in range(MOST_WAITING):
         command_queue.put(b"")
-    desk.take(b"one", Advise("h1", b""))
+    routers.receive(b"one", Advise("h1", b""))
     assert posted == [Advised(bytes(16), "h1", "dropped", 0, 0)]

@@ -44,11 +44,11 @@ def facts(rank: Rank) -> AgentFacts:
 
 
 def attach(rank: Rank, config: KvConfig, args: SimpleNamespace) -> Any:
-    assert rank.desks is not None
+    assert rank.router_commands is not None
     config = place(config, args, SystemNetwork())
     return attach_agent(
-        rank.cache, args, config, facts(rank), desks=rank.desks, named={}, namespace=IDENTITY,
-        settings={"rope_theta": "10000.0"}, handover={},
+        rank.cache, args, config, facts(rank), router_commands=rank.router_commands, named={},
+        namespace=IDENTITY, settings={"rope_theta": "10000.0"}, handover={},
     )  # fmt: skip
 
 

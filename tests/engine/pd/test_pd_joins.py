@@ -25,11 +25,10 @@ from sglang_ext.engine.pd.joins import (
     BELIEVED_SECONDS,
     LONGEST_PAUSE_SECONDS,
     PrefillJoins,
-    prefill_servers_of,
 )
 from sglang_ext.engine.pd.messages import MESSAGES, Topology
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.protocol.agent import TO_AGENT, Ping, PrefillServer, PrefillServers
+from sglang_ext.protocol.agent import PrefillServer, PrefillServers
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.waiting import wait_until
 from tests.support.servers.ports import free_port
@@ -176,12 +175,6 @@ async def test_a_router_that_says_nothing_more_is_not_believed(stage: Stage) -> 
     assert stage.joins.awaited == frozenset()
     await stage.turn()
     assert len(asyncio.all_tasks()) == 1
-
-
-def test_commands_about_other_things_are_left_to_others() -> None:
-    assert prefill_servers_of(TO_AGENT.encode(told("a:1"))) == told("a:1")
-    for other in (b"", b"order x", TO_AGENT.encode(Ping("r"))):
-        assert prefill_servers_of(other) is None
 
 
 # -- with agents ------------------------------------------------------------------------------------

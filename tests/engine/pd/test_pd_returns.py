@@ -24,6 +24,7 @@ from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import RANK_COMMANDS, TakeBack
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import arena_pool
@@ -567,7 +568,9 @@ class Instances:
         commands, self._commands = self._commands, []
         for return_receiver in self.return_receivers:
             for command in commands:
-                assert return_receiver.handle_command(command)
+                message = RANK_COMMANDS.decode(command)
+                assert isinstance(message, TakeBack)
+                return_receiver.take_back(message)
         threads = [threading.Thread(target=ranks.each_pass) for ranks in self._passes]
         for thread in threads:
             thread.start()

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from sglang.srt.disaggregation.utils import MetadataBuffers as SglangBuffers
 
 from sglang_ext.cluster_key import MIN_CHARACTERS
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.build_transfers import accelerator_place
-from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, keys_of
+from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, ScratchRow, keys_of
 
 
 def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None:
@@ -32,6 +33,25 @@ def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None
         assert not theirs[:4].any()
     with pytest.raises(ValueError, match="32 bytes"):
         over(there).write(0, row[:-1])
+
+
+def test_a_scratch_row_has_the_layout_of_sglangs_rows_and_shares_nothing_with_them() -> None:
+    """A transfer may fill any of SGLang's rows while a stopped request's row is made."""
+    theirs = SglangBuffers(4, hidden_size=8, hidden_states_dtype=torch.float32, max_sampling_mask_tokens=0)
+    pointers, _, item_bytes = theirs.get_buf_infos()
+    rows = MetadataBuffers(pointers, item_bytes)
+    filled = bytes(range(1, 256)) * (rows.row_bytes // 255 + 1)
+    for number in range(4):
+        rows.write(number, filled[number : number + rows.row_bytes])
+    before = [rows.read(number) for number in range(4)]
+    scratch = ScratchRow(theirs)
+    assert scratch.read() == bytes(rows.row_bytes)
+    scratch.buffers.output_ids[0][0] = 7
+    scratch.buffers.bootstrap_room[0, 0] = 99
+    made = scratch.read()
+    assert [rows.read(number) for number in range(4)] == before
+    rows.write(2, made)
+    assert (int(theirs.output_ids[2][0]), int(theirs.bootstrap_room[2, 0])) == (7, 99)
 
 
 def test_the_key_file_gives_the_keys(tmp_path: pytest.TempPathFactory) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.engine.commands import MOST_WAITING, RankCommandQueue
+from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.resume import (
     AGAIN,
@@ -23,7 +24,7 @@ from sglang_ext.engine.resume import (
     state_of,
 )
 from sglang_ext.keys import encode_tokens
-from sglang_ext.patches.adapter.migration import MOST_COMING, Migration, MoveDesk
+from sglang_ext.patches.adapter.migration import MOST_COMING, Migration
 from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, TO_AGENT, Expecting, Resume, Unpark, Watch
 from sglang_ext.stages import StageTimes
 from sglang_ext.wire import WireError
@@ -239,11 +240,14 @@ class Rank:
         self.ranks = Ranks()
         self.told: list[Any] = []
         cache: Any = SimpleNamespace(scheduler=scheduler, ranks=self.ranks)
-        desk: Any = SimpleNamespace(epoch=EPOCH, tell=self.told.append, remind=lambda message: True)
-        self.migration = Migration(cache, desk)
+        commands: Any = SimpleNamespace(
+            epoch=EPOCH, reply_to_move=self.told.append, enqueue=lambda message: True
+        )
+        self.migration = Migration(cache, commands)
 
     def hears(self, message: Any, at: float = 0.0) -> None:
-        assert self.migration.takes(TO_AGENT.encode(message), at)
+        self.migration.tickets.expire(at)
+        assert self.migration.takes_command(message, at)
 
     def gets(self, custom: Any, **fields: Any) -> Any:
         """A request comes with these ``custom_params``, and is about to wait."""
@@ -332,7 +336,7 @@ def test_a_fault_in_a_hook_costs_one_request(caplog: pytest.LogCaptureFixture) -
     assert "does not accept" in caplog.text
     rank.hears(watch(1))
     assert list(rank.gets({FIELD: "0" * 31 + "1"}).output_ids) == [8, 9]
-    rank.migration._desk = None
+    rank.migration._commands = None
     rank.migration._cache.scheduler.running_batch = None
     rank.migration._arriving["r"].req.finished = None
     rank.ranks.each_pass()
@@ -347,7 +351,7 @@ def test_all_ranks_decide_alike() -> None:
     for rank in ranks:
         rank.hears(watch(0), at=50.0)
         rank.hears(watch(1), at=60.0)
-        assert not rank.migration.takes(b"", 50.0 + TICKET_SECONDS)
+        rank.migration.tickets.expire(50.0 + TICKET_SECONDS)
     for number, fits in ((0, False), (1, True), (1, False)):
         reqs = [rank.gets({FIELD: f"{number:032x}"}, rid="r") for rank in ranks]
         assert [not req.aborted for req in reqs] == [fits, fits]
@@ -370,16 +374,16 @@ def test_what_vanished_makes_room() -> None:
 def test_the_router_is_told_once_the_state_is_before_every_rank() -> None:
     command_queue = RankCommandQueue(clock=lambda: 7.0)
     posted: list[Any] = []
-    desk = MoveDesk(command_queue, EPOCH, lambda reader, message: posted.append((reader, message)))
+    commands = RouterCommands(command_queue, EPOCH, lambda reader, message: posted.append((reader, message)))
     try:
-        assert desk.take(b"router", watch(3))
+        commands.receive(b"router", watch(3))
         assert posted == [(b"router", Expecting(EPOCH, f"{3:032x}"))]
         assert [command.payload for command in command_queue.take()] == [TO_AGENT.encode(watch(3))]
         for _ in range(MOST_WAITING):
             command_queue.put(b"")
-        assert desk.take(b"router", watch(4))
+        commands.receive(b"router", watch(4))
         assert len(posted) == 1, "the scheduler stands still: the request would come without its state"
-        assert desk.take(b"router", Unpark("move 3", stay=True))
+        commands.receive(b"router", Unpark("move 3", stay=True))
         assert len(posted) == 1
     finally:
         command_queue.close()

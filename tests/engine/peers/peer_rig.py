@@ -25,7 +25,7 @@ from sglang_ext.engine.ranks import Least
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.hbm import pool_geometry
-from sglang_ext.protocol.agent import TO_AGENT, Export, Fetch, FetchSpan, Source, ToAgent
+from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source, ToAgent
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.tiered_store.tier import BlockTier
 
@@ -73,7 +73,7 @@ class Server:
 
     def told(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes; an export is made in the same pass."""
-        self.advice.handle_command(TO_AGENT.encode(message))
+        self.advice.handle_command(message, 0.0)
         if isinstance(message, Export):
             self.rank.ranks.each_pass()
 

@@ -100,7 +100,7 @@ class Node:
             arguments,
             config,
             AgentFacts(name, port.to_bytes(16, "big"), BLOCK),
-            desks=self.rank.desks,
+            router_commands=self.rank.router_commands,
             named={},
             namespace=IDENTITY,
             settings={},

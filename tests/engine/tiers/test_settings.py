@@ -25,7 +25,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on
-from sglang_ext.protocol.agent import TO_AGENT, Advise
+from sglang_ext.protocol.agent import Advise
 from sglang_ext.testing.blocks import LAYOUT as BLOCK_LAYOUT
 from sglang_ext.testing.blocks import NAMESPACE, get_all, prefix_keys, put_all
 from sglang_ext.testing.tiers import GatedTier, MemoryTier
@@ -225,9 +225,7 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> No
         rank.serve(PROMPT)
         rank.settle()
         retention = cache.prefetcher.retention
-        cache.advice.handle_command(
-            TO_AGENT.encode(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7))
-        )
+        cache.advice.handle_command(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7), 0.0)
         assert [hint.priority for hint in retention._hints.values()] == [7 * sign]
         cache.advice.clear()
         assert rank.promotions is not None

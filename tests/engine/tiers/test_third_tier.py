@@ -230,14 +230,14 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
             pp_size=1,
         )
         assert rank.promotions is not None
-        assert rank.desks is not None
+        assert rank.router_commands is not None
         facts = AgentFacts("simulated", (1).to_bytes(16, "big"), BLOCK, naming_of(names))
         attach_agent(
             rank.cache,
             arguments,
             KvConfig(router=f"http://127.0.0.1:{port}"),
             facts,
-            desks=rank.desks,
+            router_commands=rank.router_commands,
             named=names_on(rank.promotions._tier),
             namespace=IDENTITY,
             settings={},
