@@ -122,12 +122,6 @@ class StoreTier(Protocol):
     def free_blocks(self) -> int:
         """Blocks that nobody has."""
 
-    def reach(self, match: Match) -> tuple[Node, int] | None:
-        """Where KV of the tier may go on: a node that it has (or the root), and the blocks up to there.
-
-        May start copies to get there. None when it cannot be had.
-        """
-
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
         """Up to so many blocks, as `places` of the index: one entry per slot or block. Evicts for them.
 
@@ -148,16 +142,20 @@ class StoreTier(Protocol):
     def join(self, parts: Sequence[Any]) -> Any:
         """The places of a path, as one address."""
 
-    def onward(self, node: Node, blocks: int, *, always: bool = False) -> bool:
-        """Start copying the last `blocks` blocks up to `node`, which are new here, to the tier below, and
-        what before them is not there either. Whether a copy was started.
-
-        Args:
-            always: also where nothing goes down by itself.
-        """
-
     def clear(self) -> None:
         """Give up every block, with those in the index."""
+
+
+class CopiesDown(Protocol):
+    """Copies blocks of one tier to the tier below it."""
+
+    def __call__(self, node: Node, blocks: int, *, always: bool = False) -> bool:
+        """Start copying the last `blocks` blocks up to `node`, which are new in the tier, and the blocks
+        before them that the tier below lacks too. Returns whether a copy was started.
+
+        Args:
+            always: also where new blocks are not copied by themselves.
+        """
 
 
 class Source(Protocol):
@@ -263,6 +261,7 @@ class Store:
         self.tiers: dict[Tier, StoreTier] = {}
         """Whose memory can be reserved, by name."""
         self._sources: dict[Tier, Source] = {}
+        self._down: dict[Tier, CopiesDown] = {}
         self._open: dict[Reservation, None] = {}
         self._taken: dict[Tier, dict[Use, int]] = {}
         """Blocks that are neither free nor in the index."""
@@ -276,6 +275,10 @@ class Store:
     def add_source(self, level: Tier, source: Source) -> None:
         """Let KV be loaded from there by its name."""
         self._sources[level] = source
+
+    def copy_down(self, level: Tier, copies: CopiesDown) -> None:
+        """Let blocks of this tier be copied to the one below."""
+        self._down[level] = copies
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -340,8 +343,7 @@ class Store:
         self.calls[call] += 1
         tier = self.tiers[level]
         result: InsertResult = self.tree.insert(namespace, key, tier.holder, places, priority=priority)
-        if tier.onward(result.node, result.new_blocks):
-            self.calls[Call.SWAP_OUT] += 1
+        self.swap_out(level, result.node, result.new_blocks)
         return result
 
     def delete(self, level: Tier, gone: Sequence[Evicted]) -> int:
@@ -369,8 +371,9 @@ class Store:
     # -- between tiers ----------------------------------------------------------------------------
 
     def swap_out(self, level: Tier, node: Node, blocks: int = 0, *, always: bool = False) -> bool:
-        """Copy what of the path to `node` is not in the tier below there; see `StoreTier.onward`."""
-        started = self.tiers[level].onward(node, blocks, always=always)
+        """Copy the part of the path to `node` that the tier below lacks; see `CopiesDown`."""
+        down = self._down.get(level)
+        started = down is not None and down(node, blocks, always=always)
         if started:
             self.calls[Call.SWAP_OUT] += 1
         return started
@@ -430,7 +433,7 @@ class Store:
         match = self.tree.match(namespace, key)
         if match.blocks >= total and level is not Tier.HBM:
             return Refusal.KNOWN
-        reached = tier.reach(match)
+        reached = self.reach(level, match)
         if reached is None:
             return Refusal.NO_PARENT
         parent, start = reached
@@ -455,6 +458,21 @@ class Store:
             rank=rank,
             source=source,
         )
+
+    def reach(self, level: Tier, match: Match) -> tuple[Node, int] | None:
+        """Where KV of a tier may continue a match: a node that the tier has (or the root), and the blocks up
+        to there. HBM continues where it ends. The tiers below take what the tier above has of the match
+        first, so that they continue at its end; None where there is no room for that.
+        """
+        holder, node = self.tiers[level].holder, match.node
+        if level is Tier.HBM:
+            path = [each for each in match.path if holder in each.placements]
+            return (path[-1] if path else self.tree.root), sum(each.blocks for each in path)
+        if not node.is_root and holder not in node.placements:
+            self.swap_out(Tier.HBM, node, always=True)
+            if holder not in node.placements:
+                return None
+        return node, match.blocks
 
     def reserve_behind(
         self,

@@ -26,11 +26,13 @@ from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import Retraction
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
@@ -121,7 +123,7 @@ class Rank:
     Args:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
-        cache_class, tier_class: under test.
+        cache_class, tier_class, copies_class, write_down_class: under test.
         routed: tells routers what changes, and hears what they say.
         transfers, peers: make them for this rank, which has its tiers by then.
         least, commands, priority_sign, takes_hints, check: see `Ranks` and `CacheParts`.
@@ -134,6 +136,8 @@ class Rank:
         pace: random.Random | None = None,
         cache_class: type[GlobalRadixCache] = GlobalRadixCache,
         tier_class: type[DramTier] = DramTier,
+        copies_class: type[Copies] = Copies,
+        write_down_class: type[WriteDown] = WriteDown,
         gate_class: type[LayerGate] = LayerGate,
         least: Least | None = None,
         commands: RankCommandQueue | None = None,
@@ -169,6 +173,7 @@ class Rank:
         self.arena: DramArena | None = None
         self.mover: Mover | None = None
         self.tier: DramTier | None = None
+        self.write_down: WriteDown | None = None
         self.writes: DiskWrites | None = None
         self.promotions: Promotions | None = None
         self.ranks = ranks = Ranks(least, check=check)
@@ -207,19 +212,21 @@ class Rank:
                     ranks,
                     self.weights,
                 )
+            observer = None if self.feed is None else self.feed.log
             self.tier = tier_class(
                 self.store,
                 self.hbm,
                 self.dram_holder,
                 self.arena,
-                self.mover,
-                ranks,
+                copies_class(self.mover, ranks),
                 below=below,
-                copies=None if self.feed is None else self.feed.log,
-                write=config.writes_dram,
+                observer=observer,
                 pressure=pressure_policy_by_name(scenario.pressure),
                 layers=scenario.layers,
                 for_others=scenario.for_others,
+            )
+            self.write_down = write_down_class(
+                self.store, self.hbm, self.tier, observer=observer, enabled=config.writes_dram
             )
             if disk is not None and below is not None:
                 self.writes = below
@@ -241,7 +248,7 @@ class Rank:
         parts = CacheParts(
             self.store,
             self.hbm,
-            self.tier,
+            self.write_down,
             self.promotions,
             retraction=None
             if scenario.settings.retract_wait is None
@@ -296,9 +303,10 @@ class Rank:
 
     def settle(self) -> None:
         """Let everything end that is being copied or written."""
-        for part in (self.tier, self.writes):
-            if part is not None:
-                part.settle()
+        if self.tier is not None:
+            self.tier.copies.settle()
+        if self.writes is not None:
+            self.writes.settle()
 
     def __enter__(self) -> Rank:
         return self
@@ -381,7 +389,7 @@ class Rank:
                 chain = np.array(own, np.uint64)
                 if self.hbm in node.placements and node not in loading:
                     in_hbm.append((node, node.placements[self.hbm], chain))
-                copying = self.tier is not None and node.locks.get(self.tier._copying)
+                copying = self.write_down is not None and node.locks.get(self.write_down._copying)
                 if self.dram_holder in node.placements and not copying:
                     in_dram.append((node, node.placements[self.dram_holder], chain))
         self._compare(in_hbm, self._compare_slots)
@@ -401,7 +409,7 @@ class Rank:
     def _loading(self) -> set[Node]:
         """Nodes whose HBM copy may not be there yet."""
         found: set[Node] = set()
-        if self.tier is not None and self.tier.loading:
+        if self.tier is not None and self.tier.copies.loading:
             for node in self.tree.nodes():
                 if node.locks.get(self.dram_holder) and node.locks.get(self.hbm):
                     found.add(node)

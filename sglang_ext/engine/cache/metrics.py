@@ -70,10 +70,12 @@ class CacheMetrics:
             self._events("announced_blocks", {"computed": cache.advice.computes.blocks})
 
     def _show_dram(self, cache: RankCache) -> None:
-        dram = cache.dram
-        if dram is None:
+        write_down = cache.write_down
+        if write_down is None:
             return
-        self._events("dram_blocks", dataclasses.asdict(dram.counters))
+        dram = write_down.dram
+        blocks = dataclasses.asdict(dram.copies.counters)
+        self._events("dram_blocks", {**blocks, "evicted": dram.evicted, "skipped": write_down.skipped})
         self._events("spilled_blocks_events", dataclasses.asdict(dram.spilled.counters))
         self._metrics.set("spilled_blocks", dram.spilled.shown)
         self._metrics.set("spilled_bytes", dram.spilled.shown * dram.block_bytes)

@@ -22,13 +22,13 @@ from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
-from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import slot_ops
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder
@@ -50,8 +50,8 @@ class CacheParts:
     """Over an empty tree, whose block size is a multiple of the page size."""
     hbm: Holder
     """Stands for this rank's pool."""
-    dram: DramTier | None = None
-    """A tier of the store; ``None`` for HBM only."""
+    write_down: WriteDown | None = None
+    """Copies to DRAM and from there to disk; ``None`` for HBM only."""
     promotions: Promotions | None = None
     """Bring blocks from disk to DRAM; ``None`` without a disk."""
     answers: AckedAnswers | None = None
@@ -104,7 +104,8 @@ class RankCache:
         self.tree = parts.store.tree
         self.block_size = self.tree.block_size
         self.hbm = parts.hbm
-        self.dram = dram = parts.dram
+        self.write_down = parts.write_down
+        self.dram = dram = None if parts.write_down is None else parts.write_down.dram
         self.promotions = promotions = parts.promotions
         self.answers = parts.answers
         self.retraction = parts.retraction
@@ -125,7 +126,7 @@ class RankCache:
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         # Not "slots": SGLang takes an attribute of that name for the slots of sessions.
         self.slot_ops = slot_ops(self.device)
-        self.hbm_tier = HbmTier(self.store, self.hbm, allocator, self.slot_ops, dram)
+        self.hbm_tier = HbmTier(self.store, self.hbm, allocator, self.slot_ops, parts.write_down)
         self.prefill_clock: PrefillClock | None = None
         self.speeds: AgreedSpeeds | None = None
         """Of computing and loading, as all ranks know them; None without DRAM."""
@@ -136,7 +137,7 @@ class RankCache:
         if dram is not None:
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
-            speeds = self.speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
+            speeds = self.speeds = AgreedSpeeds(cost, lambda: dram.copies.load_bytes_per_second, parts.ranks)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
             self.load_back = LoadBack(
                 self.store,
@@ -255,7 +256,7 @@ class RankCache:
     def settle(self) -> None:
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""
         if self.dram is not None:
-            self.dram.settle()
+            self.dram.copies.settle()
 
     def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
         """Blocks held and blocks that fit, per tier."""

@@ -140,7 +140,7 @@ class LocalAhead(Listener):
     def before_clear(self) -> None:
         """Give up what is being copied."""
         if self._copying and self._cache.dram is not None:
-            self._cache.dram.settle()
+            self._cache.dram.copies.settle()
         self._end_copies(keep=False)
 
     def _end_copies(self, *, keep: bool) -> None:

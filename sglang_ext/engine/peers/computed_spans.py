@@ -230,7 +230,7 @@ class ComputedSpans:
             else:
                 self._publish(computing, layer)
 
-        self._tier.write_computed(places, reservation.places, computing, copied)
+        self._tier.copies.write_computed(places, reservation.places, computing, copied)
 
     def _publish(self, computing: _Computing, layer: int) -> None:
         """In the mover's thread, and for the last layer in the scheduler's."""
@@ -249,7 +249,7 @@ class ComputedSpans:
             computing.computed = computing.layers
             # The request may give up its slots next.
             while not computing.copied.wait(COPY_CHECK_S):
-                self._tier.check_copies()
+                self._tier.copies.check_mover()
             self._land(computing, held=held)
         self._computing = []
 

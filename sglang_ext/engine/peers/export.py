@@ -24,9 +24,9 @@ import numpy as np
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.engine.tiers.promotion import Promoted, Wanted
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.radix_global.edges import walk
@@ -113,7 +113,7 @@ class Exports:
 
     Args:
         tree: the rank's tree.
-        tier: DRAM.
+        write_down: copies to DRAM.
         link: publishes.
         ranks: agree on which exports have ended.
         disk: brings to DRAM what is below it; None where nothing is.
@@ -123,7 +123,7 @@ class Exports:
     def __init__(
         self,
         tree: RadixTree,
-        tier: DramTier,
+        write_down: WriteDown,
         link: ExportLink,
         ranks: Ranks,
         disk: FromDisk | None = None,
@@ -131,7 +131,8 @@ class Exports:
         clock: Clock | None = None,
     ) -> None:
         self._tree = tree
-        self._tier = tier
+        self._write_down = write_down
+        self._tier = write_down.dram
         self._link = link
         self._disk = disk
         self._clock = clock or SystemClock()
@@ -180,7 +181,7 @@ class Exports:
             self._tier.store.swap_out(Tier.HBM, last, always=True)
 
     def _copying(self, asked: _Asked) -> bool:
-        incomplete = self._tier.incomplete()
+        incomplete = self._write_down.incomplete()
         path = self._path(asked) if incomplete else ()
         return any(node in incomplete for node in path)
 
@@ -232,7 +233,7 @@ class Exports:
 
     def _held(self, asked: _Asked) -> list[Node]:
         """The nodes from the prompt's start on whose copy in DRAM is complete."""
-        incomplete = self._tier.incomplete()
+        incomplete = self._write_down.incomplete()
         nodes: list[Node] = []
         for node in self._path(asked):
             if self._tier.holder not in node.placements or node in incomplete:

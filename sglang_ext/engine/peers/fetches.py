@@ -298,7 +298,7 @@ class Fetches:
         fetch.incoming = store.transfer(
             Tier.HBM, fetch.reservation.blocks * self._tree.block_size, fetch.span.address
         )
-        self._tier.stream(fetch.reservation.places, slots, fetch.job)
+        self._tier.copies.load(slots, fetch.reservation.places, fetch.job)
 
     def _streaming_to(self, handle: Hashable) -> _Fetch | None:
         return next((fetch for fetch in self._active if fetch.streams_to == handle), None)

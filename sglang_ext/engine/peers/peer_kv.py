@@ -15,7 +15,7 @@ from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
 from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
 from sglang_ext.radix_global import RadixTree
@@ -41,7 +41,7 @@ class PeerKv:
     """See the module's docstring. All methods run in the scheduler's thread.
 
     Args:
-        tree, tier: the rank's.
+        tree, write_down: the rank's.
         link: exports and reads.
         ranks: of this instance.
         tell: takes what became of fetches; in rank 0, where there are routers.
@@ -55,7 +55,7 @@ class PeerKv:
     def __init__(
         self,
         tree: RadixTree,
-        tier: DramTier,
+        write_down: WriteDown,
         link: Link,
         ranks: Ranks,
         *,
@@ -68,6 +68,7 @@ class PeerKv:
         endpoints: int = 1,
         clock: Clock | None = None,
     ) -> None:
+        tier = write_down.dram
         self._clock = clock or SystemClock()
         self._step = tree.block_size * TOKEN_BYTES
         self._link = link
@@ -76,7 +77,7 @@ class PeerKv:
         self._rank = rank
         self._endpoints = endpoints
         self._tell = tell
-        self.exports = Exports(tree, tier, link, ranks, disk, clock=self._clock)
+        self.exports = Exports(tree, write_down, link, ranks, disk, clock=self._clock)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
         self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock, host)
         self._spilled = tier.spilled

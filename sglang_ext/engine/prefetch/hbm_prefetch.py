@@ -420,7 +420,7 @@ class Prefetcher:
         while self._waiting:
             self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:
-            self._tier.settle()
+            self._tier.copies.settle()
             self._store.surrender(Tier.HBM)
         if self.layers is not None:
             self.layers.clear()

@@ -182,7 +182,11 @@ class LayerFill:
         for part in parts[:most]:
             cell, slots = self.region.begin(lacking.session.id, layer, part, lacking.session.order)
             self._filling += 1
-            self._tier.fill(lacking.last, cell, slots, partial(self._landed, cell))
+            # The blocks stay in DRAM until they are copied.
+            self._tree.lock(lacking.last, self._tier.holder)
+            self._tier.copies.fill(
+                slots, cell.ids, cell.layer, cell.place, partial(self._landed, lacking.last, cell)
+            )
         return min(most, len(parts))
 
     def _room(self, session: Session, layer: int, places: int) -> bool:
@@ -200,13 +204,14 @@ class LayerFill:
                 return True
         return region.displace(places, layer)
 
-    def _landed(self, cell: Cell) -> None:
+    def _landed(self, last: Node, cell: Cell) -> None:
+        self._tree.unlock(last, self._tier.holder)
         self._filling -= 1
         self.region.landed(cell)
 
     def clear(self) -> None:
         """The cache is about to be emptied."""
-        self._tier.settle()
+        self._tier.copies.settle()
         self.region.clear()
         self._due = False
 

@@ -24,8 +24,8 @@ from typing import Final
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
-from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.retention import path_of
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiered_store.tier import BlockTier, Outcome
@@ -100,7 +100,7 @@ class AckedAnswers:
     """See the module's docstring.
 
     Args:
-        tree, dram_tier, writes, tier: of this rank; ``tier`` is what ``writes`` go to.
+        tree, write_down, writes, tier: of this rank; ``tier`` is what ``writes`` go to.
         ranks: agree on what is durable.
         behind: answers of a conversation that need not be durable when the end of the newest is told.
         timeout: seconds after which an end is told though too little is durable.
@@ -110,7 +110,7 @@ class AckedAnswers:
     def __init__(
         self,
         tree: RadixTree,
-        dram_tier: DramTier,
+        write_down: WriteDown,
         writes: DiskWrites,
         tier: BlockTier,
         ranks: Ranks,
@@ -120,7 +120,7 @@ class AckedAnswers:
         clock: Clock | None = None,
     ) -> None:
         self._tree = tree
-        self._dram_tier = dram_tier
+        self._write_down = write_down
         self._writes = writes
         self._tier = tier
         self._behind = behind
@@ -205,7 +205,7 @@ class AckedAnswers:
     def propose(self) -> Sequence[int]:
         """Of each pending answer, whether it is durable here, will never be, or neither."""
         self._passes += 1
-        version = (self._dram_tier.copies_ended, self._writes.ended)
+        version = (self._write_down.dram.copies.writes_ended, self._writes.ended)
         self._look = (
             self._look or version != self._looked_at or self._passes % _LOOK_AGAIN_PASSES == 0
         ) and bool(self._pending)
@@ -240,9 +240,7 @@ class AckedAnswers:
                 self._resolve(answer, AckEnd.REFUSED if answer.refused else AckEnd.LOST)
                 resolved.append(answer)
             elif self._look:
-                self._dram_tier.push_on(
-                    [node for _, node in path_of(self._tree, answer.namespace, answer.key)]
-                )
+                self._write_down.push([node for _, node in path_of(self._tree, answer.namespace, answer.key)])
         self._look = False
         self._count_without(resolved)
 

@@ -82,9 +82,9 @@ class DirectLoads:
         direct = self._of.get(handle)
         if direct is None:
             return False
-        put = self._dram_tier.into(slots)
+        put = self._dram_tier.copies.into(slots)
         direct.load = self._loader.load(self._tier, direct.get, None, np.arange(direct.blocks), on_layer=put)
-        self._dram_tier.follow(direct.load, direct.blocks)
+        self._dram_tier.copies.follow(direct.load, direct.blocks)
         self._streams.append(direct)
         return True
 

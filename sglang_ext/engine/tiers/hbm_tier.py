@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.slots import SlotOps
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.mempool.store import Store
-from sglang_ext.radix_global import Holder, Match, Node
+from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
 
 
@@ -29,20 +29,20 @@ class HbmTier:
         hbm: the holder that stands for the pool.
         allocator: SGLang's, of slots; None for an index alone.
         slots: how the tree keeps them.
-        dram: the tier below, if there is one.
+        below: copies its blocks to DRAM; None without DRAM.
     """
 
     def __init__(
-        self, store: Store, hbm: Holder, allocator: Any, slots: SlotOps, dram: DramTier | None
+        self, store: Store, hbm: Holder, allocator: Any, slots: SlotOps, below: WriteDown | None
     ) -> None:
         self._store = store
         self._tree = store.tree
         self._hbm = self.holder = hbm
         self._allocator = allocator
         self._slots = slots
-        self._dram = dram
-        self.retention = None if dram is None else dram.retention
-        """What is held back for requests that were announced."""
+        self._below = below
+        self.retention = None if below is None else below.dram.retention
+        """Blocks that are held back for announced requests."""
         store.add(Tier.HBM, self)
 
     @property
@@ -65,18 +65,19 @@ class HbmTier:
         """Give back at least so many slots, where so many may go. Returns how many did."""
         missing = -(-tokens // self._tree.block_size)
         freed = 0
-        dram = self._dram
-        if dram is not None:
-            dram.look()
-            freed = self._evict(missing, dram.has_copy)
+        below = self._below
+        if below is not None:
+            copies = below.dram.copies
+            copies.look()
+            freed = self._evict(missing, below.has_copy)
             freed += self._give_up_layers(missing - freed, above=0)
-            if freed < missing and (dram.writing or self._store.yielding(Tier.HBM)):
-                dram.settle()
-                freed += self._evict(missing - freed, dram.has_copy)
+            if freed < missing and (copies.writing or self._store.yielding(Tier.HBM)):
+                copies.settle()
+                freed += self._evict(missing - freed, below.has_copy)
                 if freed < missing:
                     freed += self._store.surrender(Tier.HBM)
                 freed += self._give_up_layers(missing - freed, above=0)
-            freed += self._give_up(missing - freed, dram.has_copy)
+            freed += self._give_up(missing - freed, below.has_copy)
             freed += self._give_up_layers(missing - freed)
         if freed < missing:
             freed += self._evict(missing - freed, None)
@@ -88,16 +89,16 @@ class HbmTier:
         """Have slots for up to so many blocks free for what is expected, by giving back blocks that have a
         copy: those that were not used since then, and what is held back for hints of lower priority.
         """
-        dram = self._dram
+        below = self._below
         missing = blocks - self.free_blocks
-        if dram is None or missing <= 0:
+        if below is None or missing <= 0:
             return
 
         def may_go(node: Node) -> bool:
-            return node.last_access < unused_since and dram.has_copy(node)
+            return node.last_access < unused_since and below.has_copy(node)
 
         missing -= self._evict(missing, may_go)
-        self._give_up(missing, dram.has_copy, below=priority)
+        self._give_up(missing, below.has_copy, below=priority)
 
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
         """Blocks of what nobody has announced."""
@@ -113,15 +114,15 @@ class HbmTier:
 
     def _give_up_layers(self, blocks: int, above: int = -1) -> int:
         """Blocks of the region that holds layers."""
-        region = None if self._dram is None else self._dram.region
+        region = None if self._below is None else self._below.dram.region
         return 0 if region is None else region.give_up(blocks, above=above)
 
     def thin_out(self, blocks: int, priority: int) -> None:
         """Have slots for so many blocks free for the lowest layers of several sessions, by giving back whole
         blocks of sessions that were announced with no higher a priority, where there is a copy.
         """
-        if self._dram is not None and blocks > self.free_blocks:
-            self._give_up(blocks - self.free_blocks, self._dram.has_copy, below=priority + 1)
+        if self._below is not None and blocks > self.free_blocks:
+            self._give_up(blocks - self.free_blocks, self._below.has_copy, below=priority + 1)
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots, evicting for them; None when there are not so many."""
@@ -152,11 +153,6 @@ class HbmTier:
         """Whole blocks of free slots."""
         return self.free // self._tree.block_size
 
-    def reach(self, match: Match) -> tuple[Node, int]:
-        """The last node of a match that HBM has."""
-        path = [node for node in match.path if self._hbm in node.placements]
-        return (path[-1] if path else self._tree.root), sum(node.blocks for node in path)
-
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
         """Slots of up to so many blocks. Unless ``lose``, only of what is free (see ``make_room``)."""
         step = self._tree.block_size
@@ -182,10 +178,6 @@ class HbmTier:
     def join(self, parts: Sequence[Any]) -> Any:
         """The slots of a path."""
         return self._slots.keep(self._slots.join(parts))
-
-    def onward(self, node: Node, blocks: int, *, always: bool = False) -> bool:
-        """What is new in HBM is written through to DRAM."""
-        return self._dram is not None and self._dram.write_through(node, always=always)
 
     def clear(self) -> None:
         """Forget every block. SGLang empties its pools itself."""

@@ -130,7 +130,7 @@ class LoadBack:
     def _weighed(self, req: Any, tokens: int, before: int) -> LoadReport:
         """Weigh loading against computing. Noted with the request; nothing is read if not worth it."""
         blocks = tokens // self._block_size
-        decision = self._policy.weigh(blocks, before, waiting_blocks=self._dram.loading_blocks)
+        decision = self._policy.weigh(blocks, before, waiting_blocks=self._dram.copies.loading_blocks)
         report = begin_report(req, Tier.DRAM)
         report.decided(blocks, decision, self._block_size, self._policy.block_bytes)
         self.decisions.note(report)
@@ -142,7 +142,7 @@ class LoadBack:
             # SGLang takes all that was loaded for the tree's; what streams is the request's own for now.
             req.kv.cache_protected_len = protected
         self._streaming.clear()
-        return self._dram.loads_submitted() - 1 if self._dram.loading else NOTHING_TO_WAIT_FOR
+        return self._dram.copies.loads_submitted - 1 if self._dram.copies.loading else NOTHING_TO_WAIT_FOR
 
 
 def blocks_up_to(node: Node) -> int:

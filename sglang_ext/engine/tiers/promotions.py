@@ -133,7 +133,7 @@ class Promotions:
         self._names = writes.names
         self.policy = policy
         self._ranks = ranks
-        self._stream = stream and dram_tier.streams
+        self._stream = stream and dram_tier.copies.streams
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
         self._wanted: dict[Hashable, Wanted] = {}
@@ -238,7 +238,7 @@ class Promotions:
         promotion = self._waiting[handle]
         promotion.streaming = True
         self._streams.append(promotion)
-        self._dram_tier.stream(promotion.reservation.places, slots, promotion.load)
+        self._dram_tier.copies.load(slots, promotion.reservation.places, promotion.load)
 
     def streams_hold(self) -> bool:
         """After a forward pass: whether all that streamed into it was what it should have been."""
@@ -335,7 +335,7 @@ class Promotions:
             return
         del self._wanted[handle]
         # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that.
-        reached = self._dram_tier.reach(match) if found else None
+        reached = self._dram_tier.store.reach(Tier.DRAM, match) if found else None
         shared = self._under_way.get(look.names[0])
         if look.get is None or reached is None or shared is not None:
             self._unpin(look)

@@ -24,11 +24,13 @@ from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import DEFAULT_WAIT_SECONDS, Retraction
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
@@ -104,7 +106,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=params.page_size
     )
     geometry = pool.geometry
-    dram = promotions = answers = arena = below = disk = feed = router_commands = peers = None
+    dram = write_down = promotions = answers = arena = below = disk = feed = router_commands = peers = None
     splits = False
     host = SglangHost(params.token_to_kv_pool_allocator)
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
@@ -141,37 +143,37 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         feed = PlacementFeed(tree, holders, names.weights if names is not None else str)
         router_commands = RouterCommands(commands, epoch.to_bytes(16, "big"), feed.post)
     if arena is not None:
+        observer = None if feed is None else feed.log
         dram = DramTier(
             store,
             hbm,
             holder,
             arena,
-            mover,
-            ranks,
+            Copies(mover, ranks),
             below=below,
-            copies=None if feed is None else feed.log,
-            write=config.writes_dram,
+            observer=observer,
             pressure=pressure_policy_by_name(config.pressure_policy),
             layers=config.layer_region_bytes,
             for_others=config.dram_for_others // arena.block_bytes if fetches else 0,
         )
+        write_down = WriteDown(store, hbm, dram, observer=observer, enabled=config.writes_dram)
         if disk is not None and below is not None:
             # What has been pushed while it was computed cannot be taken back.
             mode = ctx.server_args.disaggregation_mode
             stream = mode == "null" or config.transfer_mode != "push-by-layer"
             promotions = promotions_from(disk, below, config, tree, dram, holder, arena, ranks, stream=stream)
-            answers = acked_by(disk, below, config, tree, dram, ranks)
+            answers = acked_by(disk, below, config, tree, write_down, ranks)
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     transfers, addresses = _transfers_of(ctx, config, pool, arena, identity if fetches else None, epoch)
     endpoints: tuple[str, ...] = ()
-    if fetches and dram is not None and transfers is not None:
+    if fetches and write_down is not None and transfers is not None:
         endpoints = addresses
         tell = None if router_commands is None else router_commands.reply_to_fetch
-        splits = dram.streams and ctx.server_args.disaggregation_mode == "null"
+        splits = write_down.dram.copies.streams and ctx.server_args.disaggregation_mode == "null"
         peers = make_peers(
-            dram,
+            write_down,
             transfers,
             weights,
             ranks,
@@ -186,7 +188,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         CacheParts(
             store,
             hbm,
-            dram,
+            write_down,
             promotions,
             answers=answers,
             retraction=_retraction(ctx, config, ranks),

@@ -15,6 +15,7 @@ from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
@@ -108,7 +109,7 @@ def promotions_from(
     stream: bool,
 ) -> Promotions:
     """What brings blocks back from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
-    stream = stream and dram_tier.streams and config.disk_admission == "first-layer"
+    stream = stream and dram_tier.copies.streams and config.disk_admission == "first-layer"
     policy = DiskPolicy(
         config.block_size,
         arena.block_bytes,
@@ -131,7 +132,7 @@ def promotions_from(
 
 
 def acked_by(
-    disk: BlockTier, below: DiskWrites, config: KvConfig, tree: RadixTree, dram_tier: DramTier, ranks: Ranks
+    disk: BlockTier, below: DiskWrites, config: KvConfig, tree: RadixTree, write_down: WriteDown, ranks: Ranks
 ) -> AckedAnswers | None:
     """What knows which answers are durable, where their ends wait for that.
 
@@ -154,7 +155,7 @@ def acked_by(
             )
     return AckedAnswers(
         tree,
-        dram_tier,
+        write_down,
         below,
         disk,
         ranks,

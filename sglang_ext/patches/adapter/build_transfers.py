@@ -27,8 +27,8 @@ from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
@@ -193,7 +193,7 @@ def on_all_ranks_or_none(
 
 
 def make_peers(
-    tier: DramTier,
+    write_down: WriteDown,
     transfers: TransferThread,
     weights: Weights,
     ranks: Ranks,
@@ -205,8 +205,8 @@ def make_peers(
 ) -> PeerKv:
     """What a rank of an instance with so many endpoints exports and fetches with; see `PeerKv`."""
     return PeerKv(
-        tier.store.tree,
-        tier,
+        write_down.dram.store.tree,
+        write_down,
         FetchLink(transfers),
         ranks,
         namespace=weights.namespace,

@@ -61,7 +61,7 @@ from sglang_ext.engine.resume import (
     replay,
     state_of,
 )
-from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
 from sglang_ext.patches.adapter.pd_setup import ScratchRow
 from sglang_ext.patches.adapter.request_stages import request_stages, set_former
@@ -97,7 +97,7 @@ class MovesFrom(Protocol):
     page_size: int
     tree: RadixTree
     ranks: Ranks
-    dram: DramTier | None
+    write_down: WriteDown | None
     peers: PeerKv | None
 
     def namespace_of(self, req: Any) -> Hashable | None: ...
@@ -330,10 +330,10 @@ class Migration:
     def _copied(self, parked: _Parked, now: float) -> bool:
         """Whether DRAM has copies of a request's blocks, as far as they are waited for."""
         cache = self._cache
-        if cache.dram is None or cache.peers is None:
+        if cache.write_down is None or cache.peers is None:
             return True
         path = cache.tree.match(cache.namespace_of(parked.req), parked.tokens).path
-        return cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
+        return cache.write_down.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
 
     def _lend(self, parked: _Parked) -> None:
         cache, req = self._cache, parked.req

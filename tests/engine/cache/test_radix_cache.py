@@ -345,9 +345,9 @@ def test_eviction_waits_for_copies_under_way_before_it_loses_anything(make_rank:
     rank = make_rank()
     fill(rank, TOKENS)
     assert rank.tier is not None
-    assert rank.tier.writing
+    assert rank.tier.copies.writing
     assert evict(rank, 24) == 24
-    assert not rank.tier.writing
+    assert not rank.tier.copies.writing
     result = match(rank, TOKENS)
     assert (found_tokens(result), result.host_hit_length) == (0, 24)
     rank.check()
@@ -360,7 +360,7 @@ def test_eviction_does_not_wait_while_others_have_copies(make_rank: MakeRank) ->
     fill(rank, [2] * 24)
     assert evict(rank, 24) == 24
     assert rank.tier is not None
-    assert rank.tier.writing
+    assert rank.tier.copies.writing
     assert found_tokens(match(rank, [2] * 24)) == 24
 
 
@@ -368,7 +368,7 @@ def test_what_has_no_copy_is_lost_in_the_end(make_rank: MakeRank) -> None:
     rank = make_rank(dram_blocks=2)
     fill(rank, TOKENS)
     assert rank.tier is not None
-    assert rank.tier.counters.skipped == 4
+    assert rank.write_down.skipped == 4
     assert evict(rank, 1000) == 24
     result = match(rank, TOKENS)
     assert (found_tokens(result), result.host_hit_length) == (0, 8)
@@ -521,7 +521,7 @@ def test_settle_leaves_no_copy_under_way(make_rank: MakeRank) -> None:
     fill(rank, TOKENS)
     rank.cache.settle()
     assert rank.tier is not None
-    assert not rank.tier.writing
+    assert not rank.tier.copies.writing
     make_rank(dram_blocks=None).cache.settle()
 
 
@@ -586,7 +586,7 @@ def test_the_idle_check_runs_only_when_asked_for_and_after_a_change(make_rank: M
             super().check()
 
     for check, expected in ((False, 0), (True, 1)):
-        parts = CacheParts(rank.store, rank.hbm, rank.tier, check=check)
+        parts = CacheParts(rank.store, rank.hbm, rank.write_down, check=check)
         cache = Counting(rank.pools.params(), parts, SglangHost(rank.pools.allocator))
         cache.sanity_check()
         cache.sanity_check()

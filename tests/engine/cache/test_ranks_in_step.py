@@ -172,7 +172,7 @@ class RankThread(threading.Thread):
             if pictures[0] != pictures[1]:
                 raise DriftedApart(f"the ranks have different trees after step {step}")
         self.loaded = rank.scheduler.loaded_tokens
-        self.evicted = rank.tier.counters.evicted if rank.tier is not None else 0
+        self.evicted = rank.tier.evicted if rank.tier is not None else 0
         if rank.cache.retracting is not None:
             self.retracted = rank.cache.retracting.retraction.counters.retracted
         finish(rank)

@@ -80,8 +80,8 @@ def test_traffic_reaches_what_it_is_meant_to_reach() -> None:
             counts["retracted"] = rank.scheduler.retracted
             counts["preempted"] = rank.scheduler.preempted
             if rank.tier is not None:
-                counts["evicted"] = rank.tier.counters.evicted
-                counts["skipped"] = rank.tier.counters.skipped
+                counts["evicted"] = rank.tier.evicted
+                counts["skipped"] = rank.write_down.skipped
         for what, count in counts.items():
             seen[what] = seen.get(what, 0) + count
     wanted = ("submit", "abort", "weights", "retract all", "flush", "loaded tokens", "retracted", "preempted")

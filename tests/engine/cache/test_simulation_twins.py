@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     IncLockRefResult,
 )
 
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -121,11 +122,11 @@ class DoesNotWaitForWrites(GlobalRadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         assert self.dram is not None
-        self.dram.settle, settle = _nothing, self.dram.settle  # type: ignore[method-assign]
+        self.dram.copies.settle, settle = _nothing, self.dram.copies.settle  # type: ignore[method-assign]
         try:
             return super().evict(params)
         finally:
-            self.dram.settle = settle  # type: ignore[method-assign]
+            self.dram.copies.settle = settle  # type: ignore[method-assign]
 
 
 def _nothing() -> None:
@@ -143,11 +144,11 @@ class WaitsForTheLayerBefore(LayerGate):
             super().wait_until(layer - 1)
 
 
-class CountsEarly(DramTier):
+class CountsEarly(Copies):
     """Takes a write for complete when it is submitted."""
 
-    def _complete_writes(self, upto: int) -> None:
-        super()._complete_writes(self._writes.completed + len(self._writes.pending))
+    def act(self, agreed: Sequence[int]) -> None:
+        super().act((self.writes_ended + len(self._writes.pending), *agreed[1:]) if agreed else ())
 
 
 class LoadsInTheWrongOrder(DramTier):
@@ -190,7 +191,7 @@ TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
     ({"cache_class": DoesNotWaitForWrites}, PAGED, WrongKvError),
     ({"gate_class": NeverWaits}, BUSY, WrongKvError),
     ({"gate_class": WaitsForTheLayerBefore}, PAGED, WrongKvError),
-    ({"tier_class": CountsEarly}, BUSY, WrongKvError),
+    ({"copies_class": CountsEarly}, BUSY, WrongKvError),
     ({"tier_class": LoadsInTheWrongOrder}, PAGED, WrongKvError),
     ({"disk_class": LyingDisk}, ON_DISK, WrongKvError),
     ({"disk_class": MixesUpBlocks}, ON_DISK, WrongKvError),

@@ -11,6 +11,7 @@ import torch
 from engine_movers import HandMover
 
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.slots import HostSlots
@@ -54,7 +55,7 @@ def dram_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
     arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
     hbm, dram = (Holder.of("one", 1, tier) for tier in (Tier.HBM, Tier.DRAM))
     mover = HandMover(SimpleNamespace(), LAYOUT.n_layers)
-    DramTier(store, hbm, dram, arena, mover, Ranks())
+    DramTier(store, hbm, dram, arena, Copies(mover, Ranks()))
     return Rig(store, Tier.DRAM, arena.close)
 
 

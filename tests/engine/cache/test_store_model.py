@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
-from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES, block_keys, encode_tokens
 from sglang_ext.radix_global import Node
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier
@@ -40,15 +40,15 @@ Name = tuple[bytes, bytes]
 """A block on disk: the digest of its namespace, and its key."""
 
 
-class NotingTier(DramTier):
-    """Remembers what DRAM had no room for."""
+class NotingWriteDown(WriteDown):
+    """Remembers the blocks for which DRAM had no room."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.left_out: list[tuple[object, bytes]] = []
 
-    def write_through(self, node: Node, *, always: bool = False) -> bool:
-        started = super().write_through(node, always=always)
+    def to_dram(self, node: Node, blocks: int = 0, *, always: bool = False) -> bool:
+        started = super().to_dram(node, blocks, always=always)
         while node.parent is not None and self._dram not in node.placements:
             self.left_out.append((node.namespace, key_of(node)))
             node = node.parent
@@ -110,7 +110,7 @@ class StoreModel(RuleBasedStateMachine):
         layout = Rank.layout_of(scenario)
         self.inner = MemoryTier(layout, 100_000)
         pace = random.Random(seed) if seed % 3 else None
-        self.rank = Rank(scenario, pace=pace, tier_class=NotingTier, disk_class=faulty)
+        self.rank = Rank(scenario, pace=pace, write_down_class=NotingWriteDown, disk_class=faulty)
         assert self.rank.writes is not None
         note_refusals(self.rank.writes, self.refused)
 
@@ -179,9 +179,9 @@ class StoreModel(RuleBasedStateMachine):
         if rank is None:
             return
         rank.check()
-        assert isinstance(rank.tier, NotingTier)
+        assert isinstance(rank.write_down, NotingWriteDown)
         assert rank.writes is not None
-        left_out = set(rank.tier.left_out)
+        left_out = set(rank.write_down.left_out)
         for namespace, key in self.kept:
             blocks = len(key) // STEP
             held = rank.tree.holders(namespace, key)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from engine_simulation import SCENARIOS, Rank, Scenario, run
 
 from sglang_ext.engine.events.events import Began, Changed, Ended, LeftOut, Part, PlacementFeed
+from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.protocol.agent import FROM_AGENT, Hello, PlacementEvent, Welcome
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.radix_global.sync.replica import Outcome, Replica
@@ -70,6 +72,23 @@ class Follower:
             self.hello()
 
 
+class RecordsLoads(DramTier):
+    """Remembers the last node and the blocks of each load under way."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.under_way: deque[tuple[Node, int]] = deque()
+
+    def load(self, what: list[Node], places: Any, landed: Callable[[], None] | None = None) -> None:
+        super().load(what, places, landed)
+        if landed is None:
+            self.under_way.append((what[-1], sum(node.blocks for node in what)))
+
+    def _loaded(self, *args: Any) -> None:
+        self.under_way.popleft()
+        super()._loaded(*args)
+
+
 class FollowedRank(Rank):
     """A rank whose every pass is followed."""
 
@@ -78,7 +97,7 @@ class FollowedRank(Rank):
 
     def __init__(self, scenario: Scenario, **options: Any) -> None:
         feed_class = functools.partial(self.feed_class, limit=self.limit)
-        super().__init__(scenario, routed=True, feed_class=feed_class, **options)
+        super().__init__(scenario, routed=True, feed_class=feed_class, tier_class=RecordsLoads, **options)
         assert self.feed is not None
         self.follower = Follower(self.feed, scenario.block)
         self.compared = 0
@@ -116,8 +135,13 @@ class FollowedRank(Rank):
     def _pending(self) -> Iterator[tuple[Node, Holder]]:
         if self.tier is None:
             return
-        for queue, holder in ((self.tier._writes, self.dram_holder), (self.tier._loads, self.hbm)):
-            for node, blocks in queue.pending:
+        assert isinstance(self.tier, RecordsLoads)
+        assert self.write_down is not None
+        for pending, holder in (
+            (self.write_down._pending, self.dram_holder),
+            (self.tier.under_way, self.hbm),
+        ):
+            for node, blocks in pending:
                 while node is not None and blocks > 0:
                     yield node, holder
                     blocks -= node.blocks

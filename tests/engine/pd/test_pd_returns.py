@@ -341,10 +341,10 @@ def test_what_finds_no_room_in_hbm_goes_to_dram(pair: Pair, known: int) -> None:
     pair.return_receiver._busy = lambda: False
     match = prefill.tree.match(NAMESPACE, key_of(ANSWERED))
     assert match.blocks == len(ANSWERED) // prefill.scenario.block
-    before = prefill.tier.counters.loaded if prefill.tier is not None else 0
+    before = prefill.tier.copies.counters.loaded if prefill.tier is not None else 0
     prefill.serve(ANSWERED)
     assert prefill.tier is not None
-    assert prefill.tier.counters.loaded > before
+    assert prefill.tier.copies.counters.loaded > before
 
 
 def test_dram_has_a_budget_too(pair: Pair) -> None:

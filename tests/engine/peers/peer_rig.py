@@ -73,6 +73,7 @@ class Server:
 
     def told(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes; an export is made in the same pass."""
+        self.advice.expire(0.0)
         self.advice.handle_command(message, 0.0)
         if isinstance(message, Export):
             self.rank.ranks.each_pass()
@@ -146,10 +147,10 @@ def servers() -> Iterator[MakeServer]:
             return TransferThread(config, [arena_pool(rank.arena, geometry, namespace)])
 
         def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
-            assert rank.tier is not None
+            assert rank.write_down is not None
             return PeerKv(
                 rank.tree,
-                rank.tier,
+                rank.write_down,
                 FetchLink(transfers),
                 rank.ranks,
                 namespace=rank.weights.namespace,

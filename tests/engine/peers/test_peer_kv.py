@@ -132,7 +132,7 @@ def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, durabi
         # As if the copy of what was computed just now had not completed.
         assert owner.rank.tier is not None
         path = owner.rank.tree.match((0, None, None), encode_tokens(tokens)).path
-        with patch.object(owner.rank.tier, "incomplete", lambda: set(path)):
+        with patch.object(owner.rank.write_down, "incomplete", lambda: set(path)):
             lend_and_fetch(owner, reader, tokens)
             for _ in range(3):
                 owner.rank.ranks.each_pass()
@@ -688,7 +688,7 @@ def test_what_a_server_puts_together_fetches(
 
         def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
             assert rank.tier is not None
-            return make_peers(rank.tier, transfers, rank.weights, rank.ranks, endpoints=1)
+            return make_peers(rank.write_down, transfers, rank.weights, rank.ranks, endpoints=1)
 
         server = Server.of(Rank(SCENARIO, transfers=transfers, peers=peers), [])
         stack.callback(server.rank.close)

@@ -83,17 +83,17 @@ class Node:
             return made
 
         def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
-            assert rank.tier is not None
-            assert rank.desks is not None
-            tell = rank.desks.hints.tell_fetched
-            return make_peers(rank.tier, transfers, rank.weights, rank.ranks, endpoints=1, tell=tell)
+            assert rank.write_down is not None
+            assert rank.router_commands is not None
+            tell = rank.router_commands.reply_to_fetch
+            return make_peers(rank.write_down, transfers, rank.weights, rank.ranks, endpoints=1, tell=tell)
 
         # Every simulated rank has one name, and members of a cluster have different ones.
         named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))
         with patch.object(engine_simulation, "Holder", named):
             self.rank = Rank(scenario, routed=True, takes_hints=True, transfers=transfers, peers=peers)
         self.cache = self.rank.cache
-        assert self.rank.desks is not None
+        assert self.rank.router_commands is not None
         assert self.cache.transfers is not None
         attach_agent(
             self.cache,
@@ -115,7 +115,7 @@ class Node:
             self.cache.handle_command(command.payload, command.at)
         self.rank.scheduler.step()
         assert self.rank.tier is not None
-        self.rank.tier.settle()
+        self.rank.tier.copies.settle()
 
     def in_dram(self) -> int:
         holders = self.rank.tree.holders((0, None, "salt"), encode_tokens(TOKENS))

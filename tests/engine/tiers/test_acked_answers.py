@@ -25,7 +25,7 @@ class Acking(Setup):
         self.clock = FakeClock()
         self.answers = AckedAnswers(
             self.tree,
-            self.tier,
+            self.write_down,
             self.writes,
             self.below,
             self.ranks,
@@ -112,7 +112,7 @@ def test_a_turn_may_be_behind_and_the_one_before_it_may_not(make: Callable[..., 
     setup.passes()
     assert not setup.answers.may_tell(second)
     assert setup.answers.may_tell(other)  # another conversation
-    setup.tier.settle()
+    setup.tier.copies.settle()
     setup.writer.group_bytes = 1
     setup.writer.step()  # the first turn, which was submitted first
     setup.passes()
@@ -154,7 +154,7 @@ def test_what_the_writer_skipped_is_tried_again(make: Callable[..., Acking]) -> 
 
 def test_what_dram_had_no_room_for_is_tried_again(setup: Acking) -> None:
     first, second = setup.answer([1] * 24), setup.answer([2] * 16)
-    assert setup.tier.counters.skipped == 2  # of ten blocks, in an arena of eight
+    assert setup.write_down.skipped == 2  # of ten blocks, in an arena of eight
     setup.to_dram()
     setup.passes()
     assert not setup.answers.may_tell(second)

@@ -13,11 +13,13 @@ from engine_movers import HandMover
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.engine.tiers.slots import HostSlots
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, block_keys, encode_tokens
 from sglang_ext.mempool.store import Store
@@ -79,9 +81,10 @@ class Setup:
         self.mover = HandMover(None, LAYOUT.n_layers)
         self.store = Store(self.tree)
         self.tier = DramTier(
-            self.store, self.hbm, self.dram, self.arena, self.mover, self.ranks, below=self.writes
+            self.store, self.hbm, self.dram, self.arena, Copies(self.mover, self.ranks), below=self.writes
         )
-        HbmTier(self.store, self.hbm, None, HostSlots(), self.tier)
+        self.write_down = WriteDown(self.store, self.hbm, self.tier)
+        HbmTier(self.store, self.hbm, None, HostSlots(), self.write_down)
         self._next_slot = 0
 
     def insert(self, tokens: list[int], namespace: tuple[int, str | None, str | None] = PLAIN) -> Node:
@@ -90,11 +93,11 @@ class Setup:
         keys = block_keys(self.names.digest(namespace), encode_tokens(tokens), BLOCK)
         self.below.parents.update(zip(keys[1:], keys, strict=False))
         node = self.tree.insert(namespace, encode_tokens(tokens), self.hbm, slots).node
-        self.tier.write_through(node)
+        self.write_down.to_dram(node)
         return node
 
     def to_dram(self) -> None:
-        self.tier.settle()
+        self.tier.copies.settle()
 
     def to_disk(self) -> None:
         while self.writer.step():
@@ -155,7 +158,7 @@ def test_dram_gives_up_what_is_on_disk_before_what_is_not(setup: Setup) -> None:
     setup.insert([3] * 12)
     assert setup.dram not in durable.placements
     assert setup.dram in older.placements
-    assert setup.tier.counters.evicted == 2  # as many as were needed, the end of the prompt first
+    assert setup.tier.evicted == 2  # as many as were needed, the end of the prompt first
     setup.tree.check()
 
 
@@ -194,12 +197,12 @@ def test_hbm_does_not_give_up_what_is_being_copied_to_dram_though_the_disk_has_i
     setup.to_dram()
     setup.to_disk()
     setup.store.delete(Tier.DRAM, setup.tree.evict(setup.dram, 2))
-    assert setup.tier.has_copy(node)  # on disk
-    setup.tier.write_through(node)
-    assert not setup.tier.has_copy(node)
-    assert setup.evict_hbm(2, only=setup.tier.has_copy) == []
+    assert setup.write_down.has_copy(node)  # on disk
+    setup.write_down.to_dram(node)
+    assert not setup.write_down.has_copy(node)
+    assert setup.evict_hbm(2, only=setup.write_down.has_copy) == []
     setup.to_dram()
-    assert setup.tier.has_copy(node)
+    assert setup.write_down.has_copy(node)
 
 
 def test_a_disk_that_refuses_costs_nothing_but_durability() -> None:

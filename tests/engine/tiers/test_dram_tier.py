@@ -10,7 +10,9 @@ import pytest
 from engine_movers import HandMover
 
 from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
@@ -51,7 +53,10 @@ class Setup:
         self.arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.mover = Recorder()
         self.ranks = Ranks(least)
-        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, self.ranks)
+        self.tier = DramTier(
+            Store(self.tree), self.hbm, self.dram, self.arena, Copies(self.mover, self.ranks)
+        )
+        self.write_down = WriteDown(self.tier.store, self.hbm, self.tier)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:
@@ -59,11 +64,14 @@ class Setup:
         slots = np.arange(self._next_slot, self._next_slot + len(tokens))
         self._next_slot += len(tokens)
         node = self.tree.insert(None, encode_tokens(tokens), self.hbm, slots).node
-        self.tier.write_through(node)
+        self.write_down.to_dram(node)
         return node
 
+    def counts(self) -> tuple[object, ...]:
+        return self.tier.copies.counters, self.tier.evicted, self.write_down.skipped
+
     def evict_hbm(self, blocks: int) -> int:
-        gone = self.tree.evict(self.hbm, blocks, only=self.tier.has_copy)
+        gone = self.tree.evict(self.hbm, blocks, only=self.write_down.has_copy)
         return sum(evicted.blocks for evicted in gone)
 
     def path(self, tokens: list[int]) -> list[Node]:
@@ -112,14 +120,14 @@ def prompt(letter: int, blocks: int) -> list[int]:
 def test_a_prompt_is_written_once_from_its_slots(setup: Setup) -> None:
     setup.insert(prompt(1, 3))
     assert setup.mover.written == [(list(range(12)), [0, 1, 2])]
-    assert setup.tier.writing
+    assert setup.tier.copies.writing
     setup.insert(prompt(1, 3))
     setup.insert(prompt(1, 2))
     assert len(setup.mover.written) == 1
     setup.mover.settle()
     setup.ranks.each_pass()
-    assert not setup.tier.writing
-    assert setup.tier.counters.written == 3
+    assert not setup.tier.copies.writing
+    assert setup.tier.copies.counters.written == 3
     assert setup.tier.used_blocks == 3
 
 
@@ -137,14 +145,14 @@ def test_a_prefix_that_was_skipped_is_written_before_what_continues_it(setup: Se
     tree, hbm = setup.tree, setup.hbm
     tree.insert(None, encode_tokens(prompt(1, 1)), hbm, np.arange(100, 104))
     node = tree.insert(None, encode_tokens(prompt(1, 3)), hbm, np.arange(100, 112)).node
-    setup.tier.write_through(node)
+    setup.write_down.to_dram(node)
     assert setup.mover.written == [(list(range(100, 104)), [0]), (list(range(104, 112)), [1, 2])]
 
 
 def test_only_the_beginning_is_written_when_not_all_of_it_fits(setup: Setup) -> None:
     setup.insert(prompt(1, 12))
     assert setup.in_dram(prompt(1, 12)) == 8
-    assert setup.tier.counters.skipped == 4
+    assert setup.write_down.skipped == 4
     assert setup.mover.written == [(list(range(32)), list(range(8)))]
     assert [node.blocks for node in setup.path(prompt(1, 12))] == [8, 4]
 
@@ -153,22 +161,22 @@ def test_nothing_is_written_when_everything_is_locked(setup: Setup) -> None:
     setup.insert(prompt(1, 8))
     setup.insert(prompt(2, 3))
     assert setup.in_dram(prompt(2, 3)) == 0
-    assert setup.tier.counters.skipped == 3
+    assert setup.write_down.skipped == 3
     setup.mover.settle()
     setup.ranks.each_pass()
     setup.insert(prompt(2, 3))
     assert setup.in_dram(prompt(2, 3)) == 3
-    assert setup.tier.counters.evicted == 3
+    assert setup.tier.evicted == 3
 
 
 def test_the_oldest_ends_of_prompts_make_room(setup: Setup) -> None:
     for letter in (1, 2):
         setup.insert(prompt(letter, 4))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     setup.insert(prompt(3, 2))
     assert [setup.in_dram(prompt(letter, 4)) for letter in (1, 2, 3)] == [2, 4, 2]
-    assert setup.tier.counters.evicted == 2
-    setup.tier.settle()
+    assert setup.tier.evicted == 2
+    setup.tier.copies.settle()
     setup.path(prompt(1, 2))  # used again
     setup.insert(prompt(4, 2))
     assert [setup.in_dram(prompt(letter, 4)) for letter in (1, 2, 3, 4)] == [2, 2, 2, 2]
@@ -176,24 +184,24 @@ def test_the_oldest_ends_of_prompts_make_room(setup: Setup) -> None:
 
 def test_what_is_continued_is_not_evicted_for_its_own_continuation(setup: Setup) -> None:
     setup.insert(prompt(1, 8))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     setup.insert(prompt(1, 10))
     assert setup.in_dram(prompt(1, 10)) == 8
-    assert setup.tier.counters.skipped == 2
-    assert setup.tier.counters.evicted == 0
+    assert setup.write_down.skipped == 2
+    assert setup.tier.evicted == 0
 
 
 def test_has_copy_only_when_the_copy_is_complete(setup: Setup) -> None:
     node = setup.insert(prompt(1, 2))
-    assert not setup.tier.has_copy(node)
+    assert not setup.write_down.has_copy(node)
     setup.ranks.each_pass()
-    assert not setup.tier.has_copy(node)
+    assert not setup.write_down.has_copy(node)
     setup.mover.copy_writes(1)
-    assert not setup.tier.has_copy(node), "nobody has taken note of it"
+    assert not setup.write_down.has_copy(node), "nobody has taken note of it"
     setup.ranks.each_pass()
-    assert setup.tier.has_copy(node)
+    assert setup.write_down.has_copy(node)
     skipped = setup.insert(prompt(2, 20))
-    assert not setup.tier.has_copy(skipped)
+    assert not setup.write_down.has_copy(skipped)
 
 
 def test_writes_complete_in_order_and_one_by_one(setup: Setup) -> None:
@@ -201,8 +209,8 @@ def test_writes_complete_in_order_and_one_by_one(setup: Setup) -> None:
     for done in range(1, 4):
         setup.mover.copy_writes(1)
         setup.ranks.each_pass()
-        assert [setup.tier.has_copy(node) for node in nodes] == [i < done for i in range(3)]
-        assert setup.tier.counters.written == done
+        assert [setup.write_down.has_copy(node) for node in nodes] == [i < done for i in range(3)]
+        assert setup.tier.copies.counters.written == done
 
 
 def test_a_node_split_while_it_is_written_is_released_as_a_whole(setup: Setup) -> None:
@@ -211,7 +219,7 @@ def test_a_node_split_while_it_is_written_is_released_as_a_whole(setup: Setup) -
     setup.path(prompt(1, 1))
     setup.mover.settle()
     setup.ranks.each_pass()
-    assert setup.tier.counters.written == 4
+    assert setup.tier.copies.counters.written == 4
     assert not any(node.locks for node in setup.tree.nodes())
     assert setup.evict_hbm(10) == 4
 
@@ -219,11 +227,11 @@ def test_a_node_split_while_it_is_written_is_released_as_a_whole(setup: Setup) -
 def test_a_load_places_slots_in_order_and_locks_both_copies(setup: Setup) -> None:
     setup.insert(prompt(1, 2))
     setup.insert(prompt(1, 4))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     assert setup.evict_hbm(3) == 3
     nodes = setup.load(prompt(1, 4))
     assert [node.blocks for node in nodes] == [1, 2]
-    assert setup.tier.loads_submitted() == 1
+    assert setup.tier.copies.loads_submitted == 1
     slots, blocks = setup.mover.loaded[0]
     assert blocks == [1, 2, 3]
     assert [list(node.placements[setup.hbm]) for node in nodes] == [slots[:4], slots[4:]]
@@ -232,16 +240,16 @@ def test_a_load_places_slots_in_order_and_locks_both_copies(setup: Setup) -> Non
     assert setup.tree.evict(setup.dram, 10) == []
     setup.check()
     setup.mover.copy_loads(1)
-    assert setup.tier.loading
+    assert setup.tier.copies.loading
     setup.ranks.each_pass()
-    assert not setup.tier.loading
-    assert setup.tier.counters.loaded == 3
+    assert not setup.tier.copies.loading
+    assert setup.tier.copies.counters.loaded == 3
     assert setup.evict_hbm(10) == 4
 
 
 def test_a_loaded_node_is_not_written_again(setup: Setup) -> None:
     setup.insert(prompt(1, 2))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     setup.evict_hbm(2)
     setup.load(prompt(1, 2))
     setup.insert(prompt(1, 3))
@@ -250,18 +258,18 @@ def test_a_loaded_node_is_not_written_again(setup: Setup) -> None:
 
 def test_a_load_split_by_a_later_match_is_released_as_a_whole(setup: Setup) -> None:
     setup.insert(prompt(1, 4))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     setup.evict_hbm(4)
     setup.load(prompt(1, 4))
     setup.path(prompt(1, 3))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     assert not any(node.locks for node in setup.tree.nodes())
-    assert setup.tier.counters.loaded == 4
+    assert setup.tier.copies.counters.loaded == 4
 
 
 def test_clear_waits_for_copies_and_gives_everything_back(setup: Setup) -> None:
     setup.insert(prompt(1, 4))
-    setup.tier.settle()
+    setup.tier.copies.settle()
     setup.evict_hbm(2)
     setup.load(prompt(1, 4))
     setup.insert(prompt(2, 2))
@@ -274,12 +282,14 @@ def test_clear_waits_for_copies_and_gives_everything_back(setup: Setup) -> None:
     setup.tree.drop_holder(setup.hbm)
     setup.insert(prompt(1, 4))
     assert setup.in_dram(prompt(1, 4)) == 4
-    assert setup.tier.loads_submitted() == 1
+    assert setup.tier.copies.loads_submitted == 1
 
 
 def test_repr_shows_the_counts(setup: Setup) -> None:
     setup.insert(prompt(1, 3))
-    assert repr(setup.tier).startswith("DramTier(3/8 blocks, writing=1, loading=0, DramCounters(written=0")
+    assert repr(setup.tier).startswith(
+        "DramTier(3/8 blocks, 0 evicted, Copies(writing=1, loading=0, CopyCounters(written=0"
+    )
 
 
 def test_check_sees_a_block_that_nobody_knows(setup: Setup) -> None:
@@ -307,14 +317,14 @@ def test_a_copy_counts_when_it_is_complete_on_every_rank() -> None:
     nodes = [setup.insert(prompt(letter, 1)) for letter in (1, 2)]
     setup.mover.settle()
     setup.ranks.each_pass()
-    assert setup.tier.counters.written == 0
+    assert setup.tier.copies.counters.written == 0
     lagging.other = 1
     setup.ranks.each_pass()
-    assert [setup.tier.has_copy(node) for node in nodes] == [True, False]
+    assert [setup.write_down.has_copy(node) for node in nodes] == [True, False]
     lagging.other = 5  # the other rank is ahead; this one is not
     setup.insert(prompt(3, 1))
     setup.ranks.each_pass()
-    assert setup.tier.counters.written == 2
+    assert setup.tier.copies.counters.written == 2
     setup.check()
     setup.arena.close()
 
@@ -344,11 +354,11 @@ def test_ranks_whose_copies_lag_differently_keep_equal_trees() -> None:
             rank.evict_hbm(i % 4)
             rank.check()
         assert ranks[0].picture() == ranks[1].picture()
-        assert ranks[0].tier.counters == ranks[1].tier.counters
-    assert ranks[0].tier.counters.evicted > 0
-    assert ranks[0].tier.counters.skipped > 0
+        assert ranks[0].counts() == ranks[1].counts()
+    assert ranks[0].tier.evicted > 0
+    assert ranks[0].write_down.skipped > 0
     for rank in ranks:
-        rank.tier.settle()
+        rank.tier.copies.settle()
         rank.arena.close()
     assert ranks[0].picture() == ranks[1].picture()
 

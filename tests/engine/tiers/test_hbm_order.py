@@ -9,9 +9,11 @@ import torch
 from engine_movers import HandMover
 
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.slots import HostSlots
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
@@ -52,16 +54,17 @@ class Rig:
         self.arena = DramArena(LAYOUT, BLOCKS * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.store = Store(self.tree)
         self.mover = HandMover(None, LAYOUT.n_layers)
-        self.dram = DramTier(self.store, self.hbm, dram, self.arena, self.mover, Ranks())
+        self.dram = DramTier(self.store, self.hbm, dram, self.arena, Copies(self.mover, Ranks()))
+        self.write_down = WriteDown(self.store, self.hbm, self.dram)
         self.slots = Slots(BLOCKS * BLOCK)
-        self.tier = HbmTier(self.store, self.hbm, self.slots, HostSlots(), self.dram)
+        self.tier = HbmTier(self.store, self.hbm, self.slots, HostSlots(), self.write_down)
 
     def insert(self, letter: int, *, copied: bool) -> None:
         """A prompt of two blocks is in HBM; ``copied``: its copy in DRAM begins."""
         key = encode_tokens([letter] * 2 * BLOCK)
         node = self.tree.insert(None, key, self.hbm, self.slots.alloc(2 * BLOCK).numpy()).node
         if copied:
-            assert self.dram.write_through(node)
+            assert self.write_down.to_dram(node)
 
     def announce(self, letter: int) -> None:
         self.dram.retention.expect(f"hint {letter}", None, encode_tokens([letter] * 2 * BLOCK))
@@ -92,7 +95,7 @@ def rig() -> Iterator[Rig]:
 def test_what_has_a_copy_goes_before_an_older_last_copy(rig: Rig) -> None:
     rig.insert(1, copied=False)
     rig.insert(2, copied=True)
-    rig.dram.settle()
+    rig.dram.copies.settle()
     assert rig.tier.evict(2 * BLOCK) == 2 * BLOCK
     assert rig.in_hbm() == {1: 2}
     assert rig.tier.evict(BLOCK) == BLOCK, "a last copy goes where nothing else can"
@@ -102,17 +105,17 @@ def test_what_has_a_copy_goes_before_an_older_last_copy(rig: Rig) -> None:
 def test_a_copy_under_way_is_waited_for_before_a_last_copy_goes(rig: Rig) -> None:
     rig.insert(1, copied=False)
     rig.insert(2, copied=True)
-    assert rig.dram.writing
+    assert rig.dram.copies.writing
     assert rig.tier.evict(BLOCK) == BLOCK
     assert rig.in_hbm() == {1: 2, 2: 1}
-    assert not rig.dram.writing
+    assert not rig.dram.copies.writing
 
 
 def test_what_was_announced_goes_after_newer_blocks(rig: Rig) -> None:
     rig.insert(1, copied=True)
     rig.insert(2, copied=True)
     rig.insert(3, copied=True)
-    rig.dram.settle()
+    rig.dram.copies.settle()
     rig.announce(1)
     assert rig.tier.evict(4 * BLOCK) == 4 * BLOCK
     assert rig.in_hbm() == {1: 2}
@@ -124,7 +127,7 @@ def test_an_announced_last_copy_goes_last(rig: Rig) -> None:
     rig.insert(1, copied=False)
     rig.insert(2, copied=False)
     rig.insert(3, copied=True)
-    rig.dram.settle()
+    rig.dram.copies.settle()
     rig.announce(1)
     rig.announce(3)
     gone = []

@@ -170,7 +170,7 @@ def test_a_dram_hit_that_is_slower_than_computing_is_computed() -> None:
         prompt = [n % 7 for n in range(101)]
         rank.serve(prompt)
         assert rank.tier is not None
-        rank.tier.settle()
+        rank.tier.copies.settle()
         for number in (1, 2):
             rank.serve([number * 100 + n for n in range(150)])
         assert rank.cache.prefill_clock is not None

@@ -17,9 +17,11 @@ from test_disk_writes import BLOCK, LAYOUT, Setup
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.engine.tiers.promotion import Wanted
+from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
@@ -63,8 +65,14 @@ class Lagging(Setup):
         )
         self.mover = HandMover(None, LAYOUT.n_layers)
         self.tier = DramTier(
-            Store(self.tree), self.hbm, self.dram, self.arena, self.mover, self.ranks, below=self.writes
+            Store(self.tree),
+            self.hbm,
+            self.dram,
+            self.arena,
+            Copies(self.mover, self.ranks),
+            below=self.writes,
         )
+        self.write_down = WriteDown(self.tier.store, self.hbm, self.tier)
         self.gated.close_gate("put_layer")
         self.insert([1] * 16)
         self.to_dram()

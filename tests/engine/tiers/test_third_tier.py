@@ -107,7 +107,7 @@ def written(rank: Rank) -> None:
     """Return when all that is in HBM is below it, as far down as it goes."""
     assert rank.tier is not None
     assert rank.writes is not None
-    rank.tier.settle()
+    rank.tier.copies.settle()
     rank.writes.settle()
 
 

@@ -1,0 +1,159 @@
+"""Copies new blocks to the tier below, in the background: from HBM to DRAM, and from there to disk.
+
+A block gets its DRAM placement when its copy is submitted, and the tree's DRAM lock holds it until the copy
+is complete. Nothing reads it before: the block is in HBM meanwhile, which every match prefers, and HBM gives
+up a block whose copy is under way only after waiting for it. So a placement in the tree is always readable
+when it is needed, and losing the HBM copy later costs nothing.
+
+With a disk, a complete block goes on to it before its lock ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.mempool.store import Store
+from sglang_ext.radix_global import Holder, Node
+from sglang_ext.radix_global.observer import CopyObserver, Unobserved
+from sglang_ext.tiers import Tier
+
+
+class WriteDown:
+    """See the module's docstring. Called by the scheduler thread only.
+
+    Args:
+        store: of the rank; asks for copies when KV enters a tier.
+        hbm: the holder that stands for this rank's pool.
+        dram: the tier below HBM.
+        observer: notified of copies under way.
+        enabled: whether new blocks are copied without a request to do so.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        hbm: Holder,
+        dram: DramTier,
+        *,
+        observer: CopyObserver | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._store = store
+        self._tree = store.tree
+        self._hbm = hbm
+        self.dram = dram
+        self._dram = dram.holder
+        # Holds nothing: its locks mark the nodes that are being copied, however these are split.
+        self._copying = Holder.of(f"{self._dram.instance} DRAM writes", self._dram.epoch, self._dram.tier)
+        self._pending: deque[tuple[Node, int]] = deque()
+        """The last node of each copy to DRAM under way, and its blocks when it was submitted."""
+        self._observer = observer or Unobserved()
+        self._enabled = enabled
+        self.skipped = 0
+        """Blocks that were not copied because all of the arena was locked."""
+        store.copy_down(Tier.HBM, self.to_dram)
+        store.copy_down(Tier.DRAM, self.to_disk)
+
+    def __repr__(self) -> str:
+        return f"WriteDown({len(self._pending)} under way, {self.skipped} blocks skipped)"
+
+    # -- HBM to DRAM --------------------------------------------------------------------------------
+
+    def to_dram(self, node: Node, blocks: int = 0, *, always: bool = False) -> bool:
+        """Start copying the part of the prefix ending at ``node`` that DRAM lacks, its beginning first.
+
+        Evicts older blocks for it. Where there is no room, the rest is skipped and counted.
+
+        Args:
+            always: also where new blocks are not copied by themselves.
+
+        Returns:
+            Whether a copy was started.
+        """
+        if not self._enabled and not always:
+            return False
+        before = len(self._pending)
+        missing: list[Node] = []
+        while node.parent is not None and self._dram not in node.placements:
+            missing.append(node)
+            node = node.parent
+        # The copy's parent must not be evicted to make room for it.
+        self._tree.lock(node, self._dram)
+        try:
+            while missing and self._write(missing[-1]):
+                missing.pop()
+        finally:
+            self._tree.unlock(node, self._dram)
+        self.skipped += sum(left.blocks for left in missing)
+        return len(self._pending) > before
+
+    def _write(self, node: Node) -> bool:
+        """Submit one node, or as much of its beginning as fits. True when all of it was submitted."""
+        blocks = self.dram.take(node.blocks)
+        fits = len(blocks)
+        if fits == 0:
+            return False
+        part = node if fits == node.blocks else self._tree.split(node, fits)
+        self._observer.copy_begins(part, self._dram)
+        self._tree.place(part, self._dram, blocks)
+        self._tree.lock(part, self._dram)
+        self._tree.lock(part, self._copying)
+        self.dram.copies.write(part.placements[self._hbm], blocks, self._written)
+        self._pending.append((part, fits))
+        return part is node
+
+    def _written(self) -> None:
+        """The oldest copy to DRAM is complete on every rank."""
+        node, blocks = self._pending.popleft()
+        self._tree.unlock(node, self._copying)
+        self._observer.copy_ended(node, blocks, self._dram)
+        self._store.swap_out(Tier.DRAM, node, blocks)
+        self._tree.unlock(node, self._dram)
+
+    # -- DRAM to disk -------------------------------------------------------------------------------
+
+    def to_disk(self, node: Node, blocks: int, *, always: bool = False) -> bool:
+        """Write the last ``blocks`` blocks up to ``node`` to disk. Returns whether a write was started."""
+        disk = self.dram.below
+        if disk is None:
+            return False
+        self._tree.lock(node, self._dram)
+        return disk.submit(node, blocks)
+
+    # -- both ---------------------------------------------------------------------------------------
+
+    def push(self, path: Sequence[Node]) -> None:
+        """Start the copies of a path, given from its top, that were left out because there was no room."""
+        in_hbm = [node for node in path if self._hbm in node.placements]
+        if in_hbm and self._dram not in in_hbm[-1].placements:
+            self.to_dram(in_hbm[-1])
+        disk, last = self.dram.below, None
+        for node in path:
+            if self._dram not in node.placements or node.locks.get(self._copying):
+                break
+            last = node
+        if disk is not None and last is not None and disk.left_out(last):
+            self.to_disk(last, 0)
+
+    def has_copy(self, node: Node) -> bool:
+        """Whether DRAM or the disk has a complete copy of ``node``, so that HBM may give it up for free.
+
+        Ask it of the last HBM node of a prefix only: a mark on it then means its own copy.
+        """
+        if self._dram in node.placements:
+            # While it is being copied the slots are read, even if the disk has it already.
+            return not node.locks.get(self._copying)
+        return self.dram.below is not None and self.dram.below.durable(node)
+
+    def incomplete(self) -> set[Node]:
+        """Nodes whose copy to DRAM is under way, and must not be read."""
+        found: set[Node] = set()
+        for last, blocks in self._pending:
+            node: Node | None = last
+            while node is not None and blocks > 0:
+                found.add(node)
+                blocks -= node.blocks
+                node = node.parent
+        return found
