@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.lib.common import SEED, Options, Report, paired
-from sglang_ext.engine.tiers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.cuda_mover import CudaMover
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.tiered_store.dram.arena import DramArena
 

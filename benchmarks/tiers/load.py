@@ -12,7 +12,7 @@ from benchmarks.lib.common import SEED
 from benchmarks.tiers.copy import touched
 from benchmarks.tiers.disk import NAMESPACE, forget
 from benchmarks.tiers.servers import BLOCK_TOKENS, MODEL, TOKEN_BYTES
-from sglang_ext.engine.tiers.mover import ThreadMover
+from sglang_ext.engine.movers.mover import ThreadMover
 from sglang_ext.geometry import mha_geometry
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.tiered_store.copy import PoolCopier, warmup

@@ -90,7 +90,7 @@ class Standstill:
 
 def instrument(path: Path) -> None:
     """Time every place where the scheduler's thread stands still for a load."""
-    from sglang_ext.engine.tiers.mover import LayerGate
+    from sglang_ext.engine.movers.mover import LayerGate
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     still = Standstill(path)

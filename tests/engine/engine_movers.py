@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.engine.tiers.mover import (
+from sglang_ext.engine.movers.mover import (
     BlockIds,
     LayerCopier,
     LayerSink,

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_ext.engine.tiers.mover import LayerGate
+from sglang_ext.engine.movers.mover import LayerGate
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.hooks.restarts import take_back
 from sglang_ext.patches.seams import current

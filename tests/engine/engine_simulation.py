@@ -23,13 +23,13 @@ from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import Retraction
-from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
 from sglang_ext.engine.tiers.write_down import WriteDown

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.engine.tiers.cuda_mover import CudaMover
-from sglang_ext.engine.tiers.mover import BlockIds, Near
+from sglang_ext.engine.movers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.tiered_store.dram.arena import DramArena
 

@@ -15,6 +15,7 @@ import torch
 from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
 from sglang_ext.engine.prefetch.due_times import MoveRate
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
@@ -27,7 +28,6 @@ from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.engine.tiers.slots import slot_ops
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.mempool.store import Store

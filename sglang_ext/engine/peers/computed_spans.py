@@ -23,9 +23,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from sglang_ext.clock import Clock
+from sglang_ext.engine.movers.mover import BlockIds, Slots
 from sglang_ext.engine.peers.export import ExportLink, Exports
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.mover import BlockIds, Slots
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.radix_global import RadixTree

@@ -23,8 +23,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.engine.tiers.promotion import Promoted, Wanted
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.peers.fetch_link import Job
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Incoming, Refusal, Reservation, Use
 from sglang_ext.radix_global import RadixTree

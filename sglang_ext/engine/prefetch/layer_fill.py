@@ -19,11 +19,11 @@ from functools import partial
 
 import numpy as np
 
+from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
 from sglang_ext.engine.tiers.load_policy import Speeds, layers_to_hold
-from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.retention import Session
 from sglang_ext.mempool.store import Store

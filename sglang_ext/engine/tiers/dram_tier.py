@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_ext.engine.tiers.copies import Copies
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.layer_region import LayerRegion
-from sglang_ext.engine.tiers.mover import BlockIds, Near
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
 from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.geometry import BlockLayout

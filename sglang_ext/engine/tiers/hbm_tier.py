@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.engine.tiers.slots import SlotOps
+from sglang_ext.engine.movers.slots import SlotOps
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.engine.tiers.mover import BlockIds, Near
+from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
 from sglang_ext.own_functions import SortKey

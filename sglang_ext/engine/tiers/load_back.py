@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.movers.slots import SlotOps
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_policy import DramPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, LoadReport, begin_report
-from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 
+from sglang_ext.engine.movers.bandwidth import HOPE, Bandwidth
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.load_report import Decision, Reason
 from sglang_ext.tiers import Tier
@@ -37,10 +38,6 @@ _FORGET = 0.98
 """Weight of older batches when a new one comes in: the last fifty or so count."""
 _SMALLEST_BATCH = 32
 """Tokens; smaller batches measure overheads instead of the model."""
-_SMOOTHING = 0.3
-"""Weight of the newest measurement of a bandwidth."""
-_HOPE = 1.1
-"""What a bandwidth is taken to have grown by each time it was too small to be used."""
 
 
 class PrefillCost:
@@ -169,30 +166,6 @@ class AgreedSpeeds:
         return _seconds(self._coefficients, tokens, context)
 
 
-class Bandwidth:
-    """Bytes per second of one tier, learnt from loads."""
-
-    def __init__(self) -> None:
-        self.bytes_per_second: float | None = None
-
-    def observe(self, nbytes: int, seconds: float) -> None:
-        """A load has ended."""
-        if nbytes <= 0 or seconds <= 0:
-            return
-        now = nbytes / seconds
-        before = self.bytes_per_second
-        self.bytes_per_second = now if before is None else before + _SMOOTHING * (now - before)
-
-    def hope(self) -> None:
-        """It was too slow to be used, and may have become faster since."""
-        if self.bytes_per_second is not None:
-            self.bytes_per_second *= _HOPE
-
-    def seconds(self, nbytes: int) -> float | None:
-        """To load so many bytes; None when unknown."""
-        return None if self.bytes_per_second is None else nbytes / self.bytes_per_second
-
-
 class DramPolicy:
     """Whether a DRAM hit is loaded or computed again: all or nothing, for it streams in front of the forward
     pass without a wait.
@@ -232,7 +205,7 @@ class DramPolicy:
             self._hope = 1.0
             return Decision(blocks, load, compute, Reason.FASTER)
         # Nothing is learnt about loads that do not happen: believe in them a little more each time.
-        self._hope *= _HOPE
+        self._hope *= HOPE
         return Decision(0, load, compute, Reason.SLOWER)
 
 

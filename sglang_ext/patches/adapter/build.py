@@ -21,13 +21,13 @@ from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.model_identity import weights_digest
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import DEFAULT_WAIT_SECONDS, Retraction
-from sglang_ext.engine.tiers.copies import Copies
-from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
 from sglang_ext.engine.tiers.write_down import WriteDown

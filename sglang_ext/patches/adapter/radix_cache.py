@@ -32,8 +32,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
 from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand, TakeBack
-from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.migration import Migration

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.engine.cache.rank_cache import CacheParts
-from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.tiers import Tier

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     IncLockRefResult,
 )
 
-from sglang_ext.engine.tiers.copies import Copies
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.mover import LayerGate
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.mover import LayerGate
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Node
 from sglang_ext.testing.tiers import WrappedTier

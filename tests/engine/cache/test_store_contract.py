@@ -10,11 +10,11 @@ import pytest
 import torch
 from engine_movers import HandMover
 
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.slots import HostSlots
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
-from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.mempool.store import Committed, Reservation, Store
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.testing.blocks import LAYOUT

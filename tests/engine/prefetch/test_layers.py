@@ -12,8 +12,8 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_ext.engine.movers.cuda_mover import byte_rows
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
-from sglang_ext.engine.tiers.cuda_mover import byte_rows
 from sglang_ext.engine.tiers.layer_region import LayerRegion
 from sglang_ext.engine.tiers.load_policy import layers_to_hold
 from sglang_ext.engine.tiers.load_report import details_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.engine.tiers.cuda_mover import (
+from sglang_ext.engine.movers.cuda_mover import (
     byte_rows,
     copy_within,
     gather_blocks,

@@ -11,14 +11,14 @@ import pytest
 from engine_movers import HandMover
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.slots import HostSlots
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
-from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.opening import open_disk
-from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, block_keys, encode_tokens

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from engine_movers import HandMover
 
+from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.ranks import Least, Ranks
-from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout

@@ -8,11 +8,11 @@ import pytest
 import torch
 from engine_movers import HandMover
 
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.slots import HostSlots
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
-from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens

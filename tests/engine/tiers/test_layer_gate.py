@@ -8,7 +8,7 @@ import numpy as np
 from engine_movers import HandMover
 from engine_pools import PoolKind
 
-from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR, LayerGate
+from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR, LayerGate
 
 
 class RecordingMover(HandMover):

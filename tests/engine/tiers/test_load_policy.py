@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from sglang_ext.engine.tiers.load_policy import Bandwidth, DiskPolicy, PrefillCost
+from sglang_ext.engine.movers.bandwidth import Bandwidth
+from sglang_ext.engine.tiers.load_policy import DiskPolicy, PrefillCost
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.tiers import Tier

@@ -13,7 +13,7 @@ import pytest
 from engine_movers import DEADLINE_S, GatedCopier, until
 from engine_pools import PoolKind, Pools
 
-from sglang_ext.engine.tiers.mover import MoverError, ThreadMover
+from sglang_ext.engine.movers.mover import MoverError, ThreadMover
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
 

@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_disk_writes import BLOCK, LAYOUT, Setup
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.copies import Copies
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.engine.tiers.promotion import Wanted

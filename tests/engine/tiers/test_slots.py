@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.engine.tiers.slots import DeviceSlots, HostSlots, SlotOps, slot_ops
+from sglang_ext.engine.movers.slots import DeviceSlots, HostSlots, SlotOps, slot_ops
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.engine.tiers.load_policy import Bandwidth
-from sglang_ext.engine.tiers.mover import (
+from sglang_ext.engine.movers.bandwidth import Bandwidth
+from sglang_ext.engine.movers.mover import (
     BlockIds,
     Copied,
     LayerSink,

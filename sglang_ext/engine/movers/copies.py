@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_ext.engine.movers.mover import BlockIds, Copied, LayerSink, Mover, Near, Source
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.mover import BlockIds, Copied, LayerSink, Mover, Near, Source
 
 Done = Callable[[], None]
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.engine.tiers.load_policy import Bandwidth
+from sglang_ext.engine.movers.bandwidth import Bandwidth
 
 Slots = Any
 BlockIds = npt.NDArray[np.int64]
