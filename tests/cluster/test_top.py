@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
+import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -14,6 +18,7 @@ import aiohttp
 import msgspec
 import pexpect
 import pytest
+from pexpect.fdpexpect import fdspawn
 from rich.console import Console
 
 from sglang_ext.cluster.top import Seen, main, read_metrics, view
@@ -162,16 +167,26 @@ async def test_it_runs_in_a_terminal_until_q(tokenizer_dir: Path) -> None:
     async with cluster(tokenizer_dir) as (router, _):
 
         def watch() -> tuple[int | None, bytes]:
-            words = ["-m", "sglang_ext.cli", "top", "--router", router.url, "--interval", "50ms"]
-            child = pexpect.spawn(sys.executable, words, dimensions=(40, 160), timeout=240)
-            try:
-                child.expect_exact(b"server-0")
-                child.expect_exact(b"/s")  # a second reading: rates instead of counts
-                child.send(b"q")
-                child.expect(pexpect.EOF)
-                return child.wait(), child.before
-            finally:
-                child.close(force=True)
+            command = (sys.executable, "-m", "sglang_ext.cli", "top")
+            options = ("--router", router.url, "--interval", "50ms")
+            master, terminal = pty.openpty()
+            termios.tcsetwinsize(terminal, (40, 160))
+            # Not pexpect.spawn: it forks the interpreter, and a lock that a thread of the router holds then
+            # stays locked in the child.
+            with subprocess.Popen(
+                (*command, *options), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+            ) as process:
+                os.close(terminal)
+                screen = fdspawn(master, timeout=240)
+                try:
+                    screen.expect_exact(b"server-0")
+                    screen.expect_exact(b"/s")  # a second reading: rates instead of counts
+                    screen.send(b"q")
+                    screen.expect(pexpect.EOF)
+                    return process.wait(), screen.before
+                finally:
+                    process.kill()
+                    screen.close()
 
         status, rest = await asyncio.to_thread(watch)
         assert status == 0

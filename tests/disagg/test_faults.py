@@ -78,7 +78,7 @@ async def process(**options: object) -> AsyncIterator[tuple[asyncio.subprocess.P
     )
     try:
         assert child.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             line = await child.stdout.readline()
         yield child, json.loads(line)
     finally:
@@ -688,7 +688,7 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
             me.owned.open(np.array([4]))
         if transport is TransportName.SHM:
             # Nothing but the writer itself can say that it has stopped.
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await stopped.wait()
             assert me.owned.granted == 2
             going_on.set()

@@ -61,7 +61,7 @@ def expected(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
         input=json.dumps(prompts()),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=480,
     )
     assert run.returncode == 0, run.stderr
     tiny, other = json.loads(run.stdout.splitlines()[-1])

@@ -245,7 +245,9 @@ async def test_a_tenant_has_its_own_documents(start_worker, start_router, client
     for headers, token in ((one, 1), (two, 2)):
         assert (await post(client, router, "/generate", body, **headers))[0] == 200
         assert worker.requests[-1][1]["input_ids"] == [token] * 1024 + [9]
-    salts = [hint.cache_salt for hint in links.hints()]
+    salts = list(
+        dict.fromkeys(hint.cache_salt for hint in links.hints())
+    )  # hints are repeated as time passes
     assert None not in salts
     assert len(set(salts)) == 2
     assert [sent["cache_salt"] for _, sent, _ in worker.requests] == salts

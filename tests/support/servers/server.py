@@ -32,7 +32,7 @@ from tests.support.compare import Answer
 from tests.support.servers import preloaded
 from tests.support.servers.ports import free_port
 
-START_SECONDS = 240.0
+START_SECONDS = 480.0
 STOP_SECONDS = 20.0
 REQUEST_SECONDS = 180.0
 LISTENING = "0A"
