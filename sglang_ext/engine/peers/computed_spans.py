@@ -1,15 +1,16 @@
 """Spans of prompts that are computed here for a peer, which computes behind them at the same time (MemServe,
 table 3: sequence parallelism over transfer).
 
-Whoever computes the rest of a prompt needs, in each layer, that layer's KV of all tokens before it, and no
-more. So in the last pass that a span takes, each layer goes to DRAM as soon as it is computed, and is
-exported at once, as ``NAME.LAYER``: the peer's pass runs a layer behind ours. What earlier passes have
-computed of the span is in DRAM by then, and is exported with each layer.
+To compute the rest of a prompt, the peer needs in each layer only that layer's KV of all earlier tokens. So
+in the last pass over a span, each layer goes to DRAM as soon as it is computed, and is exported at once as
+``NAME.LAYER``: the peer's pass runs one layer behind ours. Blocks of the span from earlier passes are in DRAM
+by then, and are exported with each layer.
 
-The last layer is exported once the pass has ended and all that streamed into it was right. So a peer that has
-all layers has KV of a pass that counts; until then it can still throw away what it has.
+The last layer is exported only after the pass has ended and all KV that streamed into the pass has verified.
+So a peer that has all layers has KV of a valid pass; until then it can still discard its copy.
 
-All methods run in the scheduler's thread, on every rank alike, but for what the mover's thread tells.
+All methods run in the scheduler's thread, on every rank alike, except the copy callbacks, which run in the
+mover's thread.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ class SpanHost(Protocol):
         """Put a request for one token into the queue; None when the scheduler does not take it."""
 
     def watch(self, written: Callable[[int], None]) -> int:
-        """Have somebody told of each layer (of this rank's, from 0) whose KV a forward pass has written; how
-        many there are."""
+        """Call ``written`` with each layer (of this rank's, from 0) whose KV a forward pass has written.
+
+        Returns:
+            the number of layers.
+        """
 
 
 @dataclass
@@ -78,7 +82,7 @@ class SpanCounters:
 
 @dataclass(eq=False)
 class _Span:
-    """One that waits to be computed."""
+    """A span that waits to be computed."""
 
     export: str
     namespace: Hashable
@@ -90,7 +94,7 @@ class _Span:
 
 @dataclass(eq=False)
 class _Computing:
-    """One whose last pass is under way. A mover's source."""
+    """A span whose last pass is under way. Serves the mover as the source of its copy."""
 
     span: _Span
     reservation: Reservation
@@ -113,9 +117,9 @@ class ComputedSpans:
     Args:
         tree, tier: the rank's.
         link: publishes.
-        exports: keeps what was published until the peer has read it.
+        exports: keeps published blocks in DRAM until the peer has read them.
         clock: seconds, monotonic.
-        host: computes; None where nothing is computed for peers.
+        host: computes; None on an instance that computes nothing for peers.
     """
 
     def __init__(
@@ -160,7 +164,7 @@ class ComputedSpans:
             self._give_up(span)
 
     def drain(self) -> None:
-        """Tell peers of spans that will not be computed. Once per pass."""
+        """Publish the failure of spans that will not be computed. Once per pass."""
         now = self._clock.monotonic()
         for span in list(self._waiting):
             if span.request.finished() or now > span.until:
@@ -172,7 +176,9 @@ class ComputedSpans:
         self._tell_nothing(span, 1)
 
     def _tell_nothing(self, span: _Span, layers: int) -> None:
-        """Export nothing instead of so many layers, so that whoever asks for one knows."""
+        """Export zero blocks for each of the first ``layers`` layers, so that a peer that asks for one gets
+        an answer.
+        """
         self.counters.span_failed += len(span.key) // self._step
         nothing, seconds = np.zeros(0, np.int64), min(span.seconds, LEASE_SECONDS)
         names = [layer_name(span.export, layer) for layer in range(layers)]
@@ -259,7 +265,7 @@ class ComputedSpans:
             done = reservation.commit()
         else:
             reservation.abort()
-        # What somebody else has inserted meanwhile is in other blocks.
+        # Another request that inserted the same tokens meanwhile has its KV in other blocks.
         if done is None or done.held:
             for lease in computing.leases:
                 if lease is not None:

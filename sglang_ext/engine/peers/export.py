@@ -1,15 +1,18 @@
-"""What an instance has of a prompt is exported to a peer, which reads it from its DRAM one-sidedly.
+"""Exports the leading blocks of a prompt that this instance has to a peer, which reads them from DRAM
+one-sidedly.
 
-An export holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
-when its reader says that it is done, is dead, or is late; the lock goes once it has ended on every rank.
+An export holds one DRAM lock, so that none of its blocks is evicted, and a lease (``fetch_link``). The lease
+ends when its reader reports completion, is dead, or is late; the lock is released once it has ended on every
+rank.
 
-What is in HBM only is copied to DRAM first, what is only on disk is read into DRAM and verified, and what is
-being copied is waited for: the reader asks until something is published, and is told how long the disk is
-expected to take. What the disk cannot give, or cannot verify, is not published, nor what comes behind it.
+Blocks in HBM only are copied to DRAM first, blocks on disk only are read into DRAM and verified, and copies
+under way are waited for. The reader polls until the export is published, and receives the time that the disk
+is expected to take. A block that the disk cannot read or verify is not published, nor is any block behind it.
 Reading for peers gives way to reading for this instance's own requests, and no last copy is evicted for it.
 
-What is spilled, because it is about to go, is exported as it is in DRAM, and that is no use of it: nothing is
-copied or read for it, and it goes as soon as it would have gone.
+A spilled prompt, which is about to be evicted, is exported as it is in DRAM. The export does not count as a
+use of its blocks: nothing is copied or read for it, and its blocks are evicted as early as without the
+export.
 
 All methods run in the scheduler's thread, on every rank between the same two passes.
 """
@@ -39,7 +42,7 @@ SHARE: Final = 4
 
 
 class ExportLink(Protocol):
-    """What of ``fetch_link.FetchLink`` is used here."""
+    """The methods of ``fetch_link.FetchLink`` that exporting uses."""
 
     def publish(self, export: str, ids: BlockIds, seconds: float) -> int | None: ...
 
@@ -55,7 +58,7 @@ class ExportLink(Protocol):
 
 
 class FromDisk(Protocol):
-    """What of ``engine.tiers.promotions.Promotions`` is used here."""
+    """The methods of ``engine.tiers.promotions.Promotions`` that exporting uses."""
 
     def begin(self, handle: Hashable, wanted: Wanted) -> None: ...
 
@@ -76,7 +79,7 @@ class ExportCounters:
     not_exported: int = 0
     """Asked for and there, but too much was exported already."""
     given_back: int = 0
-    """Of what was exported, what is nobody's any more."""
+    """Exported blocks whose export has ended."""
     from_disk: int = 0
     """Brought from disk to be exported."""
 
@@ -85,8 +88,8 @@ class ExportCounters:
 class _Asked:
     """An export that is to be made when copies have completed.
 
-    until: later nobody wants it; on this rank's clock. share: blocks that it may be, of what the disk has.
-    spills: it is about to go, and a peer keeps it.
+    until: the reader has given up after this time, on this rank's clock. share: limit on the blocks that the
+    disk brings. spills: its blocks are about to be evicted, and a peer keeps them.
     """
 
     export: str
@@ -97,7 +100,7 @@ class _Asked:
     spills: bool = False
     share: int = 0
     told: bool = False
-    """The reader has heard how long it takes."""
+    """The reader has received the time that the disk takes."""
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ class _Export:
     node: Node
     blocks: int
     leases: tuple[int | None, ...]
-    """``None`` for what this rank could not publish."""
+    """One lease per published name; ``None`` where this rank could not publish."""
 
 
 class Exports:
@@ -116,7 +119,7 @@ class Exports:
         write_down: copies to DRAM.
         link: publishes.
         ranks: agree on which exports have ended.
-        disk: brings to DRAM what is below it; None where nothing is.
+        disk: brings blocks to DRAM from the tiers below; None without such tiers.
         clock: seconds, monotonic.
     """
 
@@ -144,7 +147,9 @@ class Exports:
     def export(
         self, export: str, namespace: Hashable, key: bytes, seconds: float, *, spills: bool = False
     ) -> None:
-        """Export what is here of a prompt's beginning, if only nothing: whoever asks shall know."""
+        """Export the leading blocks of a prompt that are here. With no block here, the export is empty, so
+        that the reader gets an answer.
+        """
         if len(self._exports) + len(self._asked) >= MOST_EXPORTS:
             return
         asked = _Asked(export, namespace, key, seconds, self._clock.monotonic() + seconds, spills)
@@ -152,7 +157,7 @@ class Exports:
             self._copy(asked)
         self._asked.append(asked)
         if self._disk is not None and not spills:
-            # From the next pass on; what it has in memory comes first in what it may export.
+            # From the next pass on; blocks in memory come first in its share of the exports.
             left = self._tier.n_blocks // SHARE - self.exported_blocks
             left -= sum(other.share for other in self._asked)
             step = self._tree.block_size * TOKEN_BYTES
@@ -169,7 +174,7 @@ class Exports:
         return True
 
     def _copy(self, asked: _Asked) -> None:
-        """Begin to copy to DRAM what is in HBM only."""
+        """Begin to copy to DRAM the blocks that are in HBM only."""
         last, blocks = None, 0
         for node in self._tree.match(asked.namespace, asked.key).path:
             if self._tier.source in node.placements and self._tier.holder not in node.placements:
@@ -221,7 +226,7 @@ class Exports:
         self._disk.release(asked)
 
     def _path(self, asked: _Asked) -> list[Node]:
-        """What is known of its prompt, cut where that ends."""
+        """The nodes of its prompt in the tree, split at the prompt's end."""
         if not asked.spills:
             return self._tree.match(asked.namespace, asked.key).path
         root, step = self._tree.roots.get(asked.namespace), self._tree.block_bytes
@@ -251,7 +256,9 @@ class Exports:
         return ended + [int(now > asked.until) for asked in self._asked]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Let go of exports that have ended on every rank, and make those whose copies have completed."""
+        """Release the exports that have ended on every rank, and publish each export that has completed its
+        copies.
+        """
         late = agreed[len(self._exports) :]
         for export, over in zip(list(self._exports), agreed, strict=False):
             if over:
@@ -264,7 +271,9 @@ class Exports:
                 self._publish(asked)
 
     def clear(self) -> None:
-        """The cache is about to be emptied: end every export. Readers find that what they read is stale."""
+        """The cache is about to be emptied: end every export. Readers find that the blocks they read are
+        stale.
+        """
         for asked in list(self._asked):
             self._give_up(asked)
         for export in list(self._exports):

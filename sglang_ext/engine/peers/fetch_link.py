@@ -1,9 +1,9 @@
 """A rank's DRAM arena as peers read it, and as it reads theirs, on the rank's transfer thread.
 
-The scheduler's thread publishes leases and starts jobs, and looks at what became of them; it never waits for
-a peer. Blocks are exported as a ``borrowed`` pool's: the arena's allocator knows nothing of counters, so a
-lease seals what it exports and its end opens it again. Whoever publishes keeps a lock on the tree's nodes
-until ``over`` says so, and a reader that comes later finds another generation (``docs/transfer.md``).
+The scheduler's thread publishes leases, starts jobs, and looks at their results; it never waits for a peer.
+Blocks are exported as a ``borrowed`` pool's: the arena's allocator has no generation counters, so a lease
+seals the blocks that it exports, and its end opens them again. The publisher keeps a lock on the tree's nodes
+until ``over`` is true, and a reader that comes later finds another generation (``docs/transfer.md``).
 """
 
 from __future__ import annotations
@@ -41,37 +41,36 @@ log = logging.getLogger(__name__)
 DRAM_POOL = "dram"
 """Of a rank's endpoint: the DRAM arena, in blocks of the cache."""
 USE = "fetch"
-"""As what the bytes are counted."""
+"""The use under which the bytes are counted."""
 ASK_SECONDS = 0.005
 """Between two questions for a lease that the owner's scheduler has not published yet."""
 LAYER_SECONDS = 10.0
-"""Between two layers of what a peer computes, for which our forward pass waits."""
+"""Limit between two layers that a peer computes, while our forward pass waits for them."""
 SLOW = "slow"
-"""Of a refusal: what the owner brings from its disk takes longer than the reader waits."""
+"""Reason of a refusal: the owner's disk needs longer than the reader waits."""
 MOST_SLOW_SECONDS = 30.0
-"""What takes longer, its owner gives up."""
+"""The owner gives up an export that takes longer."""
 DECLINE_SECONDS = 5.0
-"""For a lease that nobody wants to be published, so that it can be ended."""
+"""Limit for the publication of a lease that the reader declines, so that the lease can be ended."""
 END_SECONDS = 20.0
-"""For a job to end that was told to; a read ends when its call has returned."""
+"""Limit for a job to end after a cancel; a read ends when its call has returned."""
 EPOCH_MARK = "/"
 
 
 def peer_name(instance: str, epoch: bytes) -> str:
-    """What an instance's endpoints call themselves: a restarted one is another peer."""
+    """The name of an instance's endpoints: a restarted instance is another peer."""
     return f"{instance}{EPOCH_MARK}{epoch.hex()}"
 
 
 @dataclass(eq=False)
 class Job:
-    """What is read from one peer. Written by the link's thread, looked at by the scheduler's and the mover's.
+    """A read from one peer. Written by the link's thread, looked at by the scheduler's and the mover's.
 
-    layered: it comes layer by layer, while the peer computes it (``computed_spans``).
-    layers_in: how many layers are in place and verified, from the first on.
-    offered: blocks of the prompt's beginning that the peer exports; ``None`` until that is known.
-    read: blocks that are in place and verified; ``None`` until the reading has ended.
-    connecting_s: how long it took to connect, once that is done: what later reads from there do not take.
-    why: one word for what went wrong, or nothing.
+    layered: it comes layer by layer, while the peer computes it (``computed_spans``). layers_in: how many
+    layers are in place and verified, from the first on. offered: blocks of the prompt's beginning that the
+    peer exports; ``None`` until the peer has answered. read: blocks that are in place and verified; ``None``
+    until the reading has ended. connecting_s: seconds to connect, once connected; later reads from that peer
+    do not take them. why: one word for the failure, or empty.
     """
 
     address: str
@@ -88,12 +87,12 @@ class Job:
     offer: Offer | None = None
     task: asyncio.Task[int] | None = None
     declined: bool = False
-    """What is offered is not wanted."""
+    """The offered blocks are not wanted."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Nothing of it runs on the link's thread any more."""
 
     def decided(self, layer: int) -> bool:
-        """Of one that is being read: whether a layer is in place, or will not come any more."""
+        """While it is being read: whether a layer is in place, or will not come any more."""
         return self.layers_in > layer or self.ended.is_set()
 
 
@@ -133,7 +132,11 @@ class FetchLink:
     # -- exporting ------------------------------------------------------------------------------------
 
     def publish(self, export: str, ids: Ids, seconds: float) -> int | None:
-        """Lease blocks to whoever asks for ``export``; the lease, or ``None`` where that cannot be."""
+        """Lease blocks to the peer that asks for ``export``.
+
+        Returns:
+            the lease; ``None`` where the budget is spent.
+        """
         try:
             return self.endpoint.publish(DRAM_POOL, export, ids, seconds).lease
         except TransferError as error:  # the budget is spent
@@ -145,7 +148,7 @@ class FetchLink:
         self.endpoint.expect(DRAM_POOL, export, seconds)
 
     def give_up(self, export: str, seconds: float) -> None:
-        """``export`` will not be published: whoever asks in so many seconds need not wait."""
+        """``export`` will not be published: readers that ask within so many seconds need not wait."""
         self.endpoint.give_up(DRAM_POOL, export, seconds)
 
     def withdraw(self, lease: int) -> None:
@@ -154,7 +157,7 @@ class FetchLink:
         self._over.discard(lease)
 
     def forget(self, lease: int) -> None:
-        """Nobody asks any more whether a lease has ended."""
+        """Drop the record of a lease's end: the caller no longer asks for it."""
         self._over.discard(lease)
 
     def over(self, lease: int) -> bool:
@@ -167,8 +170,8 @@ class FetchLink:
     # -- fetching -----------------------------------------------------------------------------------
 
     def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Job:
-        """Ask a peer for what it exports under a name, layered: while it computes it; it may publish that
-        later.
+        """Ask a peer for its export under a name, which it may publish later. layered: the peer exports each
+        layer as it computes it.
         """
         job = Job(address, export, self._transfers.loop.time() + seconds, layered)
         self._start(job, asking=True)
@@ -187,7 +190,7 @@ class FetchLink:
         return job.ended.wait(END_SECONDS) and not job.why
 
     def drop(self, job: Job) -> None:
-        """What is offered, or will be, is not needed: let the peer have it back."""
+        """Let the peer release the blocks that it offers, or will offer: they are not needed."""
 
         def drop() -> None:
             job.declined = True
@@ -197,8 +200,11 @@ class FetchLink:
         self._transfers.loop.call_soon_threadsafe(drop)
 
     def decline(self, address: str, export: str, *, layered: bool = False, after_s: float = 0.0) -> None:
-        """What a peer exports under a name, or will after so many seconds, is not needed: let it have that
-        back. What it computes, it has for itself, and gives back when nobody has asked.
+        """Let a peer release its export under a name, published now or expected after so many seconds: it is
+        not needed.
+
+        A layered export is left alone: the peer computes it for its own cache too, and releases it when no
+        reader asks.
         """
         if layered:
             return
@@ -221,7 +227,7 @@ class FetchLink:
             reading = self._reading_layers if job.layered else self._reading
             work = self._asking(job) if asking or ids is None else reading(job, start, ids)
             job.task = self._transfers.keep(work)
-            # Also of one that is cancelled before it begins.
+            # Also called for a task that is cancelled before it begins.
             job.task.add_done_callback(ended)
 
         def ended(task: asyncio.Task[int]) -> None:
@@ -280,7 +286,7 @@ class FetchLink:
         try:
             await self._read(job, job.export, instance, offer, start, ids, None)
         finally:
-            # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
+            # No caller waits for the peer's answer: the bytes are here, or of no use.
             self._release(job)
         return len(ids)
 
@@ -316,8 +322,9 @@ class FetchLink:
         ids: Ids,
         layers: Sequence[int] | None,
     ) -> None:
-        """Read what was offered from block ``start`` on, and verify it. layers: of the whole model; None for
-        all."""
+        """Read the offered blocks from ``start`` on, and verify them. layers: of the whole model; None for
+        all.
+        """
         end = start + len(ids)
         part = msgspec.structs.replace(
             offer,
@@ -349,8 +356,9 @@ class FetchLink:
     # -- deaths -------------------------------------------------------------------------------------
 
     def peer_dead(self, instance: str, epoch: bytes) -> None:
-        """A router says that an instance died: who of it is silent is given up sooner. An empty epoch means
-        any."""
+        """A router reports that an instance died: give up its silent endpoints sooner. An empty epoch means
+        any.
+        """
         dead = peer_name(instance, epoch)
 
         def said(name: str) -> bool:

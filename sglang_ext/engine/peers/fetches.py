@@ -1,16 +1,16 @@
-"""What a prompt's KV lacks here is read from peers' DRAM into ours (MemServe, equation 2; KVDirect, 4.1).
+"""Reads the missing KV of a prompt from peers' DRAM into ours (MemServe, equation 2; KVDirect, 4.1).
 
-A fetch is of one or several spans of a prompt, each of a peer. It asks all of them what they export. Span by
-span, it takes DRAM blocks for what is lacking then, has them read and verified, and puts them into the tree,
-from where the request loads them like any other DRAM hit; they go on to disk as what was computed here does.
-A request that was told to may wait for its fetch, for a time; others go first. Whatever goes wrong with a
-span is counted by its reason, what came before it stays, and the next one is to bring what this one did not:
-every peer exports from the prompt's start. What none of them brings is computed.
+A fetch is of one or several spans of a prompt, each of a peer. It asks all of them for their exports. Span by
+span, it reserves DRAM blocks for the KV that is missing then, has them read and verified, and puts them into
+the tree, from where the request loads them like any other DRAM hit; they go on to disk like KV computed here.
+A request whose message allows it may wait for its fetch, for a time; others go first. The failure of a span
+is counted by its reason, blocks that came before it stay, and the next span is to bring the missing ones:
+every peer exports from the prompt's start. The forward pass computes the blocks that no peer brings.
 
-What a peer is still computing comes layer by layer (``computed_spans``). Its request is admitted once the
-first layer is in, and the others stream through DRAM to its slots in front of the forward pass. Those slots
-are the request's own until the pass has ended and every layer has verified; if one has not, the whole batch
-is thrown away and runs again (``patches/hooks/restarts.py``).
+A span that a peer is still computing comes layer by layer (``computed_spans``). Its request is admitted once
+the first layer is in, and the others stream through DRAM to its slots in front of the forward pass. Those
+slots are the request's own until the pass has ended and every layer has verified; if one has not, the whole
+batch is thrown away and runs again (``patches/hooks/restarts.py``).
 
 All methods run in the scheduler's thread. Every rank reads its part from the peer's same rank, and takes each
 step once all can.
@@ -41,11 +41,11 @@ MOST_FETCHES: Final = 16
 SHARE: Final = 4
 """Of DRAM, at most one part in so many is on its way from peers at a time."""
 MOST_RESULTS: Final = 1000
-"""Results that wait for somebody who takes them."""
+"""Limit on results that wait for ``take_results``."""
 
 
 class Reads(Protocol):
-    """What of ``fetch_link.FetchLink`` is used here."""
+    """The methods of ``fetch_link.FetchLink`` that fetching uses."""
 
     def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Job: ...
 
@@ -67,7 +67,7 @@ class FetchEnd(enum.Enum):
     NEEDLESS = "needless"
     """There was nothing to fetch: it is here, or the peer has no more."""
     JOINED = "joined"
-    """It was under way for somebody else already."""
+    """Another fetch of the same prompt was under way already."""
     BUSY = "busy"
     """Too many were under way."""
     NO_ROOM = "no_room"
@@ -84,7 +84,7 @@ class FetchEnd(enum.Enum):
 
     @classmethod
     def of(cls, why: str) -> FetchEnd:
-        """As the link says it."""
+        """The end that a job's ``why`` names; ``GONE`` for any other word."""
         return next((end for end in cls if end.value == why), cls.GONE)
 
 
@@ -110,7 +110,8 @@ _REFUSED: Final = {
 @dataclass(frozen=True)
 class SpanWish:
     """Up to the leading `blocks` blocks of a prompt, from the peer at an address that exports them. layered:
-    which computes them now."""
+    the peer is computing them now.
+    """
 
     address: str
     export: str
@@ -120,9 +121,9 @@ class SpanWish:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be fetched. key: encoded, whole blocks. spans: in order. wait_until: of the request, on this
-    rank's clock; None when nobody waits. then: called when it has ended, however. id: of the message that
-    asks for it; ahead: it was a hint. for_others: it is kept for the instance that has it.
+    """A prompt's KV to fetch. key: encoded, whole blocks. spans: in order. wait_until: of the request, on
+    this rank's clock; None when no request waits. then: called when the fetch has ended, however. id: of the
+    message that asks for it; ahead: it was a hint. for_others: it is kept for the instance that has it.
     """
 
     namespace: Hashable
@@ -138,7 +139,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
-    """What became of a span: tokens that came, and seconds since it was begun, but for connecting."""
+    """The end of a span: tokens that came, and seconds since it was begun, without those for connecting."""
 
     how: FetchEnd
     tokens: int
@@ -147,7 +148,7 @@ class SpanResult:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What became of a wish. how: of its last span that was begun."""
+    """The end of a fetch. how: of its last span that was begun."""
 
     id: str
     ahead: bool
@@ -177,16 +178,18 @@ class _Fetch:
     streams_to: Hashable = None
     """The request that was let in then."""
     incoming: Incoming | None = None
-    """Its forward pass is reading what comes, which must not be given back before that has ended."""
+    """The transfer to HBM that its forward pass reads from; the blocks must not be released before it has
+    ended.
+    """
 
     @property
     def span(self) -> SpanWish:
-        """What is being brought now."""
+        """The span that is being read now."""
         return self.wish.spans[len(self.results)]
 
     @property
     def job(self) -> Job:
-        """By what."""
+        """The job that reads it."""
         return self.jobs[len(self.results)]
 
 
@@ -197,7 +200,7 @@ class Fetches:
         tree: the rank's tree.
         tier: DRAM.
         link: reads.
-        ranks: agree on what was offered, was read, and is waited for no longer.
+        ranks: agree on the blocks offered and read, and on the requests that wait no longer.
         clock: seconds, monotonic.
     """
 
@@ -246,14 +249,16 @@ class Fetches:
         self._active.append(_Fetch(wish, jobs, wish.wait_until, now, now))
 
     def _decline(self, wish: Wish, how: FetchEnd) -> None:
-        """Nothing is begun: what peers export for it need not stay locked there until it expires."""
+        """Begin nothing, and let the peers release their exports, which would otherwise stay locked there
+        until they expire.
+        """
         for span in wish.spans:
             self._link.decline(span.address, span.export, layered=span.layered)
         self._tell(wish.id, wish.ahead, how)
         wish.then()
 
     def refuse(self, id: str, *, ahead: bool) -> None:
-        """What a message asks for cannot be had from that peer."""
+        """Report the fetch of a message as refused, where its peer cannot serve this instance."""
         self._tell(id, ahead, FetchEnd.REFUSED)
 
     def waits(self, namespace: Hashable, key: bytes) -> bool:
@@ -269,7 +274,7 @@ class Fetches:
     # -- in front of the forward pass -----------------------------------------------------------------
 
     def starts(self, handle: Hashable, namespace: Hashable, key: bytes) -> bool:
-        """Whether a request that waits may begin, because what it lacks comes ahead of its forward pass."""
+        """Whether a waiting request may begin, because its missing KV arrives ahead of its forward pass."""
         for fetch in self._active:
             fits = fetch.wish.namespace == namespace and key.startswith(fetch.wish.key)
             if fetch.may_start and fits and fetch.streams_to in (None, handle):
@@ -304,7 +309,7 @@ class Fetches:
         return next((fetch for fetch in self._active if fetch.streams_to == handle), None)
 
     def streams_hold(self) -> bool:
-        """After a forward pass: whether all that streamed into it was what it should have been."""
+        """After a forward pass: whether all KV that streamed into it arrived and verified, on every rank."""
         streams = [fetch for fetch in self._active if fetch.incoming is not None]
         if not streams:
             return True
@@ -354,7 +359,7 @@ class Fetches:
                 self._land(fetch, fetch.reservation, blocks)
 
     def _take(self, fetch: _Fetch, offered: int) -> None:
-        """The peer has said what it exports: reserve DRAM for what is lacking, and read."""
+        """The peer has answered with its offer: reserve DRAM for the missing blocks, and read them."""
         wish, job = fetch.wish, fetch.job
         key = wish.key[: min(max(0, offered), fetch.span.blocks) * self._step]
         if wish.for_others and key:
@@ -376,7 +381,7 @@ class Fetches:
             self._link.drop(job)
             known = reservation is Refusal.KNOWN
             how = FetchEnd.of(job.why or "needless") if known else _REFUSED[reservation]
-            # For want of memory nobody's span can come.
+            # Without memory here, no other span can come either.
             self._span_over(fetch, how, go_on=known)
             return
         fetch.reservation = reservation
@@ -399,8 +404,7 @@ class Fetches:
         self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=True)
 
     def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
-        """A span has ended, however: the next one that has what is lacking begins (`go_on`), or the fetch
-        ends."""
+        """A span has ended, however: begin the next span with missing blocks (`go_on`), or end the fetch."""
         now = self._clock.monotonic()
         # All peers are connected to at the beginning, while the first spans come.
         connected = fetch.began + fetch.job.connecting_s
@@ -434,7 +438,7 @@ class Fetches:
         }
 
     def take_results(self) -> list[FetchResult]:
-        """What has ended since, in that order."""
+        """Return the fetches that have ended since the last call, in that order."""
         results = list(self._results)
         self._results.clear()
         return results

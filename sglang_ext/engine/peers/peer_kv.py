@@ -1,6 +1,6 @@
 """Fetching from peers and exporting to them, as one part of a rank's cache.
 
-What routers say comes with the requests (``commands``); ``waits`` is for SGLang's protocol of waiting
+Routers' messages come with the requests (``commands``); ``waits`` is for SGLang's protocol of waiting
 requests (``storage_prefetch``).
 """
 
@@ -21,9 +21,9 @@ from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
 from sglang_ext.radix_global import RadixTree
 
 HINT_SECONDS: Final = 10.0
-"""For a fetch that nobody waits for."""
+"""Limit for a fetch that no request waits for."""
 SHOW_S: Final = 0.5
-"""Between two looks at how much is kept for others."""
+"""Between two updates of the metrics of KV that is kept for others."""
 
 
 class Link(ExportLink, Reads, Protocol):
@@ -44,10 +44,11 @@ class PeerKv:
         tree, write_down: the rank's.
         link: exports and reads.
         ranks: of this instance.
-        tell: takes what became of fetches; in rank 0, where there are routers.
-        host: computes spans of prompts for peers; None where nothing is computed for them.
-        rank: which of a peer's ``endpoints`` is read from; a peer has as many as this instance has ranks.
-        disk: brings what is asked for to DRAM; None where there is none.
+        tell: receives the results of fetches; in rank 0, where there are routers.
+        host: computes spans of prompts for peers; None on an instance that computes none for them.
+        rank: index into a peer's ``endpoints`` of the endpoint to read from; a peer has as many as this
+            instance has ranks.
+        disk: brings exported blocks to DRAM; None without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
     """
@@ -84,8 +85,8 @@ class PeerKv:
         self._show_at = -math.inf
 
     def export(self, message: Export) -> None:
-        """A peer is about to ask."""
-        # Nothing is said of other weights than those by which peers know each other.
+        """Export the prefix, or begin to compute it, for a peer that is about to request it."""
+        # Peers know this instance by its first weights: with other weights, export no block.
         key = self._whole(message.tokens) if self._fresh() else b""
         tenant = message.extra_key, message.cache_salt
         if message.compute:
@@ -103,7 +104,7 @@ class PeerKv:
             self.fetches.begin(wish)
 
     def fetch_ahead(self, message: Advise, then: Callable[[], None]) -> None:
-        """A request is expected: fetch, and then do what is done for a hint."""
+        """A request is expected: fetch, and then call ``then``, which acts on the hint."""
         seconds = min(HINT_SECONDS, message.ttl_s or HINT_SECONDS)
         wish = self._wish(message, seconds, None, then)
         if wish is None:
@@ -145,7 +146,7 @@ class PeerKv:
         )
 
     def peer_dead(self, message: PeerDead) -> None:
-        """An instance died: what was exported to it is free at once, what is read from it is a miss."""
+        """An instance died: release its exports at once, and count reads from it as misses."""
         self._link.peer_dead(message.instance, message.epoch)
 
     def _whole(self, tokens: bytes) -> bytes:
