@@ -28,7 +28,7 @@ from sglang_ext.protocol.agent import (
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[PrefetchResult], None]
-"""Takes what came of a hint; called in the scheduler's thread, must not block."""
+"""Receives the result of a hint; called in the scheduler's thread, must not block."""
 
 
 class _Terms(TypedDict):
@@ -39,7 +39,7 @@ class _Terms(TypedDict):
 
 
 class Brings(Protocol):
-    """What of ``engine.prefetch.Prefetcher`` is used here."""
+    """The methods of ``engine.prefetch.Prefetcher`` that hints use."""
 
     def expect(
         self,
@@ -72,7 +72,7 @@ class Brings(Protocol):
 
 
 class Computes(Protocol):
-    """What of ``engine.compute_ahead.ComputeAhead`` is used here."""
+    """The methods of ``engine.compute_ahead.ComputeAhead`` that hints use."""
 
     def takes(
         self,
@@ -105,7 +105,7 @@ class Advice:
         brings: the rank's prefetcher.
         tell: for rank 0; None on the others.
         peers: fetches and exports; None where that is not possible.
-        computes: computes what nobody has; None where that is not wanted.
+        computes: computes the tokens that no tier and no peer has; None where that is not wanted.
         priority_sign: -1 where a small number means a high priority.
     """
 
@@ -162,7 +162,9 @@ class Advice:
                 logger.warning("ignored a command of the wrong kind: %s", type(message).__name__)
 
     def _fetched(self, message: Advise, at: float) -> None:
-        """What a peer had is here, or will not be: bring up what there is, unless nobody asks any more."""
+        """The fetch from a peer has ended, however: prefetch the blocks that are here, unless the hint was
+        withdrawn or replaced.
+        """
         if self._fetching.get(message.id) is message:
             del self._fetching[message.id]
             self._bring(message, at)
@@ -174,7 +176,7 @@ class Advice:
         self._brings.prefetch(message.id, message.tokens, **self._terms(message, at), earliest=earliest)
 
     def _terms(self, message: Advise, at: float) -> _Terms:
-        """On which terms: whose it is, how much it matters, and until when, in rank 0's time."""
+        """The terms of a hint: its tenant, its priority, and its expiry in rank 0's time."""
         return {
             "extra_key": message.extra_key,
             "cache_salt": message.cache_salt,
@@ -183,7 +185,7 @@ class Advice:
         }
 
     def drain(self) -> None:
-        """Tell what has ended, and go on with what is to be computed. Once per pass."""
+        """Pass the results of ended prefetches on, and go on with the prompts to compute. Once per pass."""
         ended = self._brings.take_ended()
         if self.computes is not None:
             ended = [self._to_compute(self.computes, result) for result in ended]

@@ -4,7 +4,7 @@ A hint may say that its request does not come before some time. Until shortly be
 others (Symphony, section 3.3). How long before is learnt from the prefetches so far: seconds per byte, and
 how much these vary.
 
-Pure decisions. Times are rank 0's, as they come with its commands; what each rank has measured is compared,
+Pure decisions. Times are rank 0's, as they come with its commands. The ranks compare their measured rates,
 and the slowest counts, so that all ranks begin in the same pass.
 """
 
@@ -22,7 +22,7 @@ FIRST_RATE: Final = 128 << 20
 _SMOOTHING: Final = 0.2
 """Weight of the newest prefetch."""
 _DEVIATIONS: Final = 4.0
-"""The margin, in mean deviations of what was measured, as TCP sets its time-outs (RFC 6298)."""
+"""The margin, in mean deviations of the measured rates, as TCP sets its time-outs (RFC 6298)."""
 
 
 class MoveRate:

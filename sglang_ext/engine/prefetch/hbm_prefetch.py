@@ -1,18 +1,19 @@
 """Brings a prompt's KV to HBM before its request comes: disk to DRAM to HBM (Symphony, section 3.3).
 
-Prompts of high priority come first, then those whose requests may come first. Until shortly before a request
-may come, its KV goes from disk to DRAM only (``due_times``). What is on disk is read when no
-request wants to read, for a few prompts at once, their lowest layers first, and becomes DRAM blocks as for a
-waiting request. From there it is copied in small pieces, behind all copies that somebody waits for, to slots
-that are free, or that hold blocks which have a copy elsewhere and were not used since the prefetch began, or
-were announced with a lower priority. The slots of a piece are nobody's until it has arrived; then its blocks
-enter the tree, and are ordinary cached blocks that are held back for their request (``retention``) and yet go
-at once when SGLang needs them. Of what does not fit as a whole, the lowest layers are brought
-(``layer_fill``). No batch ever waits for a prefetch, and a request that comes too early does
-the rest by itself, as it would without.
+Prompts of high priority come first, then prompts whose requests may come first. Until shortly before a
+request may come, its KV goes from disk to DRAM only (``due_times``). Blocks on disk are read when no request
+wants to read, for a few prompts at once, their lowest layers first, and become DRAM blocks as for a waiting
+request. From there they are copied in small pieces, behind all copies that a request waits for, to slots that
+are free, or whose blocks have a copy elsewhere and were not used since the prefetch began, or were announced
+with a lower priority. The slots of a piece belong to no request until it has arrived; then its blocks enter
+the tree, and are ordinary cached blocks. They are retained for their request (``retention``), and yet go at
+once when SGLang needs them. Of prompts that do not fit as a whole, the lowest layers are brought
+(``layer_fill``). No batch ever waits for a prefetch, and a request that comes too early loads and computes
+the rest by itself, as it would without a prefetch.
 
-All methods run in the scheduler's thread. With several ranks, each is to be asked the same between the same
-two passes of the loop: what follows is decided from what all ranks have alike, or agreed upon.
+All methods run in the scheduler's thread. With several ranks, the caller makes the same calls on each between
+the same two passes of the loop: every decision here follows from state that all ranks have alike, or agreed
+upon.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MOST_WAITING = 256
 READ_AHEAD = 4
 """Prompts that are read from disk at the same time."""
 PIECE_BLOCKS = 64
-"""Copied at a time: what HBM cannot give up for as long as a copy takes."""
+"""Copied at a time; HBM cannot release these blocks for as long as the copy takes."""
 AWAKE_S = 1.5
 """So long before the next one is due, an idle scheduler does not sleep, which takes it a second."""
 
@@ -61,7 +62,7 @@ class PrefetchEnd(enum.Enum):
     COMPUTING = "computing"
     """No end: all that there is was brought, and the rest will be computed when the instance is idle."""
     COMPUTED = "computed"
-    """What nobody had was computed too (``compute_ahead``)."""
+    """The tokens that no tier and no peer had were computed too (``compute_ahead``)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class _Prefetch:
     starts: float = -math.inf
     """When it becomes due."""
     rests: bool = False
-    """What DRAM had no copy of was read from disk, and the rest waits until it is due."""
+    """The blocks that DRAM lacked were read from disk, and the copy to HBM waits until it is due."""
     begun: bool = False
     since: float = 0.0
     """When it began, in the tree's time."""
@@ -106,13 +107,13 @@ class _Prefetch:
 
 @dataclass(eq=False)
 class _Piece:
-    """What is being copied. reservation: the slots that it fills."""
+    """The blocks that are being copied. reservation: the slots that they fill."""
 
     prefetch: _Prefetch
     reservation: Reservation
 
     def arrived(self) -> None:
-        """Nobody writes to the slots any more."""
+        """The copy has ended: no thread writes to the slots any more."""
         self.reservation.gives_way = True
 
 
@@ -124,10 +125,11 @@ class Prefetcher:
         hbm: the holder that stands for this rank's pool.
         tier: DRAM; copies to HBM.
         hbm_tier: slots.
-        promotions: bring what is on disk to DRAM; None without a disk.
+        promotions: bring blocks on disk to DRAM; None without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         rate: learns how fast KV moves to HBM.
-        layers: brings the lowest layers of what does not fit as a whole; None without a region for them.
+        layers: brings the lowest layers of prompts that do not fit as a whole; None without a region for
+            them.
         piece_blocks: most blocks of a piece.
         clock: seconds, monotonic.
     """
@@ -157,9 +159,9 @@ class Prefetcher:
         self._rate = rate
         self._clock = clock or SystemClock()
         self._now = -math.inf
-        """Rank 0's time, as it was told last."""
+        """Rank 0's time, as of the last ``expire``."""
         self.next_due = math.inf
-        """When the next one becomes due, in rank 0's time, which is to be told then."""
+        """When the next prompt becomes due, in rank 0's time; the caller calls ``expire`` then."""
         self.layers = layers
         self._piece_blocks = piece_blocks
         self._waiting: list[_Prefetch] = []
@@ -182,7 +184,7 @@ class Prefetcher:
         priority: int = 0,
         until: float = math.inf,
     ) -> _Prefetch:
-        """Hold back what is known of a prompt that is expected, and bring nothing. See ``prefetch``."""
+        """Retain the cached blocks of an expected prompt, and bring nothing. See ``prefetch``."""
         key = encode_tokens(tokens)
         whole = len(key) // (self._tree.block_size * TOKEN_BYTES) * self._tree.block_size * TOKEN_BYTES
         wanted = _Prefetch(id, self._namespace(extra_key, cache_salt), key[:whole], priority)
@@ -200,10 +202,10 @@ class Prefetcher:
         until: float = math.inf,
         earliest: float = -math.inf,
     ) -> None:
-        """Bring what is known of a prompt to HBM, when its turn comes, and hold it back for its request.
+        """Bring the cached blocks of a prompt to HBM, when its turn comes, and retain them for its request.
 
         There is one prompt for each ``id``: a newer one takes the older one's place. priority: the higher,
-        the sooner it comes and the later it goes. until: how long it is held back, and earliest: before when
+        the sooner it comes and the later it goes. until: how long it is retained, and earliest: before when
         its request does not come, in rank 0's time.
         """
         wanted = self.expect(
@@ -240,8 +242,11 @@ class Prefetcher:
         self.next_due = min((each.starts for each in resting if not each.due), default=math.inf)
 
     def cancel(self, id: str) -> bool:
-        """Do no more for ``id``: its request has come, or will not. What was brought stays, as anything else
-        that is cached. Whether something was still to be done.
+        """Stop the work for ``id``: its request has come, or will not. Blocks already brought stay, like all
+        cached blocks.
+
+        Returns:
+            whether some of the work was still to be done.
         """
         self.retention.forget(id)
         for waiting in self._waiting:
@@ -255,8 +260,8 @@ class Prefetcher:
         return self.retention.knows(id)
 
     def expire(self, now: float) -> None:
-        """Rank 0's time is ``now``: what was to be held back until then is not any more, and what is due may
-        use HBM.
+        """Set rank 0's time to ``now``: release prompts whose retention has expired, and let prompts that are
+        due use HBM.
         """
         self._now = now
         self.retention.expire(now)
@@ -264,7 +269,7 @@ class Prefetcher:
             self._plan()
 
     def take_ended(self) -> list[PrefetchResult]:
-        """Those that have ended since this was asked last, at most the newest ``MOST_WAITING``."""
+        """Prefetches that have ended since the last call, at most the newest ``MOST_WAITING``."""
         ended = list(self._ended)
         self._ended.clear()
         return ended
@@ -274,7 +279,8 @@ class Prefetcher:
     def drain(self) -> None:
         """Take the next step, once per pass of the scheduler's loop. Does not wait.
 
-        Only here does a piece enter the tree: in the middle of an admission it would change what was matched.
+        Pieces enter the tree only here: in the middle of an admission, a new piece would change the prefix
+        that was matched.
         """
         if self._piece is not None and self._piece.reservation.gives_way:
             self._land(self._piece)
@@ -283,7 +289,7 @@ class Prefetcher:
             self.layers.step({waiting.id for waiting in self._waiting})
 
     def _bring_first(self) -> None:
-        """Go on with those whose turn it is."""
+        """Go on with the prompts whose turn it is."""
         first = [each for each in self._waiting if each.due][:READ_AHEAD]
         first += [each for each in self._waiting if not (each.due or each.rests)][: READ_AHEAD - len(first)]
         for prefetch in first:
@@ -305,7 +311,7 @@ class Prefetcher:
 
     def _begin(self, prefetch: _Prefetch) -> None:
         prefetch.begun = True
-        # What was not used for long counts as used: eviction must not take it before it is brought.
+        # Matching marks long unused blocks as used: eviction must not take them before they are brought.
         self._tree.match(prefetch.namespace, prefetch.key)
         prefetch.since = self._tree.now()
         prefetch.reached = self._reached(prefetch)[0]
@@ -364,8 +370,8 @@ class Prefetcher:
         return found
 
     def _land(self, piece: _Piece) -> None:
-        """The bytes of a piece are in its slots: they enter the tree, where a request was not faster, and
-        where what they continue was not given up meanwhile.
+        """The bytes of a piece are in its slots: its blocks enter the tree, except where a request has
+        inserted them already, or where the blocks in front of them were given up meanwhile.
         """
         self._piece = None
         done = piece.reservation.commit(onward=False)
@@ -416,7 +422,7 @@ class Prefetcher:
         return sum(not each.due for each in self._waiting)
 
     def clear(self) -> None:
-        """Do no more for anybody: the cache is about to be emptied."""
+        """Drop every prompt: the cache is about to be emptied."""
         while self._waiting:
             self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:

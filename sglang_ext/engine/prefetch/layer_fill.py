@@ -1,14 +1,14 @@
 """Brings the lowest layers of announced sessions to HBM, where whole sessions do not fit.
 
 Layer i of all sessions comes before layer i + 1 of any (Symphony, section 3.3). The prefetcher has brought
-what fits as a whole, and the rest to DRAM. Each session left gets as many layers as hide the loading of the
-others, by measured speeds: none where a wait for the first would not be noticed.
+the sessions that fit as a whole, and the rest to DRAM. Each session left gets as many layers as hide the
+loading of the others, by measured speeds: none where a wait for the first would not be noticed.
 
-Room for them is, in this order: what is free, or cached without having been announced or used since; ends of
-announced sessions that are there as a whole, which have the highest layers of all, and get their lowest
-layers back here; cells of higher layers.
+Room for them is, in this order: slots that are free, or cached without having been announced or used since;
+ends of announced sessions that are there as a whole, which have the highest layers of all, and get their
+lowest layers back here; cells of higher layers.
 
-Copies go behind all that somebody waits for. All methods run in the scheduler's thread, alike on all ranks.
+Copies go behind all that a request waits for. All methods run in the scheduler's thread, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 
 FILL_SECONDS = 0.002
-"""Of copying at a time: what the engine may have to wait for when it takes slots back."""
+"""Of copying at a time: the longest that the engine may have to wait when it takes slots back."""
 LOOK_AGAIN_PASSES = 64
 """After which it is tried again where there was no room."""
 LOOK_AFTER_LOSS_PASSES = 16
@@ -59,7 +59,7 @@ class LayerFill:
         tier: DRAM, with a region.
         hbm_tier: slots.
         speeds: of loading and computing, as the ranks have agreed.
-        clock: knows how many tokens requests compute behind what was cached.
+        clock: measures how many tokens requests compute behind their cached prefix.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LayerFill:
         self._short = False
         """Whether there was no room for all then."""
         self._seen: tuple[int, ...] = ()
-        """What was lost, and how many sessions were announced, when it was last looked at."""
+        """At the last look: sessions given up, cells given up, and sessions announced."""
 
     def look(self) -> None:
         """Something may be lacking, or there may be room: look in the next pass."""
@@ -97,7 +97,7 @@ class LayerFill:
         return self._due or bool(self._filling)
 
     def step(self, bringing: Container[str]) -> None:
-        """Start what is to be filled next, if nothing is under way. Once per pass.
+        """Start to fill the next cells, if no copy is under way. Once per pass.
 
         bringing: sessions that are still being brought as a whole.
         """
@@ -156,7 +156,8 @@ class LayerFill:
             if not layers:
                 continue
             ids = np.concatenate([node.placements[dram] for node in below])
-            # Ends of cells are waste: what would take more room so than as a whole is left in DRAM.
+            # Ends of cells are waste: a session that would take more room in cells than as a whole stays in
+            # DRAM.
             cells = -(-len(ids) // self.region.strip_blocks)
             if layers * cells * self.region.strip_blocks < len(ids) * self.region.n_layers:
                 found.append(_Lacking(session, below[-1], ids, layers))
