@@ -1,1 +1,1 @@
-"""What an instance tells routers: placement events, heartbeats, its registration."""
+"""An instance's messages to routers: placement events, heartbeats, its registration."""

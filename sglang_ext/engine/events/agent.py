@@ -1,9 +1,9 @@
-"""The agent of an instance: a thread of rank 0 that tells routers what is in the tiers, and that it lives.
+"""The agent of an instance: a thread of rank 0 that sends routers the contents of the tiers, and heartbeats.
 
-It takes what the scheduler's thread leaves in a queue (`engine/events/events.py`), numbers and encodes it,
-and sends it to every router that said `Hello`. Nothing here is ever waited for by the scheduler.
+It takes the entries that the scheduler's thread leaves in a queue (`engine/events/events.py`), numbers and
+encodes them, and sends them to every router that sent `Hello`. The scheduler never waits for anything here.
 
-A snapshot begins with the tree, which the scheduler tells, and ends with the tiers below memory, whose
+A snapshot begins with the tree, which the scheduler walks, and ends with the tiers below memory, whose
 indexes this thread lists by itself.
 """
 
@@ -43,31 +43,35 @@ BATCH_S: Final = 0.01
 """Pause between two messages of events, in which more of them come together."""
 OUTBOX_RETRY_S: Final = 0.01
 READER_GONE_S: Final = 3 * VERDICT_S
-"""A router that was not heard for so long is sent nothing any more."""
+"""The agent sends nothing more to a router that has been silent for so long."""
 SNAPSHOT_NAMES: Final = 400_000
-"""Names of blocks of a tier that a snapshot tells; a tier with more is told in part."""
+"""Limit on a tier's block names in a snapshot; with more names in the tier, the snapshot is partial."""
 NAMES_CHUNK: Final = 1000
 """Names read from a tier's index at once: about a millisecond."""
 RESTART_S: Final = 1.0
 FORGET_S: Final = 600.0
-"""A router that was not heard for so long is not remembered: each has a new name after a restart."""
+"""After so much silence, a router's last time of sending is dropped: each router has a new name after a
+restart.
+"""
 FORMER_CHANNELS: Final = 64
-"""Of routers that have another one now; what still arrives on them is not listened to."""
+"""Limit on remembered channels of routers that have another one now; messages that still arrive on them are
+dropped.
+"""
 
 
 @runtime_checkable
 class ListsNames(Protocol):
-    """What the agent asks of a tier below memory."""
+    """The methods of a tier below memory that the agent uses."""
 
     def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
         """Up to ``limit`` names, and the place to go on from; ``None`` at the end."""
 
     def watch(self, watch: Callable[[Sequence[bytes], Sequence[bytes]], None]) -> None:
-        """Tell of names that come and go from now on."""
+        """Call ``watch`` with the names that come, and those that go, from now on."""
 
 
 class Gauges(Protocol):
-    """What an instance says of itself with every heartbeat. Called in the agent's thread."""
+    """An instance's load and fill levels, sent with every heartbeat. Called in the agent's thread."""
 
     def load(self) -> Load: ...
 
@@ -76,7 +80,7 @@ class Gauges(Protocol):
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """Who the instance is. naming: ``None`` without tiers below memory."""
+    """The identity of an instance. naming: ``None`` without tiers below memory."""
 
     instance: str
     epoch: bytes
@@ -90,7 +94,7 @@ class _Listing:
 
     number: int
     left: deque[tuple[Tier, ListsNames]]
-    """Tiers that are not told to the end; the first is being told."""
+    """Tiers that are not listed to the end; the first is being listed."""
     place: bytes = b""
     told: int = 0
     partial: bool = False
@@ -100,12 +104,12 @@ class Agent:
     """See the module's docstring. Started by `start`, ended by `close`.
 
     Args:
-        facts: who the instance is.
-        feed: what the scheduler tells.
+        facts: identity of the instance.
+        feed: the scheduler's events.
         gauges: for heartbeats.
         socket: taken over.
-        named: the tiers below memory that list what they have.
-        others: takes, in the agent's thread, what routers say that does not concern the index.
+        named: the tiers below memory that can list their blocks.
+        others: receives, in the agent's thread, routers' messages that do not concern the index.
         now: seconds, monotonic.
     """
 
@@ -131,9 +135,9 @@ class Agent:
         self._names: dict[Reader, str] = {}
         self._former: deque[Reader] = deque(maxlen=FORMER_CHANNELS)
         self._heard: dict[str, float] = {}
-        """Router -> when it said something last. Read by other threads. Kept for ``FORGET_S``."""
+        """Router -> when its last message came. Read by other threads. Kept for ``FORGET_S``."""
         self.rekeyed: Signal[[str]] = Signal()
-        """It listens by another public key now; in the agent's thread."""
+        """Emitted with the new public key once the agent listens by it; in the agent's thread."""
         self._listings: list[_Listing] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kv-agent", daemon=True)
@@ -151,7 +155,7 @@ class Agent:
         self.socket.close()
 
     def silent_s(self, router: str) -> float:
-        """Seconds since a router said something; from any thread."""
+        """Seconds since a router's last message; from any thread."""
         at = self._heard.get(router)
         return float("inf") if at is None else self._now() - at
 
@@ -162,8 +166,8 @@ class Agent:
             try:
                 self._serve()
             except Exception:
-                # The server must not die of this, and it must not be silent: routers hear nothing, hold the
-                # instance for lost, and are told everything anew when the agent is up again.
+                # The server must not die of this failure, and the failure must not stay hidden: routers get
+                # no heartbeat, count the instance as lost, and get a new snapshot when the agent is up again.
                 logger.exception("the agent of %s failed; it starts again", self.facts.instance)
                 for reader in self.stream.readers:
                     self._drop(reader)
@@ -211,7 +215,7 @@ class Agent:
             del self._heard[router]
 
     def _next_work(self, now: float) -> float:
-        """When there is something to do of which nothing tells."""
+        """When to look for work again that no descriptor signals."""
         if any(not self._is_full(listing.number) for listing in self._listings):
             return now
         return now + (OUTBOX_RETRY_S if self.socket.waiting else HEARTBEAT_S)
@@ -219,15 +223,15 @@ class Agent:
     # -- routers --------------------------------------------------------------------------------
 
     def _hello(self, reader: Reader, message: Hello) -> None:
-        # A router that made its channel anew has given up the former one: TCP may bring late what was said on
-        # it, after what took that back, and keeps it until it finds out.
+        # A router that made its channel anew has given up the former one: TCP may deliver messages of the
+        # former channel late, after the messages that took them back, and keeps it until it detects the end.
         for former in [each for each, name in self._names.items() if name == message.router]:
             if former != reader:
                 self._drop(former)
                 self._former.append(former)
         self._unwanted(self.stream.goodbye(reader))
         self.socket.forget_unsent(reader)
-        # What is in the queue comes before what this router will be sent.
+        # Entries in the queue come before all messages that this router will get.
         self._tell(self._feed.take(), self._now())
         sends, number = self.stream.hello(reader, message)
         self._send(sends)
@@ -263,7 +267,7 @@ class Agent:
         reader = self.stream.reader_of(number)
         return reader is not None and self.socket.is_full(reader)
 
-    # -- what they are told ---------------------------------------------------------------------
+    # -- events to routers ----------------------------------------------------------------------
 
     def _tell(self, entries: Iterable[Entry], now: float) -> None:
         changed: list[Changed] = []

@@ -1,7 +1,7 @@
 """The agent's socket: one ZeroMQ ROUTER for all routers, CURVE with the cluster's key, and an outbox each.
 
-A router that does not take what it is sent holds up nobody: its messages are kept up to `OUTBOX_BYTES`, and
-it is dropped then. It will notice that numbers are missing and say `Hello` again.
+A slow router delays no other: its messages are kept up to `OUTBOX_BYTES`, and then it is dropped. It will
+notice that numbers are missing and send `Hello` again.
 
 One thread; nothing blocks.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES: Final = 32 << 20
 FULL_BYTES: Final = 4 << 20
-"""An outbox with more than this is no place for more of a snapshot."""
+"""An outbox with more bytes than this takes no further part of a snapshot."""
 QUEUED_MESSAGES: Final = 64
 """Messages that ZeroMQ keeps per router, beside the outbox."""
 LINGER_MS: Final = 200
@@ -56,7 +56,7 @@ class AgentSocket:
 
     Args:
         bind: address to listen on.
-        ports: the first that nobody has is taken; 0 is any.
+        ports: the first free one is taken; 0 is any.
         key: of the cluster.
 
     Raises:
@@ -71,7 +71,7 @@ class AgentSocket:
                 hint="Give the file with the key of the cluster",
             )
         self.refused = 0
-        """Messages that were none, since the start."""
+        """Frames that were not valid messages, since the start."""
         self._outboxes: dict[Reader, _Outbox] = {}
         self._key = key
         self._pairs: tuple[tuple[bytes, bytes], ...] = ()
@@ -98,8 +98,11 @@ class AgentSocket:
         self.port = int(self._endpoint.rpartition(":")[2])
 
     def follow_key(self) -> bool:
-        """Listen anew where the cluster's first key is another, or one was removed: all connections end, and
-        those that have a key connect again. May block for `REBIND_S`. Returns whether that was so.
+        """Listen anew if the cluster's first key has changed, or a key was removed: all connections end, and
+        routers that have a key connect again. May block for `REBIND_S`.
+
+        Returns:
+            whether it listens anew.
 
         Raises:
             ZMQError: the port cannot be had any more.
@@ -146,14 +149,14 @@ class AgentSocket:
         self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
 
     def close(self) -> None:
-        """Close every connection, after what can be sent at once."""
+        """Close every connection, after sending the messages that can be sent at once."""
         self._socket.close(linger=LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
 
     def wait(self, seconds: float, *others: int) -> set[int]:
-        """Return when a router has said something, or when one of ``others`` (descriptors) can be read; and
+        """Return when a router's message has come, or when one of ``others`` (descriptors) can be read; and
         after ``seconds``. Returns which of ``others`` can be.
         """
         poller = Poller()
@@ -171,7 +174,7 @@ class AgentSocket:
     # -- messages -------------------------------------------------------------------------------
 
     def receive(self) -> Iterator[tuple[Reader, ToAgent]]:
-        """What routers have said. Does not wait."""
+        """Yield the messages of routers that have come. Does not wait."""
         while True:
             try:
                 reader, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -188,7 +191,7 @@ class AgentSocket:
             yield reader, message
 
     def send(self, reader: Reader, data: bytes) -> bool:
-        """Send, now or later. False: the router is gone, or does not take what it is sent."""
+        """Send, now or later. False: the router is gone, or its outbox is over `OUTBOX_BYTES`."""
         outbox = self._outboxes.get(reader)
         if outbox is None:
             return False
@@ -205,7 +208,9 @@ class AgentSocket:
         return True
 
     def flush(self) -> list[Reader]:
-        """Send what waits in outboxes, as far as that goes. Returns routers that turned out to be gone."""
+        """Send the messages in outboxes, as far as their routers take them. Returns routers that turned out
+        to be gone.
+        """
         gone: list[Reader] = []
         for reader, outbox in list(self._outboxes.items()):
             while outbox.messages:
@@ -233,12 +238,12 @@ class AgentSocket:
         return True
 
     def forget_unsent(self, reader: Reader) -> None:
-        """What waits for a router is of no use to it any more."""
+        """Drop the messages that wait for a router: they are of no use to it any more."""
         if reader in self._outboxes:
             self._outboxes[reader] = _Outbox()
 
     def drop(self, reader: Reader) -> None:
-        """Send a router nothing until it says something again."""
+        """Send a router nothing until its next message comes."""
         self._outboxes.pop(reader, None)
 
     def is_full(self, reader: Reader) -> bool:

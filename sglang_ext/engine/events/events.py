@@ -1,11 +1,11 @@
-"""From the scheduler's thread to the agent's: what has changed in the tiers, and snapshots of all there is.
+"""From the scheduler's thread to the agent's: changes in the tiers, and whole snapshots of them.
 
 The scheduler's part is a list append per change, and one queue entry per pass in which anything changed. All
 else (numbering, encoding, sending) is the agent's, in its own thread. When the agent does not keep up, events
 are counted and dropped, never waited for: readers then see that numbers are missing and ask for a snapshot.
 
 A snapshot walks the tree in the scheduler's thread, which alone may read it: so many runs per pass, and more
-while the server is idle. What is below memory is told by threads of those tiers, from their indexes.
+while the server is idle. Threads of the tiers below memory publish those tiers' changes, from their indexes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
 from sglang_ext.tiers import Tier
 
 QUEUE_ENTRIES: Final = 20_000
-"""Entries that wait for the agent; what comes on top is dropped."""
+"""Entries that wait for the agent; with so many waiting, new events are dropped."""
 PART_RUNS: Final = 256
 PART_BYTES: Final = 256 << 10
 """Of a snapshot, per pass: under a millisecond."""
@@ -78,7 +78,7 @@ class PlacementFeed:
 
     Args:
         tree: of this rank, empty.
-        holders: to tell of: of the tiers in memory.
+        holders: of the tiers in memory, whose changes are published.
         weights_name: the version of a generation of weights, as names of blocks have it.
         now: seconds, monotonic.
         limit: entries that may wait for the agent.
@@ -119,7 +119,7 @@ class PlacementFeed:
     # -- the scheduler's thread -----------------------------------------------------------------
 
     def publish(self, *, idle: bool = False) -> None:
-        """Once per pass: hand over what has changed, and go on with snapshots."""
+        """Once per pass: queue the pass's changes for the agent, and go on with snapshots."""
         if self.closed:
             return
         events = self.log.take()
@@ -129,9 +129,10 @@ class PlacementFeed:
             self._snapshots(IDLE_SECONDS if idle else 0.0)
 
     def clear(self, weights: int | None = None) -> None:
-        """Nothing that is in memory will match any more. weights: their new generation, if it is one.
+        """Publish that no block in memory will match any more. weights: their new generation, if it is one.
 
-        Called before anything is taken out of the tree. Told at once: a server that is paused has no passes.
+        Called before anything is taken out of the tree. Published at once: a server that is paused has no
+        passes.
         """
         if self.closed:
             return
@@ -177,7 +178,9 @@ class PlacementFeed:
     # -- any thread -----------------------------------------------------------------------------
 
     def names_changed(self, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Blocks that a tier has now, and such that it no longer has, by name; after the fact."""
+        """Publish the names of blocks that a tier has now, and of blocks that it no longer has; after the
+        fact.
+        """
         events: list[PlacementEvent] = [NamesStored(tier.level, names) for names in packed(stored)]
         events += [NamesRemoved(tier.level, names) for names in packed(removed)]
         if events:
@@ -201,12 +204,12 @@ class PlacementFeed:
             self.wake()
 
     def wake(self) -> None:
-        """Let the agent look, though nothing may have come."""
+        """Wake the agent, though no entry may have come."""
         if not self.closed:
             os.eventfd_write(self.wakeup, 1)
 
     def post(self, reader: bytes, message: FromAgent) -> None:
-        """Have a router sent something that does not concern the index."""
+        """Send a router a message that does not concern the index."""
         self._posted.append((reader, message))
         self.wake()
 
@@ -217,7 +220,7 @@ class PlacementFeed:
         self._asked.append(number)
 
     def no_snapshot(self, number: int) -> None:
-        """Nobody wants the rest of a snapshot."""
+        """Drop the rest of a snapshot: no reader waits for it."""
         self._unwanted.add(number)
 
     def hold_up(self, number: int, *, full: bool) -> None:
@@ -228,7 +231,7 @@ class PlacementFeed:
             self._held_up.discard(number)
 
     def take(self) -> list[Entry]:
-        """What has come since the last call, in order."""
+        """Return the entries that have come since the last call, in order."""
         self._woken = False
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakeup)
@@ -241,12 +244,12 @@ class PlacementFeed:
         return entries
 
     def take_posted(self) -> Iterator[tuple[bytes, FromAgent]]:
-        """What was posted, in order."""
+        """Yield the posted messages, in order."""
         while self._posted:
             yield self._posted.popleft()
 
     def close(self) -> None:
-        """Tell nothing more. In the scheduler's thread; the agent's has ended."""
+        """Publish nothing more. In the scheduler's thread; the agent's has ended."""
         self.log.close()
         self.closed = True
         os.close(self.wakeup)

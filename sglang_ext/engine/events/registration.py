@@ -1,9 +1,9 @@
 """How an instance finds its routers, and stays with them: `POST /cluster/instances`, again and again.
 
-    known to a router       the router's agent client says something every second
-    silent for `VERDICT_S`  register again, which is how a router that was restarted learns of the instance
-    refused, unreachable    try again, less and less often, up to every `LONGEST_PAUSE_S`
-    the server ends         `DELETE /cluster/instances/{instance}`
+    registered               the router's agent client sends something every second
+    silent for `VERDICT_S`   register again, so that a router that was restarted has the instance again
+    refused, unreachable     try again, less and less often, up to every `LONGEST_PAUSE_S`
+    the server ends          `DELETE /cluster/instances/{instance}`
 
 A thread of its own, because an HTTP call may hang, and neither the scheduler nor the agent may.
 """
@@ -42,7 +42,9 @@ CALL_S: Final = 2.0
 LEAVE_S: Final = 1.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 1.0
-"""A router that has just started is ready when its instances have told what they hold: it waits for this."""
+"""A router that has just started is ready once its instances have sent their snapshots, and so waits for this
+pause.
+"""
 CLOCKS_S: Final = 1.0
 """Clocks that are less apart are alike."""
 LOOK_S: Final = 0.5
@@ -51,7 +53,7 @@ LOOK_S: Final = 0.5
 
 @dataclass
 class _Router:
-    """One router: where it is, what it calls itself, and when to say something to it again."""
+    """One router: its URL, its name, and when to register with it again."""
 
     url: str
     name: str = ""
@@ -60,9 +62,9 @@ class _Router:
     registered: float | None = None
     problem: str = ""
     ahead_s: float = 0.0
-    """Of our clock: we sign by its."""
+    """How far the router's clock is ahead of ours: signatures use the router's time."""
     stale: bool = False
-    """It knows the instance as it was."""
+    """The router has a former registration of the instance."""
 
 
 class Registrar:
@@ -70,9 +72,9 @@ class Registrar:
 
     Args:
         routers: URLs; those with ``dns+`` are looked up again and again (`router_names`).
-        registration: what to say.
+        registration: the body of the call.
         key: signs it; ``None`` in a cluster without a key.
-        silent_s: seconds since the router of that name said something to the agent.
+        silent_s: seconds since the agent received the last message of the router of that name.
         now: seconds, monotonic. wall: seconds since the epoch, for signatures.
         resolve, look_up_s: how names are looked up, and how often.
     """
@@ -104,7 +106,7 @@ class Registrar:
         self._thread.start()
 
     def update(self, registration: Registration) -> None:
-        """Say something else of the instance from now on, at once; from any thread."""
+        """Replace the registration, and send it to every router at once; from any thread."""
         self._registration = registration
         for router in self._routers:
             router.stale = True
@@ -115,12 +117,13 @@ class Registrar:
 
     @property
     def registration(self) -> Registration:
-        """What is said of the instance."""
+        """The registration that routers get."""
         return self._registration
 
     def close(self) -> None:
-        """Leave every router that knows the instance, and end. At most `CALL_S` or `LOOK_UP_S` per name, and
-        `LEAVE_S` per router."""
+        """Leave every router that has the instance registered, and end. At most `CALL_S` or `LOOK_UP_S` per
+        name, and `LEAVE_S` per router.
+        """
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -195,7 +198,9 @@ class Registrar:
     def _call(
         self, router: _Router, method: str, path: str, body: bytes, seconds: float
     ) -> tuple[int, bytes]:
-        """Say something, once more by the router's clock if that is why it refuses."""
+        """Call a router, and repeat the call once by the router's clock if it was refused for the time of its
+        signature.
+        """
         before = router.ahead_s
         status, answer = self._call_once(router, method, path, body, seconds)
         if status == HTTPStatus.UNAUTHORIZED and router.ahead_s != before:

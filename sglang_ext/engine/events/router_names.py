@@ -1,8 +1,8 @@
-"""Which routers there are: those that are listed, and all that a name in the DNS stands for.
+"""The routers' addresses: those that are listed, and all that a name in the DNS stands for.
 
 ``dns+http://NAME:PORT`` means every address of NAME, as a headless Service of Kubernetes gives them. The name
-is looked up again and again, because routers come and go. Decides; looking up is a function that comes in
-and runs in a thread of its own: a DNS may take half a minute, for which nobody here waits.
+is looked up again and again, because routers come and go. Decides; looking up is a function that comes in and
+runs in a thread of its own: a DNS answer may take half a minute, and no thread here waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DNS: Final = "dns+"
 AGAIN_S: Final = 5.0
 """Seconds."""
 LOOK_UP_S: Final = 1.0
-"""Seconds that an answer is waited for; one that comes later counts the next time."""
+"""Seconds to wait for an answer; a later answer counts at the next look-up."""
 
 
 def addresses(host: str, port: int) -> list[str]:
@@ -110,5 +110,5 @@ def _settle(
 ) -> None:
     try:
         future.set_result(resolve(host, port))
-    except (OSError, UnicodeError) as error:  # the latter for what is no name
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
         future.set_exception(OSError(str(error)))
