@@ -21,7 +21,7 @@ class Listener:
         return False
 
     def before_clear(self) -> None:
-        """Everything is about to be forgotten: give up what is in flight."""
+        """The cache is about to be emptied: give up the transfers in flight."""
 
     def role_changed(self, role: str) -> None:
         """The server prefills or decodes from now on."""
@@ -40,11 +40,11 @@ class Listeners:
         return f"Listeners({', '.join(type(part).__name__ for part in self._parts)})"
 
     def add(self, part: Listener) -> None:
-        """Tell it from now on."""
+        """Pass events to ``part`` from now on."""
         self._parts.append(part)
 
     def remove(self, part: Listener) -> None:
-        """Tell it nothing more; it may have gone already."""
+        """Pass no more events to ``part``; it may have gone already."""
         if part in self._parts:
             self._parts.remove(part)
 

@@ -1,6 +1,6 @@
-"""The cache of one rank, without SGLang: what it is made of, and what concerns all its tiers at once.
+"""The cache of one rank, without SGLang: its parts, and the operations that concern all its tiers at once.
 
-`patches.adapter.radix_cache` adds what SGLang calls to look up, insert, evict and load.
+`patches.adapter.radix_cache` adds the methods that SGLang calls to look up, insert, evict and load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheParts:
-    """What a cache is made of: complete before it is, and unchanged after."""
+    """The parts of a cache: complete before the cache is made, and unchanged after."""
 
     store: Store
     """Over an empty tree, whose block size is a multiple of the page size."""
@@ -55,19 +55,23 @@ class CacheParts:
     promotions: Promotions | None = None
     """Bring blocks from disk to DRAM; ``None`` without a disk."""
     answers: AckedAnswers | None = None
-    """Knows which answers are durable; ``None`` where their ends do not wait for that."""
+    """Decides which answers are durable; ``None`` where the ends of answers do not wait for that."""
     retraction: Retraction | None = None
-    """Decides who gives way to requests of a higher priority; ``None`` where that is left to SGLang."""
+    """Decides which requests give way to requests of a higher priority; ``None`` where that is left to
+    SGLang.
+    """
     transfers: TransferThread | None = None
     """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
     peers: PeerKv | None = None
     """Fetches from other instances and exports to them; ``None`` where that is not possible."""
     feed: PlacementFeed | None = None
-    """Tells routers of what changes here; ``None`` without any."""
+    """Sends changes of the tiers to routers; ``None`` without any."""
     tell: Tell | None = None
-    """Is told what came of hints; in rank 0, where there are routers."""
+    """Receives the results of hints; in rank 0, where there are routers."""
     computes: Callable[[RankCache], Computes] | None = None
-    """Makes what computes announced prompts ahead of their requests; ``None`` where that is not wanted."""
+    """Makes the part that computes announced prompts ahead of their requests; ``None`` where that is not
+    wanted.
+    """
     publish: Callable[[RankCache], None] | None = None
     """Called in each pass of the scheduler; publishes the metrics (`CacheMetrics.update`)."""
     load_min_tokens: int = 0
@@ -75,7 +79,7 @@ class CacheParts:
     load_always: bool = False
     """Longer ones are not weighed against computing."""
     weights: Weights = field(default_factory=Weights)
-    """Which of them are in use."""
+    """The generation of weights in use."""
     ranks: Ranks = field(default_factory=Ranks)
     """Of the instance; the parts of the tiers are with it already."""
     commands: RankCommandQueue | None = None
@@ -92,7 +96,7 @@ class RankCache:
     """See the module's docstring. In the scheduler's thread; every part but the tree may be missing.
 
     Args:
-        parts: what it is made of.
+        parts: of the cache.
         allocator: SGLang's, of slots; None for an index alone.
         page_size: tokens of a page of SGLang's pool.
     """
@@ -119,7 +123,7 @@ class RankCache:
         self.ranks = parts.ranks
         self.command_queue = parts.commands
         self.listeners = Listeners()
-        """Parts that hear what happens here."""
+        """Parts that receive the cache's events."""
         self.faults = CacheFaults(strict=parts.check)
         self._check_when_idle = parts.check
         self._checked_state = ""
@@ -174,7 +178,7 @@ class RankCache:
                 )
 
     def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
-        """A prefill batch is about to run; what it costs is weighed against loading."""
+        """A prefill batch is about to run; its measured cost is weighed against loading."""
         if self.prefill_clock is not None:
             with self.faults.guard("prefill_begins"):
                 self.prefill_clock.begins(lengths, loads=loads)
@@ -186,7 +190,7 @@ class RankCache:
                 self.prefill_clock.ended()
 
     def each_pass(self) -> None:
-        """Take note of what has completed on every rank, and go on with what is brought in ahead."""
+        """Apply the operations that have completed on every rank, and go on with prefetches and fetches."""
         self.ranks.each_pass()
         if self.peers is not None:
             self.peers.report()
@@ -201,8 +205,8 @@ class RankCache:
 
     @property
     def keeps_awake(self) -> bool:
-        """Whether an idle scheduler must not sleep, because something is brought in ahead of a request, the
-        end of an answer is held back, or a router is being told all there is.
+        """Whether an idle scheduler must not sleep, because KV is brought in ahead of a request, the end of
+        an answer is held back, or a snapshot is being sent to a router.
         """
         brings = self.prefetcher is not None and self.prefetcher.busy
         brings = brings or (self.peers is not None and self.peers.busy)
@@ -220,8 +224,8 @@ class RankCache:
             self.promotions.clear()
 
     def drop_in_flight(self) -> None:
-        """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,
-        fetches and exports, hints, prefetches, reads from disk. When this returns, nothing of it arrives.
+        """Give up all transfers between tiers and instances for requests, announced or waiting: returns,
+        fetches and exports, hints, prefetches, reads from disk. When this returns, none of their KV arrives.
         """
         self.listeners.before_clear()
         if self.peers is not None:
@@ -236,8 +240,9 @@ class RankCache:
     def weights_changing(self) -> None:
         """The model's weights are about to change, and may do so until ``weights_changed``.
 
-        Each generation of weights is a namespace, so what older ones computed never matches again. What is
-        computed meanwhile, or has begun before, is nobody's (``namespace_of``).
+        Each generation of weights is a namespace, so KV of older ones never matches again. KV computed
+        meanwhile, or by requests that have begun before, belongs to no namespace (``namespace_of``) and is
+        not inserted.
         """
         if not self.weights.moving:
             self.weights.begin()
@@ -280,7 +285,7 @@ class RankCache:
                 self._checked_state = state
 
     def check(self) -> None:
-        """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
+        """Verify the invariants of tree and tiers. Raises AssertionError naming the broken one."""
         self.tree.check()
         self.store.check()
         if self.feed is not None:
@@ -291,7 +296,7 @@ class RankCache:
             self.promotions.check()
 
     def release_host_resources(self) -> None:
-        """Bring what is in flight to its end, down to the disk."""
+        """Complete the work in flight, down to the disk, and close all parts."""
         self.listeners.before_end()
         if self.peers is not None:
             self.peers.close()
