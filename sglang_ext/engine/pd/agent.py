@@ -1,4 +1,4 @@
-"""One rank's part in prefill-decode disaggregation: its hand-overs, and what others ask about them.
+"""One rank's part in prefill-decode disaggregation: its hand-overs, and its answers to other ranks' messages.
 
 Everything here runs on the rank's transfer thread; the scheduler only looks at the states of hand-overs.
 `wake_fd` becomes readable when a hand-over has moved, so that an idle scheduler need not spin.
@@ -67,7 +67,9 @@ class AgentConfig:
 
 
 class Returns(Protocol):
-    """One side of returns (`kv_writeback`). outcomes: what came of each. tokens: that have come back."""
+    """One side of returns (`kv_writeback`). outcomes: how many returns ended in which way. tokens: that have
+    come back.
+    """
 
     outcomes: Counter[ReturnEnd]
     tokens: int
@@ -135,8 +137,9 @@ class Agent:
         self.return_sender = return_sender
 
     def weights_changed(self, weights: Weights) -> None:
-        """From now on this rank computes with these; what is on its way of others is given up. In the
-        scheduler's thread, on all ranks alike."""
+        """From now on this rank computes with these; KV of other weights that is on its way is given up. In
+        the scheduler's thread, on all ranks alike.
+        """
         self.weights = weights
         self.sender.weights_changed(weights)
         self.receiver.weights_changed(weights)
@@ -145,7 +148,7 @@ class Agent:
         return f"<Agent {self.sender!r} {self.receiver!r} {self.endpoint!r}>"
 
     def state(self) -> AgentState:
-        """What is going on, counted."""
+        """Counts of hand-overs, leases, returns and transfers."""
         moved = self.endpoint.totals()
         return AgentState(
             live={"prefill": self.sender.live, "decode": self.receiver.live},
@@ -212,7 +215,7 @@ class Agent:
         return LayerFeed(self.transfers.loop, first, layers)
 
     def settle(self, future: asyncio.Future[None]) -> None:
-        """Let what waits for a future go on. From any thread."""
+        """Settle a future, so that its waiter goes on. From any thread."""
 
         def finish() -> None:
             if not future.done():

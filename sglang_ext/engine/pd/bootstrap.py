@@ -1,8 +1,8 @@
 """The bootstrap port of a prefill server: its ranks register there, decode ranks look them up.
 
 ZeroMQ with CURVE when there is a key, loopback only without one (SGLang's own is unauthenticated HTTP). Ranks
-register again and again, so that a rank that is gone is forgotten, and one that was restarted is known by its
-new epoch.
+register again and again, so that a rank that is gone is dropped, and a restarted rank counts by its new
+epoch.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class MetadataRows(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the engine has set aside. pages: ours, for the prompt after `skip` pages. passed: whether the
-    forward passes have ended that may still store a former request's KV there.
+    """The slots and the row that the engine has set aside. pages: ours, for the prompt after `skip` pages.
+    passed: whether the forward passes have ended that may still store a former request's KV there.
     """
 
     pages: Ids
@@ -90,7 +90,7 @@ class ReceivingHandover:
     waited: float = 0.0
     """How long the KV could be read and had no slots."""
     stages: StageTimes = NO_STAGES
-    """What the request took before, as prefill tells."""
+    """The request's times at prefill, as received with `Ready`."""
     logprobs: PromptLogprobs | None = None
     """Of the prompt, as prefill has computed them."""
     writers: int = 0
@@ -131,7 +131,7 @@ class Claims:
         self._handovers[name] = Claimable(handover, pool, blocks, writers)
 
     async def remove(self, name: str) -> None:
-        """Nobody may claim them any more; returns when all who have claimed them write no more."""
+        """Close the pages to new claims; returns when all ranks that have claimed them write no more."""
         handover = self._handovers[name].handover
         self._over.add(name)
         try:
@@ -249,7 +249,7 @@ class DecodeReceiver:
         self._loop.call_soon_threadsafe(self._cancel, handover)
 
     def weights_changed(self, weights: Weights) -> None:
-        """From now on requests go on with these: what is on its way is KV of others."""
+        """From now on requests go on with these weights; KV of others that is on its way is given up."""
         self.weights = weights
         for handover in list(self._live):
             self.abort(handover, "the weights of the decode server were changed during the hand-over")
@@ -365,7 +365,9 @@ class DecodeReceiver:
 
     @contextlib.contextmanager
     def _staged(self, wanted: Wanted) -> Iterator[Ids | None]:
-        """Blocks of staging for what is wanted, while the block runs; None where it is not used, or full."""
+        """Blocks of staging for the wanted pages, while the block runs; None where staging is not used, or is
+        full.
+        """
         staged = self._staging.take(wanted.pages.size) if self._staging is not None else None
         try:
             yield staged
@@ -392,7 +394,7 @@ class DecodeReceiver:
                 handover.number, self._epoch, control, pack_ids(blocks), wanted.skip, pool
             )
         except BaseException as error:
-            # It has failed, but its slots are in use until nobody writes there.
+            # It has failed, but its slots are in use until no rank writes there any more.
             self._stops(handover, error)
             removing = asyncio.ensure_future(_at_last(claims.remove(name)))
             # Where one of several refuses, the others have taken us for theirs.
@@ -440,7 +442,7 @@ class DecodeReceiver:
         peer.done(handover.number, self._epoch, [at for at in range(len(ready)) if at not in reading])
 
     def _keep(self, handover: ReceivingHandover, wanted: Wanted, ready: Ready) -> None:
-        """What prefill's first rank has computed beside the KV."""
+        """Keep the results that prefill's first rank has computed beside the KV."""
         if ready.logprobs is not None:
             require_sound(ready.logprobs)
         handover.logprobs = ready.logprobs
@@ -488,10 +490,11 @@ async def _at_last(work: Coroutine[Any, Any, None]) -> None:
 
 
 def after_skip(offer: Offer, wanted: Wanted) -> Offer:
-    """The offer without what decode has already.
+    """The offer without the pages that decode has already.
 
     Raises:
-        PeerProtocolError: what remains does not match what was set aside; the two sides saw other prompts.
+        PeerProtocolError: the remaining pages do not match the slots set aside; the two sides saw other
+            prompts.
     """
     blocks, generations = unpack_ids(offer.blocks), unpack_ids(offer.generations)
     if blocks.size - wanted.skip != wanted.pages.size or generations.size != blocks.size:

@@ -1,8 +1,8 @@
-"""Decode's own tiers: what it has of a waiting prompt comes to HBM, and nobody waits for that but the prompt.
+"""Decode's own tiers: the cached blocks of a waiting prompt come to HBM, and only that prompt waits for them.
 
-    enters decode's queue   its prompt is looked for on disk, and what is there is read into DRAM
+    enters decode's queue   its prompt is looked for on disk, and blocks found there are read into DRAM
     prefill is done         no slots are set aside before that has ended, or for `PATIENCE_SECONDS`
-    the disk is done        what is in DRAM is copied to slots of HBM, which are nobody's until it has arrived
+    the disk is done        blocks in DRAM are copied to slots of HBM, which no request has before that ends
     it has arrived          the blocks enter the tree; slots are set aside, and prefill is asked for the rest
 
 All methods run in the scheduler's thread. Every rank has the same queue, and takes the same steps.
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from sglang_ext.radix_global import Node
 
 PATIENCE_SECONDS = 1.0
-"""How long a request whose KV prefill has ready waits for a disk. The network is there for what is late."""
+"""How long a request whose KV prefill has ready waits for a disk. Blocks that are later come over the
+network.
+"""
 
 
 @dataclass(eq=False)
@@ -63,13 +65,14 @@ class LocalAhead(Listener):
         self._copying: set[Reservation] = set()
         self._landed: list[Reservation] = []
         self.late = 0
-        """Requests that went on without what the disk had, because it took too long."""
+        """Requests that went on without their blocks on disk, because reading took too long."""
 
     def __repr__(self) -> str:
         return f"LocalAhead(requests={len(self._looked)}, copying={len(self._copying)}, late={self.late})"
 
     def each_pass(self, queue: Sequence[Any]) -> None:
-        """Look for new requests, and hold back (`waiting_for_input`) those whose blocks are on their way.
+        """Look for new requests, and hold requests back (`waiting_for_input`) while their blocks are on their
+        way.
 
         queue: SGLang's `DecodeRequest`s that have no slots yet.
         """
@@ -110,7 +113,7 @@ class LocalAhead(Listener):
         blocks = sum(node.blocks for node in below)
         if not blocks or blocks * tree.block_size < self._least_tokens:
             return None
-        # What is copied must not leave DRAM to make room for itself.
+        # The blocks to copy must not leave DRAM to make room for themselves.
         tree.lock(below[-1], dram.holder)
         found = store.reserve_behind(
             Tier.HBM, looked.namespace, looked.key, Use.LOAD, parent, start, blocks, whole=True
@@ -132,13 +135,13 @@ class LocalAhead(Listener):
             self._cache.namespace(req.extra_key, req.cache_salt), encode_tokens(req.origin_input_ids)
         )
         if self._promotions is not None:
-            # As for a prompt that somebody expects: behind what a forward pass waits for.
+            # As for an announced prompt: behind all reads that a forward pass waits for.
             wanted = Wanted(looked.namespace, looked.key, AHEAD, request=req.rid)
             self._promotions.begin(req.cache_request_handle, wanted)
         return looked
 
     def before_clear(self) -> None:
-        """Give up what is being copied."""
+        """Give up the copies under way."""
         if self._copying and self._cache.dram is not None:
             self._cache.dram.copies.settle()
         self._end_copies(keep=False)
@@ -161,7 +164,9 @@ class LocalAhead(Listener):
         return said
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take note of what has arrived, and let those go on that have waited long enough on every rank."""
+        """Insert the blocks that have arrived, and let requests go on that have waited long enough on every
+        rank.
+        """
         self._end_copies(keep=True)
         for (handle, looked), late in zip(self._held_back, agreed, strict=False):
             if late and self._promotions is not None and not self._promotions.ready(handle):

@@ -1,9 +1,9 @@
 """Decode connects to prefill servers before their first request comes (KVDirect, section 4.2).
 
-Each router says again and again which prefill servers it has. Every server that any of them tells of has a
-task that connects to it, and connects anew when the connection is gone, with pauses that grow while it
-fails. The task ends when no router tells of the server any more; a connection that stands is kept. A server
-that was started anew is another one, though its address is the same.
+Each router sends its list of prefill servers again and again. Every server on any of the lists has a task
+that connects to it, and connects anew when the connection is gone, with pauses that grow while it fails. The
+task ends when the server is on no router's list any more; a connection that stands is kept. A server that was
+started anew is another one, though its address is the same.
 
 On the transfer thread: no request and no scheduler waits for any of this.
 """
@@ -27,7 +27,7 @@ ATTEMPT_SECONDS: Final = 3.0
 FIRST_PAUSE_SECONDS: Final = 0.2
 LONGEST_PAUSE_SECONDS: Final = 5.0
 BELIEVED_SECONDS: Final = 3 * PREFILLS_AGAIN_S
-"""How long a router is believed that says nothing more."""
+"""How long a router's list counts without a new one."""
 
 
 class PrefillJoins:
@@ -35,7 +35,7 @@ class PrefillJoins:
 
     Args:
         peers: connects.
-        clock: for pauses, and for how long routers are believed.
+        clock: for pauses, and for how long routers' lists count.
     """
 
     def __init__(self, peers: PrefillPeers, clock: Clock) -> None:
@@ -50,17 +50,17 @@ class PrefillJoins:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """Addresses of servers that routers tell of and that are not connected."""
+        """Addresses of servers that are on a router's list and not connected."""
         told = frozenset(server.address for server in list(self._tasks))
         return frozenset(address for address in told if self._peers.known(address) is None)
 
     def told(self, message: PrefillServers) -> None:
-        """A router says which prefill servers it has."""
+        """Replace a router's list of prefill servers."""
         self._told[message.router] = self._clock.monotonic(), message.servers
         self._follow()
 
     def tick(self) -> None:
-        """Forget routers that say nothing more. Now and then."""
+        """Drop the lists of routers that have been silent for too long. Now and then."""
         oldest = self._clock.monotonic() - BELIEVED_SECONDS
         if silent := [router for router, (at, _) in self._told.items() if at < oldest]:
             for router in silent:
@@ -97,7 +97,7 @@ class PrefillJoins:
                 # Requests still connect by themselves.
                 log.exception("cannot connect to prefill server %s (%s)", *_names(server))
                 pause = LONGEST_PAUSE_SECONDS
-            # Decode servers that were told at once do not all come back at once.
+            # Decode servers that got one list at the same time do not all come back at once.
             await self._clock.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -1,19 +1,19 @@
-"""The return: what decode has of a request that has ended goes back to prefill (MemServe, PD-Caching-3).
+"""The return: decode's KV of a request that has ended goes back to prefill (MemServe, PD-Caching-3).
 
     decode's schedulers    request ended: its blocks are locked and leased, within a budget
-    decode's agents        say `Return` to prefill's first rank
+    decode's agents        send `Return` to prefill's first rank
     prefill's first rank   has all parts: `TakeBack` to all its schedulers, with SGLang's requests
-    prefill's schedulers   look what is lacking, set a place aside for that (`reservations.py`), or say why
-    prefill's agents       read one-sidedly what their shards need, COMPLETE
-    prefill's schedulers   insert what has not come to be there meanwhile
+    prefill's schedulers   reserve memory for the missing blocks (`reservations.py`), or answer why not
+    prefill's agents       read one-sidedly the bytes that their shards need, COMPLETE
+    prefill's schedulers   insert the blocks that no request has inserted meanwhile
     decode's schedulers    unlock
 
-Nobody waits for a return: not the request, which has its answer, nor another one; what does not fit is
-skipped, and counted with its reason. An emptied cache ends the returns from and to it at once.
+No request waits for a return: neither its own, which has its answer, nor another one. A return without room
+is skipped, and counted with its reason. An emptied cache ends the returns from and to it at once.
 
-The trees of an instance's ranks change in step: what locks, allocates, inserts and unlocks follows from
-what all ranks have alike, or is agreed upon. What is each rank's own (leases, connections, reads) only delays
-that.
+The trees of an instance's ranks change in step: each lock, allocation, insertion and unlock follows from
+state that all ranks have alike, or that they have agreed upon. State of one rank's own (leases, connections,
+reads) only delays them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 10.0
 READ_SECONDS = 5.0
-"""For a small return to be answered, and to be read; `moving_seconds` adds what a large one takes."""
+"""For a small return to be answered, and to be read; `moving_seconds` adds the time for the bytes of a large
+one.
+"""
 STOP_SECONDS = 30.0
 _REFUSED = {
     Refusal.KNOWN: ReturnEnd.KNOWN,
@@ -66,8 +68,9 @@ ORDER = b"take back:"
 
 @dataclass(eq=False)
 class _Going:
-    """One request on its way back, on decode. void: its blocks are not locked any more. over: nothing more is
-    heard of it."""
+    """One request on its way back, on decode. void: its blocks are not locked any more. over: it has ended on
+    this rank.
+    """
 
     name: str
     address: str
@@ -91,7 +94,7 @@ class ReturnSender:
         self._begun = 0
         self._pinned = 0
         self.outcomes: Counter[ReturnEnd] = Counter()
-        """Requests that ended, by what came of their return: `returned`, or why it was skipped."""
+        """Requests that ended, by the outcome of their return: `returned`, or why it was skipped."""
         self.tokens = 0
         """Tokens that prefill servers have got by returns."""
 
@@ -102,11 +105,11 @@ class ReturnSender:
             self.outcomes[skipped] += 1
 
     def propose(self) -> Sequence[int]:
-        """Of each return, whether nothing more is heard of it here. In the scheduler's thread, as `act`."""
+        """Of each return, whether it has ended on this rank. In the scheduler's thread, as `act`."""
         return [int(going.over) for going in self._going]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Unlock what has been read on every rank."""
+        """Unlock the blocks of returns that have ended on every rank."""
         for going, over in zip(list(self._going), agreed, strict=False):
             if over:
                 self._going.remove(going)
@@ -115,7 +118,9 @@ class ReturnSender:
                 self.tokens += going.tokens
 
     def clear(self) -> None:
-        """The cache is about to be emptied: nobody may take later bytes for these. In its thread."""
+        """The cache is about to be emptied: withdraw the leases, so that no peer takes later bytes for these.
+        In the scheduler's thread.
+        """
         for going in self._going:
             self._withdraw(going)
             self._release(going)
@@ -133,7 +138,7 @@ class ReturnSender:
     def _start(self, req: Any, tokens: Any) -> ReturnEnd | None:
         """Why there is nothing to return; None when a return has begun, on all ranks alike."""
         cache = self._blocks.cache
-        # What saw the weights change is not in the tree, and has not come here.
+        # KV that saw the weights change is not in the tree, and has not come here.
         namespace = cache.namespace(req.extra_key, req.cache_salt)
         key = encode_tokens(tokens)
         node, slots, count = self._blocks.held(namespace, key)
@@ -246,7 +251,7 @@ class ReturnReceiver:
         self._new: deque[_Coming] = deque()
         self._placed: list[_Coming] = []
         self.outcomes: Counter[ReturnEnd] = Counter()
-        """Returns that were offered, by what came of them: `returned` to HBM, `dram`, or why not."""
+        """Returns that were offered, by outcome: `returned` to HBM, `dram`, or why not."""
         self.tokens = 0
 
     @property
@@ -302,7 +307,7 @@ class ReturnReceiver:
         return [int(coming.good) if coming.stopped.is_set() else NOT_YET for coming in self._placed]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Insert what has been read on every rank, set places aside for what is offered."""
+        """Insert the returns that have been read on every rank, and reserve memory for new offers."""
         for coming, good in zip(list(self._placed), agreed, strict=False):
             if good != NOT_YET:
                 self._placed.remove(coming)
@@ -364,7 +369,7 @@ class ReturnReceiver:
                 coming.reading = asyncio.ensure_future(self._fill(coming, reservation, passed))
                 await asyncio.wait({coming.reading})
         finally:
-            # However often it is cancelled: whoever waits for the end of the writing waits in a scheduler.
+            # However often it is cancelled: a scheduler waits for the end of the writing.
             while coming.reading is not None and not coming.reading.done():
                 coming.reading.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -389,14 +394,14 @@ class ReturnReceiver:
         except SglangExtError as error:
             log.debug("a return: %s", error)
         except Exception:
-            # Nobody asks for the result of this task; it must not end silently.
+            # No task awaits this one: its failure must not stay silent.
             log.exception("a return could not be read")
         finally:
             if instance is not None:
                 await instance.drop(name)
 
     def _nbytes(self, message: Return) -> int:
-        """This rank's part of what is offered, if it lacks all."""
+        """Bytes of this rank's part of the offer, if it lacks all of it."""
         pages = self._places.blocks.pages_of(message.tokens)
         return pages * self._agent.endpoint.pools[POOL].block_bytes
 

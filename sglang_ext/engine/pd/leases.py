@@ -1,7 +1,7 @@
-"""Leases on the engine's pages: sealed while somebody may read them, open before the engine may reuse them.
+"""Leases on the engine's pages: sealed while a peer may read them, open before the engine may reuse them.
 
-SGLang's pool knows no generations. So a page has an even one (`disagg.generations`) exactly as long as a
-lease holds it, and whoever reads it later than that finds another one and discards what it read.
+SGLang's pool has no generations. So a page has an even one (`disagg.generations`) exactly as long as a lease
+holds it, and a later reader finds another generation and discards the bytes that it read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OnEnd = Callable[[LeaseEnd], None]
 
 
 class Publisher(Protocol):
-    """What is needed of an `Endpoint`."""
+    """The methods of an `Endpoint` that leases use."""
 
     def publish(self, pool: str, request: str, blocks: Ids, ttl: float | None, reader: bytes | None) -> Offer:
         """Lease sealed blocks."""
@@ -53,7 +53,7 @@ class LeaseBook:
         return len(self._on_end)
 
     def lease(self, name: str, pages: Ids, seconds: float, reader: bytes, on_end: OnEnd) -> Offer:
-        """Let a reader take pages. `on_end` is told when the lease ends by itself, not by `withdraw`.
+        """Let a reader take pages. `on_end` is called when the lease ends by itself, not by `withdraw`.
 
         Raises:
             RefusedError: the lease budget is spent.
@@ -70,13 +70,13 @@ class LeaseBook:
             return offer
 
     def withdraw(self, lease: int) -> None:
-        """End a lease, if it still lives; nobody takes what the pages hold next for what they held."""
+        """End a lease, if it still lives; no reader takes later bytes of its pages for the leased ones."""
         with self.lock:
             self._on_end.pop(lease, None)
             self._publisher.withdraw(self.pool.name, lease)
 
     def ended(self, ended: Ended) -> None:
-        """A lease is over, in whatever way: open what nobody reads any more, then tell its owner."""
+        """A lease is over, in whatever way: open the pages without a reader, then call its `on_end`."""
         with self.lock:
             freed = ended.freed[self.pool.may_reuse(ended.freed) & self.pool.is_sealed(ended.freed)]
             self.pool.open(freed)

@@ -1,11 +1,11 @@
-"""What prefill and decode servers say to each other about requests, and how they find each other.
+"""Messages between prefill and decode servers about requests, and how the servers find each other.
 
-Bootstrap: each rank of a prefill server says `Register` to its server's bootstrap port, again and again; a
-decode rank says `Lookup` there and is told all ranks. Hand-over: a decode rank says `Join` to every rank of
-the prefill server and is answered by `Ready` once the request is computed, or refused; then `Done`, or
-`Abort`. Where KV is pushed, it says `Meet` to every rank and, once it has pages, `Push`, which is answered by
-`Ready`. When a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by `disagg`. See
-`sglang_ext.wire` for the rules of messages.
+Bootstrap: each rank of a prefill server sends `Register` to its server's bootstrap port, again and again; a
+decode rank sends `Lookup` there and receives all ranks. Hand-over: a decode rank sends `Join` to every rank
+of the prefill server and is answered by `Ready` once the request is computed, or refused; then `Done`, or
+`Abort`. Where KV is pushed, it sends `Meet` to every rank and, once it has pages, `Push`, which is answered
+by `Ready`. When a request has ended, decode may send `Return` (PD-Caching-3). The bytes travel by `disagg`.
+See `sglang_ext.wire` for the rules of messages.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Topology(Message, frozen=True, tag="topology"):
 class Join(Message, frozen=True, tag="join"):
     """A decode rank takes part in a hand-over. Answered by Ready when prefill is done; that may take long.
 
-    reader: epoch of its endpoint, which is connected already. session: of that connection; with it, its part
-    is over, and one that is over is refused as `session`. ranks: how many decode ranks take part. reads:
-    whether it needs bytes of this prefill rank. weights: with which decode will go on.
+    reader: epoch of its endpoint, which is connected already. session: of that connection; the rank's part
+    ends with it, and a session that is over is refused as `session`. ranks: how many decode ranks take part.
+    reads: whether it needs bytes of this prefill rank. weights: with which decode will go on.
     """
 
     handover: Number
@@ -90,10 +90,11 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """The request is computed. offer: pages of the whole prompt, leased; None for who reads nothing here.
+    """The request is computed. offer: pages of the whole prompt, leased; None for a rank that reads nothing
+    here.
 
-    metadata: SGLang's metadata row (first token, log probabilities, counts), buffer after buffer.
-    stages: how long the request took up to here. logprobs: of the prompt, where the request asks for them.
+    metadata: SGLang's metadata row (first token, log probabilities, counts), buffer after buffer. stages: how
+    long the request took up to here. logprobs: of the prompt, where the request asks for them.
     """
 
     offer: Offer | None
@@ -142,7 +143,8 @@ class Done(Message, frozen=True, tag="done"):
 class Abort(Message, frozen=True, tag="abort"):
     """The request is over on decode. Answered by Ok.
 
-    rejoins: it is not, and the reader takes part again by another connection: only what it has now is over.
+    rejoins: the request goes on, and the reader takes part again by another connection: only its present part
+    is over.
     """
 
     handover: Number
@@ -152,13 +154,13 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Return(Message, frozen=True, tag="return"):
-    """A request has ended on decode: one rank's part of its KV, for prefill to insert. Said to prefill's
+    """A request has ended on decode: one rank's part of its KV, for prefill to insert. Sent to prefill's
     first rank; answered by Returned, once all parts have come.
 
     name: of the return, alike on all decode ranks. rank, ranks: of decode. offers: pages of the whole blocks
     of `tokens`, leased to each prefill rank, in rank order; none where there was no budget for it. control:
     address of the decode rank's endpoint. weights: by which all of it was computed. extra_key, cache_salt:
-    whose prompts they are.
+    the tenant of the prompt.
     """
 
     name: Name
@@ -173,14 +175,15 @@ class Return(Message, frozen=True, tag="return"):
 
 
 class TakeBack(Message, frozen=True, tag="take_back"):
-    """Prefill's first rank to all of its ranks, in one pass of their schedulers: what decode's ranks offer,
-    in rank order."""
+    """Prefill's first rank to all of its ranks, in one pass of their schedulers: the offers of decode's
+    ranks, in rank order.
+    """
 
     parts: Annotated[tuple[Return, ...], msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class ReturnEnd(enum.StrEnum):
-    """What came of a return, or why there was none."""
+    """The outcome of a return, or why there was none."""
 
     RETURNED = "returned"
     """Prefill has it, in HBM."""
@@ -224,7 +227,7 @@ class _AnyRank(msgspec.Struct, frozen=True):
 
 
 class _AnyTopology(msgspec.Struct, frozen=True, tag_field="t", tag="topology"):
-    """Of a topology, what it has in every release."""
+    """The part of a topology that every release has."""
 
     ranks: tuple[_AnyRank, ...]
 
@@ -233,7 +236,7 @@ _ANY_TOPOLOGY: Final = msgspec.msgpack.Decoder(_AnyTopology)
 
 
 def other_protocol(protocol: int) -> str:
-    """What is told of a prefill server that speaks another protocol."""
+    """The error text for a prefill server of another protocol."""
     return f"protocol {protocol} there, {PROTOCOL} here; run one release"
 
 
@@ -246,7 +249,7 @@ def _other_release(data: bytes) -> str:
 
 
 MESSAGES: Final = Messages(Codec(transfers.Request | Ask), Codec(transfers.Reply | Answer), _other_release)
-"""What a rank is asked: of transfers and of hand-overs, on one connection."""
+"""Messages that a rank answers: of transfers and of hand-overs, on one connection."""
 
 RankCommand: TypeAlias = ToAgent | TakeBack
 """A command to the schedulers of all ranks: a router's, or one of prefill's first rank."""

@@ -13,16 +13,16 @@ from sglang_ext.engine.rank_metrics import RankMetrics
 
 @dataclass(frozen=True)
 class AgentState:
-    """What one rank's agent is doing, and what it has done since it was started.
+    """The present state of one rank's agent, and its counts since it was started.
 
     live: by side, hand-overs that have not ended. ends: by side and by how. transport_bytes, transactions:
-    read from peers, and in how many ranges.
-    returns: by side and outcome. returned_tokens: given (decode), got (prefill). metadata_rows: of SGLang's
-    buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
-    that are over, whose writers have not yet said that they stopped. prefill_servers: at decode, `connected`
-    ones, and such that are `awaited` because routers tell of them. connects: by why (`PrefillPeers`).
-    rail: the RDMA adapter in use. calls: of the memory pool, that named another instance.
-    pushed: pages times layers that this rank wrote to decode, by when.
+    read from peers, and in how many ranges. returns: by side and outcome. returned_tokens: given (decode),
+    got (prefill). metadata_rows: of SGLang's buffers, in use. set_aside: by tier, tokens of places that
+    returns are to fill. unfenced_pages: of pushes that are over, whose writers have not yet confirmed that
+    they stopped. prefill_servers: at decode, `connected` ones, and `awaited` ones, which are on a router's
+    list and not connected. connects: by why (`PrefillPeers`). rail: the RDMA adapter in use. calls: of the
+    memory pool, that named another instance. pushed: pages times layers that this rank wrote to decode, by
+    when.
     """
 
     live: Mapping[str, int]

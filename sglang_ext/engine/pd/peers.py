@@ -143,8 +143,10 @@ class PrefillPeer:
         )
 
     async def _ready(self, handover: int, epoch: bytes, messages: Sequence[Join | Push]) -> list[Ready]:
-        """Ask each rank; returns when all have answered, or raises what the first raises. What one refuses is
-        over at the others: they are told, and not the one that may have another's request by that number."""
+        """Ask each rank; returns when all have answered, or raises the first error. When one rank refuses,
+        the hand-over is over at the others too: they get an `Abort`. The refusing rank gets none, since it
+        may have another's request by that number.
+        """
         asks = [
             asyncio.ensure_future(link.ask_for(Ready, message, None))
             for link, message in zip(self.instance.links, messages, strict=True)
@@ -163,7 +165,7 @@ class PrefillPeer:
             raise
 
     def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:
-        """Say to some ranks that nothing more is needed of a hand-over; nobody waits for their answers."""
+        """Send `Done` for a hand-over to some ranks, without waiting for their answers."""
         for at in ranks:
             link = self.instance.links[at]
             link.spawn(link.ask(Done(handover, epoch), LOOKUP_SECONDS))
@@ -180,7 +182,7 @@ class PrefillPeer:
         return answer
 
     async def abort(self, handover: int, epoch: bytes, reason: str) -> None:
-        """Say to every rank that the request is over here."""
+        """Send every rank that the request is over here."""
         await _abort(self.instance.links, Abort(handover, epoch, reason[:500]))
 
     async def ended(self) -> None:
@@ -190,7 +192,7 @@ class PrefillPeer:
 
 
 async def _abort(links: Sequence[Link], message: Abort) -> None:
-    """Say to some ranks that a request is over; one that does not answer keeps no other waiting."""
+    """Send an `Abort` to some ranks; a rank that does not answer delays no other."""
 
     async def say(link: Link) -> None:
         with contextlib.suppress(TransferError):
@@ -216,7 +218,7 @@ class PrefillPeers:
 
     @property
     def connected(self) -> tuple[PrefillPeer, ...]:
-        """Those that live, as far as is known."""
+        """Connected servers, as far as is known."""
         return tuple(peer for peer in self._peers.values() if not peer.gone)
 
     def known(self, address: str) -> PrefillPeer | None:
@@ -256,12 +258,13 @@ class PrefillPeers:
         """Disconnect from all."""
         peers, self._peers = list(self._peers.values()), {}
         await asyncio.gather(*(peer.instance.close() for peer in peers))
-        # What is being disconnected already is not broken off.
+        # A connection that is being closed already is not broken off.
         await asyncio.gather(*self._watches, return_exceptions=True)
 
     async def _watching(self, address: str, peer: PrefillPeer) -> None:
-        """Tell a server that was given up. If it only stood still, it ends what we had there when it goes on,
-        and not when it has missed us for a while."""
+        """Disconnect from a server that was given up. If it only stood still, it ends our hand-overs as soon
+        as it goes on, and not only after it has missed us for a while.
+        """
         await peer.ended()
         async with self._locks[address]:
             if self._peers.get(address) is peer:
@@ -282,7 +285,7 @@ class PrefillPeers:
             raise
 
     async def _lookup(self, address: str) -> tuple[RankInfo, ...]:
-        """The ranks behind a bootstrap port; asks for as long as nobody answers or they are not all there."""
+        """The ranks behind a bootstrap port; asks until the port answers and all ranks have registered."""
         client = self._endpoint.client(address)
         try:
             while True:

@@ -1,10 +1,11 @@
-"""Prefill's side of a rank's hand-overs: who may read what, and when the request's slots are free.
+"""Prefill's side of a rank's hand-overs: which decode rank may read which pages, and when a request's slots
+are free.
 
 `disagg.handover` is the table; this applies it. The scheduler's thread calls `open`, `complete`, `abort` and
 `forget`, and looks at `SendingHandover.state`; all else is called on the transfer thread's event loop. A
 request's slots are the engine's as long as its hand-over is `SenderState.COMPLETE` or `OFFERED`; its pages
-are sealed as long as a decode rank has a lease on them, and opened before the hand-over ends: so nobody takes
-later bytes for these.
+are sealed as long as a decode rank has a lease on them, and opened before the hand-over ends: so no reader
+takes later bytes for these.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_PARKED = 4096
-"""Decode ranks that may wait for hand-overs that this rank has not heard of yet."""
+"""Decode ranks that may wait for hand-overs that this rank has not opened yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +155,7 @@ class PrefillSender:
         """A request has come.
 
         Args:
-            read: it is read also where servers push: what leaves a decode server is complete.
+            read: its KV is read also where servers push: a request that leaves a decode server is complete.
 
         Raises:
             RefusedError: there is such a hand-over already, or the number is none (SGLang takes 0 for no
@@ -178,7 +179,7 @@ class PrefillSender:
         return handover
 
     def computing(self, handover: SendingHandover) -> None:
-        """KV of a request is about to be computed, after what may have been found of its weights."""
+        """KV of a request is about to be computed, after any cached KV of the same weights was found."""
         with self._lock:
             handover.weights = handover.weights or self.weights
         self._compare(handover)
@@ -206,7 +207,7 @@ class PrefillSender:
         """The KV of the whole prompt is in `pages`, which stay as they are until the hand-over has ended.
 
         Args:
-            stages: how long the request took up to here; decode is told.
+            stages: how long the request took up to here; sent to decode.
             logprobs: of the prompt, for decode's answer.
         """
         self.computing(handover)
@@ -393,7 +394,7 @@ class PrefillSender:
         self._lose(handover, event, f"a decode rank did not take the KV: {how.value}")
 
     def tick(self) -> None:
-        """End what is overdue, and what decode ranks took part in whose sessions are over."""
+        """End hand-overs that are overdue, and those in which a decode rank's session is over."""
         now = self._clock.monotonic()
         with self._lock:
             for handover in [r for r in self._handovers.values() if FACTS[r.state].end]:
@@ -441,7 +442,7 @@ class PrefillSender:
             raise RefusedError("weights", text)
 
     def _compare(self, handover: SendingHandover) -> None:
-        """The weights of a request are known now: give it up if those who take part have others."""
+        """The weights of a request are known now: give it up if its decode ranks have others."""
         ours = handover.weights or ""
         readers = list(handover.readers.values())
         theirs = [reader.weights for reader in readers if not alike(ours, reader.weights)]
@@ -456,7 +457,9 @@ class PrefillSender:
             raise RefusedError("session", "this session is over; connect again")
 
     async def _appears(self, message: Join | Meet) -> SendingHandover:
-        """The hand-over; decode may hear of a request before prefill does. Its session lives."""
+        """The hand-over that a message names, once its request has come: decode may send the message first.
+        Its session lives.
+        """
         self._require_connected(message)
         number = message.handover
         with self._lock:
@@ -494,7 +497,7 @@ class PrefillSender:
         return handover, reader
 
     def _offer(self, handover: SendingHandover, epoch: bytes, reader: Reader) -> Ready:
-        """What a decode rank is told; leases the pages to it. Under the lock."""
+        """The answer to a decode rank; leases the pages to it. Under the lock."""
         self._move(handover, Event.JOINED)
         offer = None
         if reader.reads and handover.pages.size:
@@ -550,7 +553,7 @@ class PrefillSender:
         self._stopping.start(writing.stop())
 
     def writings(self, handover: SendingHandover) -> list[Writing]:
-        """What is being filled for a hand-over. On the event loop."""
+        """The pages of decode that are being filled for a hand-over. On the event loop."""
         if FACTS[handover.state].end:
             return []
         return [reader.writing for reader in handover.readers.values() if reader.writing is not None]
@@ -639,7 +642,7 @@ def _require_place(handover: SendingHandover, message: Join | Meet) -> None:
 
 
 def unlike(prefill: Weights, decode: Weights) -> str:
-    """What is told on both sides of weights that differ."""
+    """The error text, for both sides, of weights that differ."""
 
     def name(weights: Weights) -> str:
         return weights[:12] or "being changed"

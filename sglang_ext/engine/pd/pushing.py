@@ -3,9 +3,9 @@
 Whole, it may be packed first (`disagg/transfer/staging.py`), and is then written as one range.
 
 By layer (MemServe, section 5.2), a layer of the pages that a forward pass completes is sent while the next
-layers are computed; what that leaves (cached prefixes, the last page of a chunk) goes at the end. SGLang may
-give a request other slots for the same tokens when somebody else has inserted them first: what was sent
-from elsewhere than where the request ends up is sent again.
+layers are computed; the rest (cached prefixes, the last page of a chunk) goes at the end. SGLang may give a
+request other slots for the same tokens when another request has inserted them first: pages that were sent
+from other slots than the request's last ones are sent again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Writing:
         self.layers_ahead = 0
         """Pages times layers that were sent before their request was computed."""
         self.refused: TransferError | None = None
-        """Why a layer could not be sent ahead; whoever finishes is told."""
+        """Why a layer could not be sent ahead; `finish` raises it."""
 
     @classmethod
     async def begin(
@@ -103,7 +103,7 @@ class Writing:
         self._memory.transfer(self._part.runs(self.target[places], pages, layers))
 
     async def finish(self, pages: Ids) -> None:
-        """Send what has not been sent from where the request's pages are now, and give the grant back."""
+        """Send the pages that were not sent from their present place, and give the grant back."""
         if self.refused is not None:
             raise self.refused
         places = np.flatnonzero(self.sent != pages)
@@ -130,7 +130,7 @@ class Writing:
             self._memory.transfer(part.runs(self.target[places], blocks))
             await self._memory.landed()
         finally:
-            # Given up, what is still written from here is discarded there.
+            # If the writing was given up, decode discards the bytes that are still written from here.
             staging.give(blocks)
         return True
 

@@ -1,4 +1,4 @@
-"""Where prefill puts what comes back: slots of HBM, or blocks of DRAM where HBM is short."""
+"""Memory at prefill for returned KV: slots of HBM, or blocks of DRAM where HBM is short."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Blocks:
         self.page = cache.page_size
 
     def held(self, namespace: Hashable, key: bytes) -> tuple[Node, list[Any], int]:
-        """What HBM has of a prompt: the last node, the slots of each node, and how many blocks."""
+        """The blocks of a prompt in HBM: the last node, the slots of each node, and how many blocks."""
         _, path, _ = self.cache.tree.match(namespace, key)
         path = [node for node in path if self._hbm in node.placements]
         node = path[-1] if path else self.cache.tree.root
@@ -67,9 +67,9 @@ class Reservations:
         self.dram_budget = BUDGET
 
     def take(self, namespace: Hashable, key: bytes, *, busy: bool, source: str = "") -> Reservation | Refusal:
-        """Room for what is lacking of a prompt's whole blocks: in HBM, or in DRAM where HBM is short.
+        """Reserve memory for the missing blocks of a prompt: in HBM, or in DRAM where HBM is short.
 
-        busy: whether requests wait for memory, which come first. source: who has the KV.
+        busy: whether requests wait for memory, which come first. source: the instance that has the KV.
         """
         store = self.blocks.cache.store
         found = store.reserve(
