@@ -133,7 +133,7 @@ class RankCache:
         self.hbm_tier = HbmTier(self.store, self.hbm, allocator, self.slot_ops, parts.write_down)
         self.prefill_clock: PrefillClock | None = None
         self.speeds: AgreedSpeeds | None = None
-        """Of computing and loading, as all ranks know them; None without DRAM."""
+        """Of computing and loading, as the ranks have agreed; None without DRAM."""
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
         self.advice: Advice | None = None

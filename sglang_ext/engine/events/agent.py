@@ -50,9 +50,7 @@ NAMES_CHUNK: Final = 1000
 """Names read from a tier's index at once: about a millisecond."""
 RESTART_S: Final = 1.0
 FORGET_S: Final = 600.0
-"""After so much silence, a router's last time of sending is dropped: each router has a new name after a
-restart.
-"""
+"""A router's entry is dropped after so much silence: each router has a new name after a restart."""
 FORMER_CHANNELS: Final = 64
 """Limit on remembered channels of routers that have another one now; messages that still arrive on them are
 dropped.

@@ -188,7 +188,7 @@ class PlacementFeed:
 
     def _changed(self, events: Sequence[PlacementEvent]) -> None:
         if len(self._queue) >= self._limit:
-            # Told with the next entry that finds room, or when all have been taken.
+            # Reported with the next entry that finds room, or when all have been taken.
             self._lost += len(events)
             self.dropped += len(events)
             return

@@ -160,7 +160,7 @@ class Registrar:
         now = self._now()
         if router.registered is None or router.stale:
             return now >= router.due
-        # It connects to the agent within a moment, and says something every second from then on.
+        # It connects to the agent within a moment, and sends something every second from then on.
         return min(now - router.registered, self._silent_s(router.name)) > VERDICT_S
 
     def _register(self, router: _Router) -> None:

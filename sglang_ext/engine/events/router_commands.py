@@ -80,7 +80,7 @@ class RouterCommands:
         """Queue a router's command; messages that are not for the schedulers are ignored.
 
         A router that sends a ``Fetch`` or a ``Watch`` then sends the request that depends on it:
-        ``Expecting`` says that the command is in the queue, in front of every request that comes after it.
+        ``Expecting`` confirms that the command is in the queue, in front of every later request.
         """
         match message:
             case Advise():

@@ -2,7 +2,7 @@
 
 ``dns+http://NAME:PORT`` means every address of NAME, as a headless Service of Kubernetes gives them. The name
 is looked up again and again, because routers come and go. Decides; looking up is a function that comes in and
-runs in a thread of its own: a DNS answer may take half a minute, and no thread here waits for it.
+runs in a thread of its own: a DNS answer may take half a minute, and no thread here waits that long.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ class Agent:
             await self._clock.sleep(TICK_SECONDS)
 
     async def _registering(self, bootstrap: str) -> None:
-        """Say again and again that this rank lives; the bootstrap port may start later, or anew."""
+        """Register this rank again and again; the bootstrap port may start later, or anew."""
         me = RankInfo(
             self.endpoint.config.instance,
             self.endpoint.epoch,

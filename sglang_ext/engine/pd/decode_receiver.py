@@ -240,7 +240,7 @@ class DecodeReceiver:
         self._loop.call_soon_threadsafe(asked.set)
 
     def abort(self, handover: ReceivingHandover, reason: str) -> None:
-        """The engine gives the request up; its slots are free once the state says so."""
+        """The engine gives the request up; its slots are free once the hand-over has ended."""
         with self._lock:
             if FACTS[handover.state].end:
                 return
@@ -333,7 +333,7 @@ class DecodeReceiver:
             await peer.abort(handover.number, self._epoch, handover.reason)
 
     async def _take_part(self, handover: ReceivingHandover, peer: PrefillPeer) -> list[Ready]:
-        """Say so to prefill; returns when it has computed the request, or, where it writes, knows of us."""
+        """Send `Join`, or `Meet` where prefill writes; returns when prefill has answered it."""
         if not handover.read:
             await peer.meet(handover.number, self._epoch, self.weights)
         self._moved(handover, Event.JOINED)

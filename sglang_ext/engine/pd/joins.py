@@ -42,7 +42,7 @@ class PrefillJoins:
         self._peers = peers
         self._clock = clock
         self._told: dict[str, tuple[float, tuple[PrefillServer, ...]]] = {}
-        """Router -> when it said so, and its servers."""
+        """Router -> when its last list came, and the servers on it."""
         self._tasks: dict[PrefillServer, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ No request waits for a return: neither its own, which has its answer, nor anothe
 is skipped, and counted with its reason. An emptied cache ends the returns from and to it at once.
 
 The trees of an instance's ranks change in step: each lock, allocation, insertion and unlock follows from
-state that all ranks have alike, or that they have agreed upon. State of one rank's own (leases, connections,
+state that all ranks have alike, or that they have agreed upon. One rank's own state (leases, connections,
 reads) only delays them.
 """
 
@@ -157,7 +157,7 @@ class ReturnSender:
         return None
 
     def _offer(self, going: _Going, req: Any, key: bytes) -> None:
-        """Lease its pages, and say so."""
+        """Lease its pages, and send `Return`."""
         peer = self._agent.peer(going.address)
         if peer is None:
             going.outcome, going.over = ReturnEnd.PREFILL_GONE, True
@@ -229,9 +229,9 @@ class ReturnReceiver:
 
     Args:
         busy: whether requests wait for memory.
-        tell_all: says a command to the schedulers of all ranks, this one included; false where that cannot
+        tell_all: sends a command to the schedulers of all ranks, this one included; false where that cannot
             be. None where there is one rank.
-        fence: says when the passes under way have ended; they may store into slots that are a place now.
+        fence: makes a check for the end of the passes under way, which may store into slots reserved now.
     """
 
     def __init__(

@@ -106,8 +106,8 @@ class Ready(Message, frozen=True, tag="ready"):
 class Meet(Message, frozen=True, tag="meet"):
     """A decode rank takes part in a hand-over, and will name pages to be filled (push). Answered by Ok.
 
-    So prefill knows whose death ends the request, however long decode has no room for it. reader, session,
-    ranks, weights: as in `Join`.
+    So the death of this decode rank ends the request, however long decode has no room for it. reader,
+    session, ranks, weights: as in `Join`.
     """
 
     handover: Number

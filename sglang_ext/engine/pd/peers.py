@@ -85,7 +85,7 @@ class PrefillPeer:
         """Take part in a hand-over at every rank; returns when all have computed it, with our `weights`.
 
         Raises:
-            RefusedError: a rank knows no such hand-over, or has lost it; no rank waits for us then.
+            RefusedError: a rank has no such hand-over, or has lost it; no rank waits for us then.
             SessionEndedError: a rank has ended our connection before; join by another one.
             PeerGoneError.
         """
@@ -182,7 +182,7 @@ class PrefillPeer:
         return answer
 
     async def abort(self, handover: int, epoch: bytes, reason: str) -> None:
-        """Send every rank that the request is over here."""
+        """Send an `Abort` to every rank: the request is over here."""
         await _abort(self.instance.links, Abort(handover, epoch, reason[:500]))
 
     async def ended(self) -> None:

@@ -1,5 +1,5 @@
-"""Prefill's side of a rank's hand-overs: which decode rank may read which pages, and when a request's slots
-are free.
+"""Prefill's side of a rank's hand-overs: the decode ranks that read its pages, and the time when a
+request's slots are free.
 
 `disagg.handover` is the table; this applies it. The scheduler's thread calls `open`, `complete`, `abort` and
 `forget`, and looks at `SendingHandover.state`; all else is called on the transfer thread's event loop. A
@@ -73,7 +73,7 @@ class Reader:
 @dataclass(slots=True, eq=False)
 class SendingHandover:
     """One request. pages: of the whole prompt; metadata: its row; both set by `complete`. read: whether
-    decode reads it, whatever --kv-transfer-mode says. weights: with which it is computed; None before that.
+    decode reads it, whatever --kv-transfer-mode is. weights: with which it is computed; None before that.
     """
 
     number: int
@@ -135,7 +135,7 @@ class PrefillSender:
         self._parked: dict[int, list[tuple[bytes, asyncio.Future[None]]]] = {}
         """By hand-over: the decode ranks that wait for it, by their epochs."""
         self._given_up: dict[int, tuple[str, float]] = {}
-        """Hand-overs of which all who waited have said that they are over: why, and since when."""
+        """Hand-overs that all waiting decode ranks have aborted: the reason, and since when."""
         self._stopping = Tasks()
         self.ends: Counter[str] = Counter()
         """Hand-overs that have ended, by how: `released`, or the event by which they were lost."""
@@ -243,8 +243,8 @@ class PrefillSender:
         """A decode rank takes part; returns when the request is computed.
 
         Raises:
-            RefusedError: there is no such hand-over, or it ended without KV; the text says why. Or, with the
-                reason `session`, its connection is over, and it may take part by another one.
+            RefusedError: there is no such hand-over, or it ended without KV; the text gives the reason. Or,
+                with the reason `session`, its connection is over, and it may take part by another one.
         """
         handover = await self._appears(message)
         with self._lock:
@@ -287,7 +287,7 @@ class PrefillSender:
         """A decode rank that takes part names pages to be filled; returns when they are.
 
         Raises:
-            RefusedError: it does not take part, or the request has ended; the text says why.
+            RefusedError: it does not take part, or the request has ended; the text gives the reason.
         """
         with self._lock:
             handover, reader = self._part_of(message.handover, message.reader)
@@ -562,7 +562,7 @@ class PrefillSender:
         handover.writing = asyncio.create_task(self._fill(handover))
 
     async def _fill(self, handover: SendingHandover) -> None:
-        """Write to every decode rank, then tell them."""
+        """Write to every decode rank, then answer each with `Ready`."""
         try:
             for reader in list(handover.readers.values()):
                 if reader.writing is not None:
@@ -634,7 +634,7 @@ class PrefillSender:
 
 def _require_place(handover: SendingHandover, message: Join | Meet) -> None:
     """Raises:
-    RefusedError: all who take part in a hand-over have said so, or have another number of ranks.
+    RefusedError: all ranks that take part have joined already, or another number of ranks takes part.
     """
     other = handover.expected not in (0, message.ranks)
     if other or message.reader in handover.readers or len(handover.readers) == message.ranks:

@@ -67,9 +67,9 @@ class Reservations:
         self.dram_budget = BUDGET
 
     def take(self, namespace: Hashable, key: bytes, *, busy: bool, source: str = "") -> Reservation | Refusal:
-        """Reserve memory for the missing blocks of a prompt: in HBM, or in DRAM where HBM is short.
+        """Reserve memory for the missing whole blocks of a prompt: in HBM, or in DRAM where HBM is short.
 
-        busy: whether requests wait for memory, which come first. source: the instance that has the KV.
+        busy: whether requests wait for memory, which come first. source: where the KV comes from.
         """
         store = self.blocks.cache.store
         found = store.reserve(

@@ -94,7 +94,7 @@ class _Span:
 
 @dataclass(eq=False)
 class _Computing:
-    """A span whose last pass is under way. Serves the mover as the source of its copy."""
+    """A span whose last pass is under way. A `Source` for the mover."""
 
     span: _Span
     reservation: Reservation

@@ -256,9 +256,7 @@ class Exports:
         return ended + [int(now > asked.until) for asked in self._asked]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Release the exports that have ended on every rank, and publish each export that has completed its
-        copies.
-        """
+        """Release the exports that have ended on every rank, and publish those with their blocks in DRAM."""
         late = agreed[len(self._exports) :]
         for export, over in zip(list(self._exports), agreed, strict=False):
             if over:

@@ -322,7 +322,7 @@ class Fetches:
             fetch.incoming, fetch.streams_to = None, None
             if held:
                 self.counters.fetch_streamed += reservation.blocks
-            # The tree knows the blocks before the request inserts them, and need not copy them again.
+            # The tree has the blocks before the request inserts them, and need not copy them again.
             self._land(fetch, reservation, reservation.blocks if held else 0)
         return all(whole)
 

@@ -157,7 +157,7 @@ class PeerKv:
         return self.fetches.waits(namespace, key)
 
     def report(self) -> None:
-        """Tell what became of fetches, and of spans that are not computed. Once per pass."""
+        """Report the results of fetches, and of spans that are not computed. Once per pass."""
         self.spans.drain()
         for result in self.fetches.take_results():
             if self._tell is not None:

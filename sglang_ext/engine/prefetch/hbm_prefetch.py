@@ -81,7 +81,7 @@ class PrefetchResult:
 
 @dataclass(eq=False)
 class _Prefetch:
-    """Also the handle under which promotions know it."""
+    """A prompt to bring; also the handle of its promotions."""
 
     id: str
     namespace: Hashable
@@ -230,7 +230,7 @@ class Prefetcher:
         self._plan()
 
     def _plan(self) -> None:
-        """Put them in order, and find out who may use HBM from now on, and when the next one may."""
+        """Sort the prompts, and decide which may use HBM from now on, and when the next one may."""
         self._waiting.sort(key=lambda each: (-each.priority, each.earliest))
         resting = [each for each in self._waiting if not each.due]
         block_bytes = self._tier.block_bytes // (self._tree.block_size * TOKEN_BYTES)
