@@ -5,7 +5,7 @@ fails finds nothing, and KV that cannot be inserted stays with its request. Load
 and the return of slots are not guarded: a server that reads KV before it is there, or whose accounts of
 slots are wrong, must not go on.
 
-The ranks of a server have the same requests in the same order, so that a fault that comes of a request is the
+The ranks of a server have the same requests in the same order, so that a fault that a request causes is the
 same on each of them.
 """
 
@@ -18,7 +18,7 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 MOST_LOGGED = 20
-"""Of a call, so many faults are logged, and then one of so many."""
+"""So many faults of a call are logged, and after them one in so many."""
 
 
 class CacheFaults:
@@ -36,7 +36,7 @@ class CacheFaults:
         return f"CacheFaults({dict(self.counts)})"
 
     def guard(self, call: str) -> Guard:
-        """A context that lets no exception out, unless faults are raised: it logs and counts them."""
+        """A context that logs and counts exceptions, and lets none out unless ``strict``."""
         return Guard(self, call)
 
     def note(self, call: str, error: BaseException) -> None:

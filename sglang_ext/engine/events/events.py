@@ -27,7 +27,7 @@ QUEUE_ENTRIES: Final = 20_000
 """Entries that wait for the agent; with so many waiting, new events are dropped."""
 PART_RUNS: Final = 256
 PART_BYTES: Final = 256 << 10
-"""Of a snapshot, per pass: under a millisecond."""
+"""Limits of a snapshot's part per pass, which takes under a millisecond."""
 IDLE_SECONDS: Final = 0.02
 """Time for snapshots in a pass that has nothing else to do."""
 NAMES_PER_EVENT: Final = 256
@@ -259,5 +259,5 @@ class PlacementFeed:
 
 
 def packed(names: Sequence[bytes]) -> list[bytes]:
-    """Names of blocks as events carry them."""
+    """Names of blocks, joined as events carry them."""
     return [b"".join(names[i : i + NAMES_PER_EVENT]) for i in range(0, len(names), NAMES_PER_EVENT)]

@@ -46,7 +46,7 @@ LONGEST_PAUSE_S: Final = 1.0
 pause.
 """
 CLOCKS_S: Final = 1.0
-"""Clocks that are less apart are alike."""
+"""Clocks that differ by less count as equal."""
 LOOK_S: Final = 0.5
 """Pause between looks at whether routers are silent."""
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 DNS: Final = "dns+"
 """Before a URL whose name stands for several routers."""
 AGAIN_S: Final = 5.0
-"""Seconds."""
+"""Seconds between two look-ups of a name."""
 LOOK_UP_S: Final = 1.0
 """Seconds to wait for an answer; a later answer counts at the next look-up."""
 
@@ -42,7 +42,7 @@ class RouterNames:
         given: URLs, as `--kv-router` has them.
         resolve: addresses of a host and port; raises OSError.
         again_s: between two look-ups of a name.
-        limit_s: for which the answer of one is waited.
+        limit_s: wait for the answer of one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RouterNames:
         self._problem = ""
 
     def urls(self, now: float) -> list[str]:
-        """The routers of this moment. now: seconds, monotonic; names are looked up when it is time."""
+        """The URLs of the present routers. now: seconds, monotonic; names are looked up when it is time."""
         if self._found and now >= self._due:
             self._due = now + self._again_s
             for url in self._found:
@@ -76,7 +76,7 @@ class RouterNames:
         try:
             there = self._resolved(url, host, port)
         except OSError as error:
-            # A DNS that does not answer is no word of routers that have gone: those known stay.
+            # A failure of the DNS does not mean that routers have gone: their last addresses stay.
             problem = f"cannot look up the routers at {host}: {error}; will try again"
             if problem != self._problem:
                 logger.warning("%s", problem)

@@ -56,7 +56,7 @@ TICK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How this rank takes part. weights: of the whole model, as in messages. bootstrap: host:port of the
+    """A rank's configuration. weights: of the whole model, as in messages. bootstrap: host:port of the
     server's own bootstrap port, for prefill. metrics: whether to publish them.
     """
 
@@ -119,7 +119,7 @@ class Agent:
         self.returns: ReceivesReturns | None = None
         self.return_sender: Returns | None = None
         self.weights: Weights = ""
-        """With which this rank computes."""
+        """The weights with which this rank computes."""
         self._metadata_rows = metadata_rows
         try:
             transfers.run(self._start())
@@ -188,7 +188,7 @@ class Agent:
             os.eventfd_write(self.wake_fd, 1)
 
     def slept(self) -> None:
-        """Take the wake-ups up to now as seen."""
+        """Clear the wake-ups up to now."""
         with contextlib.suppress(OSError):
             os.eventfd_read(self.wake_fd)
 
@@ -288,7 +288,7 @@ class Agent:
             self.transfers.watch_leases(name, None)
 
     async def _claim(self, handover: int, target: Push) -> Writing | None:
-        """Make a decode rank's pages ours to write."""
+        """Claim a decode rank's pages, for this rank to write."""
         wanted = unpack_ids(target.pages)
         if not wanted.size:
             return None

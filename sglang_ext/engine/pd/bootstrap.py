@@ -37,7 +37,7 @@ class Registry:
         return f"<Registry ranks={sorted(self._ranks)}>"
 
     def register(self, who: RankInfo) -> None:
-        """A rank lives."""
+        """Record that a rank lives."""
         self._ranks[who.rank] = (who, self._clock.monotonic())
 
     def topology(self) -> tuple[RankInfo, ...]:

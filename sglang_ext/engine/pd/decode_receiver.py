@@ -96,7 +96,7 @@ class ReceivingHandover:
     writers: int = 0
     """Peers that may be writing to its pages (push)."""
     unclaimed: asyncio.Event | None = None
-    """Whether there are none."""
+    """Set once the last of them has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +122,7 @@ class Claims:
         self._revoke: Callable[[str], Awaitable[None]] | None = None
 
     def granted_by(self, revoke: Callable[[str], Awaitable[None]]) -> None:
-        """The endpoint is there, which grants claims: how it ends the grants of one (`Owner.revoke`)."""
+        """Set how the endpoint ends the grants of a claim (`Owner.revoke`), once there is one."""
         self._revoke = revoke
 
     def add(self, name: str, handover: ReceivingHandover, pool: str, blocks: Ids, writers: int) -> None:
@@ -145,7 +145,7 @@ class Claims:
             del self._handovers[name]
 
     async def claim(self, pool: str, blocks: Ids, request: str) -> float:
-        """Until the hand-over ends: prefill may compute for longer than any fixed time."""
+        """Grant pages until the hand-over ends: prefill may compute for longer than any fixed time."""
         known = self._handovers.get(request) if request not in self._over else None
         if known is None or known.pool != pool or not np.array_equal(known.blocks, blocks):
             raise RefusedError("blocks", f"no such pages were set aside for {request!r}")
@@ -192,7 +192,7 @@ class DecodeReceiver:
         """
         self._page_bytes = page_bytes
         self.weights: Weights = ""
-        """With which requests will go on here. Set by the scheduler's thread."""
+        """The weights with which requests will go on here. Set by the scheduler's thread."""
         self._pushed = pushed
         self._staging = staging
         self._peers = peers
@@ -384,7 +384,7 @@ class DecodeReceiver:
         pool: str,
         blocks: Ids,
     ) -> list[Ready]:
-        """Have blocks of ours filled by prefill; nothing writes to them when this returns or raises."""
+        """Have prefill fill blocks of ours; no rank writes to them when this returns or raises."""
         wanted = handover.wanted
         assert wanted is not None
         name = f"{handover.number:x}"

@@ -43,7 +43,7 @@ class _Looked:
     given_up: bool = False
     """The disk was too slow."""
     copied: bool = False
-    """Nothing more comes from DRAM."""
+    """The copy from DRAM has been started, or there is none."""
     copying: Reservation | None = None
 
 
@@ -89,7 +89,7 @@ class LocalAhead(Listener):
                 waiting.waiting_for_input = False
 
     def _ready(self, handle: Hashable, looked: _Looked) -> bool:
-        """Whether all that comes has come; the next step is begun when it is time."""
+        """Whether all blocks have arrived; begins the next step when it is time."""
         if not looked.given_up and self._promotions is not None and not self._promotions.ready(handle):
             if looked.since is None:
                 looked.since = self._clock.monotonic()
@@ -147,14 +147,14 @@ class LocalAhead(Listener):
         self._end_copies(keep=False)
 
     def _end_copies(self, *, keep: bool) -> None:
-        """Of copies that have landed. Not in the middle of an admission, which has matched already."""
+        """End copies that have landed. Not in the middle of an admission, which has matched already."""
         for reservation in self._landed:
             self._copying.discard(reservation)
             reservation.commit(reservation.blocks if keep else 0, onward=False)
         self._landed.clear()
 
     def propose(self) -> Sequence[int]:
-        """Of each request that is held back by the disk, whether it has waited long enough."""
+        """For each request that the disk holds back, whether it has waited long enough."""
         now, said = self._clock.monotonic(), []
         self._held_back = []
         for handle, looked in self._looked.items():

@@ -63,7 +63,7 @@ _REFUSED = {
     Refusal.NO_ROOM: ReturnEnd.MEMORY,
 }
 ORDER = b"take back:"
-"""Begins the command to prefill's schedulers."""
+"""Prefix of the command to prefill's schedulers."""
 
 
 @dataclass(eq=False)
@@ -218,7 +218,7 @@ class _Coming:
     reservation: Reservation | None = None
     reading: asyncio.Task[None] | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
-    """Nothing writes to its place any more."""
+    """Set when no task writes to its reservation any more."""
     unwanted: bool = False
     """The cache was emptied before it was read."""
     good: bool = False
@@ -278,7 +278,7 @@ class ReturnReceiver:
         return gathering.answer
 
     def _order(self, name: str, gathering: _Gathering) -> None:
-        """All parts are there: have all ranks take them."""
+        """Order all ranks to take a return, once all its parts are there."""
         parts = tuple(gathering.parts[rank] for rank in sorted(gathering.parts))
         if not all(part.offers for part in parts):
             self._skip(gathering, ReturnEnd.BUDGET)
@@ -303,7 +303,7 @@ class ReturnReceiver:
         self._new.append(_Coming(parts, self._gathering.pop(parts[0].name, None)))
 
     def propose(self) -> Sequence[int]:
-        """Of each return: `NOT_YET` while it is read, 0 if it could not be read here, 1 if it is there."""
+        """For each return: `NOT_YET` while it is read, 0 if it could not be read here, 1 if it is there."""
         return [int(coming.good) if coming.stopped.is_set() else NOT_YET for coming in self._placed]
 
     def act(self, agreed: Sequence[int]) -> None:
@@ -363,7 +363,7 @@ class ReturnReceiver:
     # -- reading, on the event loop -----------------------------------------------------------------
 
     async def _read(self, coming: _Coming, reservation: Reservation, passed: Passed) -> None:
-        """Fill a reservation. When this ends, however it does, nothing writes there."""
+        """Fill a reservation. When this ends, however it does, no task writes there."""
         try:
             if not coming.unwanted:
                 coming.reading = asyncio.ensure_future(self._fill(coming, reservation, passed))

@@ -63,7 +63,7 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Who are the ranks? Answered by Topology, or refused while one is missing."""
+    """Requests the ranks of the server. Answered by Topology, or refused while one is missing."""
 
 
 class Topology(Message, frozen=True, tag="topology"):
@@ -194,11 +194,11 @@ class ReturnEnd(enum.StrEnum):
     KNOWN = "known"
     """Prefill has all of it."""
     BUDGET = "budget"
-    """Others have a quarter of the tier, here or there."""
+    """Other returns hold a quarter of the tier, on decode or on prefill."""
     MEMORY = "memory"
     """No room at prefill, in DRAM either."""
     WEIGHTS = "weights"
-    """Prefill's are others."""
+    """Prefill has other weights."""
     BUSY = "busy"
     """Too many commands wait at prefill's ranks."""
     UNREAD = "unread"
@@ -215,7 +215,7 @@ class Returned(Message, frozen=True, tag="returned"):
 
 
 class Ok(Message, frozen=True, tag="ok"):
-    """Taken note of."""
+    """Confirms a message that needs no other answer."""
 
 
 Ask = Register | Lookup | Join | Meet | Push | Done | Abort | Return

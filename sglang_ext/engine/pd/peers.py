@@ -78,7 +78,7 @@ class PrefillPeer:
 
     @property
     def gone(self) -> bool:
-        """Whether it has to be connected again."""
+        """Whether the connection is gone, and has to be made again."""
         return self.instance.gone
 
     async def join(self, handover: int, epoch: bytes, weights: Weights) -> list[Ready]:

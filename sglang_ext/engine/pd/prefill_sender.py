@@ -57,11 +57,11 @@ class Reader:
     session: bytes
     reads: bool
     weights: Weights
-    """With which it will go on."""
+    """The weights with which decode will go on."""
     target: Push | None = None
     """Where to write; None where it reads, or has no pages yet."""
     writing: Writing | None = None
-    """Once its pages are claimed; None where it lacks none, or others of prefill's ranks fill them."""
+    """Set once its pages are claimed; None where it lacks none, or others of prefill's ranks fill them."""
     claimed: bool = False
     lease: int = 0
     book: LeaseBook | None = None
@@ -121,7 +121,7 @@ class PrefillSender:
     ) -> None:
         self._page_bytes = page_bytes
         self.weights: Weights = ""
-        """With which is computed here. Set by `weights_changed`."""
+        """The weights with which this rank computes. Set by `weights_changed`."""
         self._pushes = pushes
         self._staging = staging
         self._claim = claim
@@ -185,7 +185,7 @@ class PrefillSender:
         self._compare(handover)
 
     def weights_changed(self, weights: Weights) -> None:
-        """From now on is computed with these. KV of others is not handed over any more, nor such of both."""
+        """From now on this rank computes with these; KV of others, or of both, is not handed over."""
         with self._lock:
             self.weights = weights
             stale = [
@@ -529,7 +529,7 @@ class PrefillSender:
         handover.packing = asyncio.create_task(self._pack(handover))
 
     async def _pack(self, handover: SendingHandover) -> None:
-        """Bring a request's pages side by side, if there is room for that, then offer them."""
+        """Pack a request's pages into staging, if there is room, then offer them."""
         assert self._staging is not None
         staging, _ = self._staging
         blocks = staging.take(handover.pages.size)

@@ -61,7 +61,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pack_rows(values: Values, ids: Ids) -> Rows:
-    """Rows as they travel. A row and its ids are equally long, or both None."""
+    """Encode rows for a message. A row and its ids are equally long, or both None."""
     lengths = [NO_ROW if row is None else len(row) for row in values]
     flat_values = [np.nan if value is None else value for row in values for value in row or ()]
     flat_ids = [token for row in ids for token in row or ()]
@@ -99,10 +99,10 @@ def unpack_rows(rows: Rows) -> tuple[list[list[float | None] | None], list[list[
 
 
 def unpack_row(rows: Rows) -> tuple[list[float | None], list[int]]:
-    """The one row that there is.
+    """The only row of `rows`.
 
     Raises:
-        WireError: there are others, or none.
+        WireError: there are several rows, or none.
     """
     values, ids = unpack_rows(rows)
     if len(values) != 1 or values[0] is None or ids[0] is None:
@@ -121,7 +121,7 @@ def bytes_for(positions: int, top: int, chosen: int) -> int:
 
 
 def too_large(nbytes: int) -> str:
-    """Why a request is refused or ends whose log probabilities are above `MAX_BYTES`."""
+    """The error text for a request whose log probabilities are above `MAX_BYTES`."""
     return (
         f"the log probabilities of the prompt take {nbytes} bytes, and prefill hands over at most "
         f"{MAX_BYTES}: raise logprob_start_len, lower top_logprobs_num, or name fewer token_ids_logprob"
@@ -130,7 +130,7 @@ def too_large(nbytes: int) -> str:
 
 def require_sound(logprobs: PromptLogprobs) -> None:
     """Raises:
-    WireError: a peer has sent what cannot be unpacked.
+    WireError: the peer's log probabilities cannot be unpacked.
     """
     for row in (logprobs.tokens, logprobs.first):
         if row is not None:

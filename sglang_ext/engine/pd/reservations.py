@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_ext.engine.cache.rank_cache import RankCache
 
 BUDGET = 4
-"""At most one part of so many of a tier is set aside for returns."""
+"""At most ``1 / BUDGET`` of a tier is reserved for returns."""
 
 
 class Blocks:
@@ -50,13 +50,13 @@ class Blocks:
         return pages
 
     def pages_of(self, key: bytes) -> int:
-        """How many pages the whole blocks of a prompt are."""
+        """The number of pages in the whole blocks of a prompt."""
         pages: int = len(key) // self.cache.tree.block_bytes * self.step // self.page
         return pages
 
 
 class Reservations:
-    """Sets memory aside for KV that comes back, within a budget of each tier.
+    """Reserves memory for returned KV, within a budget of each tier.
 
     into_dram: whether the endpoint has the DRAM arena as a pool.
     """

@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 MOST_SPANS: Final = 8
 SHARE: Final = 4
-"""Of DRAM, at most one part in so many is exported at a time, spans included."""
+"""At most ``1 / SHARE`` of DRAM is exported at a time, spans included."""
 LEASE_SECONDS: Final = 30.0
-"""For a peer to read a layer."""
+"""The time that a peer has to read a layer."""
 COPY_CHECK_S: Final = 1.0
 """How often to look whether copying has failed, while the last layer is waited for."""
 
 
 def layer_name(export: str, layer: int) -> str:
-    """Under which a layer (of this rank's, from 0) of a computed span is exported."""
+    """The name under which a layer (of this rank's, from 0) of a computed span is exported."""
     return f"{export}.{layer}"
 
 
@@ -75,9 +75,9 @@ class SpanCounters:
     """Blocks, since the start."""
 
     span_computed: int = 0
-    """For peers that computed behind them."""
+    """For peers that computed the tokens behind them."""
     span_failed: int = 0
-    """Asked for by peers, and not computed, or not in time, or in vain."""
+    """Requested by peers, but not computed, late, or not inserted."""
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class ComputedSpans:
                 self._give_up(span)
 
     def _give_up(self, span: _Span) -> None:
-        """It will not be computed."""
+        """Drop a span that will not be computed, and publish the failure."""
         self._waiting.remove(span)
         self._tell_nothing(span, 1)
 
@@ -197,7 +197,7 @@ class ComputedSpans:
 
         Args:
             requests: of the batch.
-            end: to which token the batch computes a request.
+            end: the token up to which the batch computes a request.
             slots: where tokens (from, to) of a request are.
         """
         if not self._waiting:
@@ -250,7 +250,7 @@ class ComputedSpans:
             computing.computed = max(computing.computed, layer + 1)
 
     def pass_ended(self, *, held: bool) -> None:
-        """The pass has run. held: all that streamed into it was right."""
+        """The pass has run. held: whether all KV that streamed into it has verified."""
         for computing in self._computing:
             computing.computed = computing.layers
             # The request may give up its slots next.
@@ -293,7 +293,7 @@ class ComputedSpans:
 
 
 class _Nobody:
-    """In the place of a request that was not taken."""
+    """Stands for a request that the scheduler did not take."""
 
     def finished(self) -> bool:
         return True

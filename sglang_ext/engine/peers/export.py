@@ -38,7 +38,7 @@ from sglang_ext.tiers import Tier
 
 MOST_EXPORTS: Final = 32
 SHARE: Final = 4
-"""Of DRAM, at most one part in so many is exported at a time."""
+"""At most ``1 / SHARE`` of DRAM is exported at a time."""
 
 
 class ExportLink(Protocol):
@@ -77,7 +77,7 @@ class ExportCounters:
 
     exported: int = 0
     not_exported: int = 0
-    """Asked for and there, but too much was exported already."""
+    """Requested and present, but the share of DRAM for exports was used up."""
     given_back: int = 0
     """Exported blocks whose export has ended."""
     from_disk: int = 0
@@ -211,13 +211,13 @@ class Exports:
         self.counters.exported += blocks
 
     def _give_up(self, asked: _Asked) -> None:
-        """Nothing is exported for it."""
+        """Drop a request, and export nothing for it."""
         self._asked.remove(asked)
         self._link.give_up(asked.export, asked.seconds)
         self._release(asked)
 
     def _release(self, asked: _Asked) -> None:
-        """Nothing more is brought from disk for it."""
+        """Bring no more blocks from disk for it."""
         if self._disk is None or asked.spills:
             return
         brought = self._disk.brought(asked)
@@ -247,7 +247,7 @@ class Exports:
         return nodes
 
     def propose(self) -> Sequence[int]:
-        """Of each export, whether it has ended here; of each that is to be made, whether it is too late."""
+        """For each export, whether it has ended here; for each one yet to be made, whether it is too late."""
         now = self._clock.monotonic()
         ended = [
             int(all(lease is None or self._link.over(lease) for lease in export.leases))

@@ -39,11 +39,11 @@ from sglang_ext.wire import pack_ids, unpack_ids
 log = logging.getLogger(__name__)
 
 DRAM_POOL = "dram"
-"""Of a rank's endpoint: the DRAM arena, in blocks of the cache."""
+"""Pool of a rank's endpoint: the DRAM arena, in blocks of the cache."""
 USE = "fetch"
 """The use under which the bytes are counted."""
 ASK_SECONDS = 0.005
-"""Between two questions for a lease that the owner's scheduler has not published yet."""
+"""Pause between two requests for a lease that the owner's scheduler has not published yet."""
 LAYER_SECONDS = 10.0
 """Limit between two layers that a peer computes, while our forward pass waits for them."""
 SLOW = "slow"
@@ -76,7 +76,7 @@ class Job:
     address: str
     export: str
     deadline: float
-    """On the link's loop."""
+    """By the clock of the link's loop."""
     layered: bool = False
     layers_in: int = 0
     offered: int | None = None

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 MOST_FETCHES: Final = 16
 SHARE: Final = 4
-"""Of DRAM, at most one part in so many is on its way from peers at a time."""
+"""At most ``1 / SHARE`` of DRAM is reserved for KV from peers at a time."""
 MOST_RESULTS: Final = 1000
 """Limit on results that wait for ``take_results``."""
 
@@ -77,7 +77,7 @@ class FetchEnd(enum.Enum):
     REFUSED = "refused"
     """The peer is of another namespace, or exports nothing."""
     TOO_SLOW = "too_slow"
-    """The peer would bring it from its disk, which takes longer than this may take."""
+    """The peer would read it from its disk, which takes longer than the fetch may take."""
     GONE = "gone"
     """The peer died, or cannot be reached."""
     CANCELLED = "cancelled"
@@ -94,7 +94,7 @@ class FetchCounters:
 
     fetched_blocks: int = 0
     not_waited: int = 0
-    """Requests that went on without, because it took too long."""
+    """Requests that went on without the fetched KV, because the fetch took too long."""
     fetch_streamed: int = 0
     """Of the blocks fetched, those that a peer computed while our forward pass waited for its layers."""
     ends: Counter[FetchEnd] = field(default_factory=Counter)
@@ -176,7 +176,7 @@ class _Fetch:
     may_start: bool = False
     """Its first layer is in on every rank."""
     streams_to: Hashable = None
-    """The request that was let in then."""
+    """The request that was admitted then."""
     incoming: Incoming | None = None
     """The transfer to HBM that its forward pass reads from; the blocks must not be released before it has
     ended.
@@ -388,7 +388,7 @@ class Fetches:
         self._link.read(job, reservation.start, reservation.places)
 
     def _land(self, fetch: _Fetch, reservation: Reservation, read: int) -> None:
-        """The blocks are in place and verified on every rank, or of no use on one."""
+        """Insert the blocks if they have verified on every rank, else discard them; end the span."""
         came = 0
         whole = read == reservation.blocks
         wish = fetch.wish

@@ -16,7 +16,7 @@ from typing import Final
 from sglang_ext.engine.ranks import Ranks
 
 LEAST_LEAD_S: Final = 0.1
-"""For what takes time whatever the length: some passes of the scheduler's loop."""
+"""Time that any prefetch takes, whatever its length: some passes of the scheduler's loop."""
 FIRST_RATE: Final = 128 << 20
 """Bytes per second that are expected before any prefetch was measured; a host copies far faster."""
 _SMOOTHING: Final = 0.2
@@ -67,7 +67,7 @@ class MoveRate:
 
 
 def latest_starts(jobs: Sequence[tuple[float, float]]) -> list[float]:
-    """When each has to begin, so that all are in time though they move one after the other.
+    """The latest starts of jobs that run one after the other, so that all end in time.
 
     Args:
         jobs: of each, when its request may come, and the seconds that moving it takes.

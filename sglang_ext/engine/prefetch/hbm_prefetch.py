@@ -44,7 +44,7 @@ READ_AHEAD = 4
 PIECE_BLOCKS = 64
 """Copied at a time; HBM cannot release these blocks for as long as the copy takes."""
 AWAKE_S = 1.5
-"""So long before the next one is due, an idle scheduler does not sleep, which takes it a second."""
+"""An idle scheduler, which sleeps for a second at a time, stays awake so long before a prompt is due."""
 
 
 class PrefetchEnd(enum.Enum):
@@ -88,9 +88,9 @@ class _Prefetch:
     key: bytes
     priority: int = 0
     earliest: float = -math.inf
-    """Before which its request does not come, in rank 0's time."""
+    """The time before which its request does not come, by rank 0's clock."""
     due: bool = False
-    """May use HBM."""
+    """Whether it may use HBM."""
     starts: float = -math.inf
     """When it becomes due."""
     rests: bool = False
@@ -165,7 +165,7 @@ class Prefetcher:
         self.layers = layers
         self._piece_blocks = piece_blocks
         self._waiting: list[_Prefetch] = []
-        """In the order in which they are done."""
+        """In the order in which they are brought."""
         self._piece: _Piece | None = None
         self._ended: deque[PrefetchResult] = deque(maxlen=MOST_WAITING)
         self.counters: Counter[PrefetchEnd] = Counter()
@@ -303,7 +303,7 @@ class Prefetcher:
             self._go_on(ready[0])
 
     def _rest(self, prefetch: _Prefetch) -> None:
-        """All that can be is in DRAM. Nothing is locked for it there until it is due, and begins again."""
+        """Unlock its blocks in DRAM, where all that fit have arrived, until it is due and begins again."""
         if self._promotions is not None:
             self._promotions.release(prefetch)
         prefetch.begun, prefetch.rests = False, True
@@ -360,7 +360,7 @@ class Prefetcher:
         self._store.swap_in(Tier.DRAM, nodes, reservation.places, self._piece.arrived)
 
     def _first(self, nodes: list[Node], blocks: int) -> list[Node]:
-        """The first ``blocks`` blocks of a path, cutting the node in which they end."""
+        """The first ``blocks`` blocks of a path, splitting the node in which they end."""
         found: list[Node] = []
         for node in nodes:
             if blocks <= 0:
@@ -398,7 +398,7 @@ class Prefetcher:
     # -- whole ----------------------------------------------------------------------------------
 
     def arriving_tokens(self) -> int:
-        """Of the piece under way."""
+        """Tokens of the piece under way."""
         return 0 if self._piece is None else self._piece.reservation.blocks * self._tree.block_size
 
     def _surrendered(self) -> None:

@@ -32,9 +32,9 @@ from sglang_ext.radix_global import Holder, Node
 FILL_SECONDS = 0.002
 """Of copying at a time: the longest that the engine may have to wait when it takes slots back."""
 LOOK_AGAIN_PASSES = 64
-"""After which it is tried again where there was no room."""
+"""Passes before the next try, where there was no room."""
 LOOK_AFTER_LOSS_PASSES = 16
-"""After which it is tried again where the engine has taken something: it may need more at once."""
+"""Passes before the next try, where the engine has taken room: it may need more at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class LayerFill:
         self._due = False
         self._passes = 0
         self._short = False
-        """Whether there was no room for all then."""
+        """Whether the last look found no room for all."""
         self._seen: tuple[int, ...] = ()
         """At the last look: sessions given up, cells given up, and sessions announced."""
 
@@ -136,7 +136,7 @@ class LayerFill:
         return 1 + int(FILL_SECONDS * rate / self.region.cell_bytes(layer))
 
     def _lacking(self, bringing: Container[str]) -> list[_Lacking]:
-        """The strongest first."""
+        """Sessions that lack layers, the strongest first."""
         found: list[_Lacking] = []
         dram = self._tier.holder
         for session in self._tier.retention.strongest_first(dram):
@@ -173,8 +173,8 @@ class LayerFill:
         return max(self.region.least, layers_to_hold(self.region.n_layers, load, compute))
 
     def _fill(self, lacking: _Lacking, layer: int, ids: BlockIds, most: int) -> int:
-        """Start copying a layer of a session, its beginning first. In how many cells: none without room for
-        all of it.
+        """Start copying a layer of a session, its beginning first. Returns in how many cells: 0 without room
+        for all of it.
         """
         step = self.region.strip_blocks
         parts = [ids[start : start + step] for start in range(0, len(ids), step)]
@@ -191,7 +191,7 @@ class LayerFill:
         return min(most, len(parts))
 
     def _room(self, session: Session, layer: int, places: int) -> bool:
-        """Have places for so many cells free. Whether there are."""
+        """Make places for so many cells. Returns whether there are enough."""
         region = self.region
         lacking = places - region.free_places()
         if lacking <= 0:
