@@ -3,11 +3,11 @@
     memory = await RemoteMemory.alloc_mem(link, request, "hbm", blocks, calls)
     memory.transfer(runs)           one-sided writes, as often as there is something to write
     await memory.landed(seconds)
-    await memory.end()              the owner hears that all is there, and has its blocks back; or
-    await memory.free_mem()         the owner has them back when nothing of ours writes there any more
+    await memory.end()              reports the transfer as complete and returns the blocks to the owner; or
+    await memory.free_mem()         returns the blocks once no write of this instance to them is under way
 
-The blocks are the owner's choice: its engine allocates them for a request of its own, and says which they
-are. They are granted for that request and to this connection, until either side ends it.
+The owner chooses the blocks: its engine allocates them for a request of its own, and names them here. The
+grant holds for that request and this connection, until either side ends it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from sglang_ext.wire import pack_ids
 
 
 class RemoteMemory:
-    """Blocks of another instance that are ours to write. Made by `alloc_mem`; ended by `end` or `free_mem`.
+    """Blocks of another instance that this instance may write. Made by `alloc_mem`; ended by `end` or
+    `free_mem`.
 
-    request: by which both sides know what they are for. calls: counts what is called.
+    request: the request whose KV the blocks hold, by the ID that both sides use. calls: counts the calls of
+    table 1 that are carried out.
     """
 
     def __init__(self, link: Link, request: str, held: Reserved, calls: Counter[Call]) -> None:
@@ -36,17 +38,17 @@ class RemoteMemory:
         self._held = held
         self._calls = calls
         self._queued = 0
-        """Bytes, since all had landed."""
+        """Bytes queued since the last call of `landed`."""
 
     @classmethod
     async def alloc_mem(
         cls, link: Link, request: str, pool: str, blocks: Ids, calls: Counter[Call]
     ) -> RemoteMemory:
-        """Have blocks of a pool of the other instance, which it has set aside for a request.
+        """Acquire blocks of a pool of the other instance, which has set them aside for a request.
 
         Raises:
-            RefusedError: it has not, or not these, or the request is over there.
-            PeerGoneError, TransferDeadlineError: it is gone, or does not answer.
+            RefusedError: the owner has not set these blocks aside, or the request has ended there.
+            PeerGoneError, TransferDeadlineError: the owner is gone, or does not answer.
         """
         reserve = Reserve(link.session, request, pool, pack_ids(blocks))
         held = await link.ask_for(Reserved, reserve, WRITE_SECONDS)
@@ -57,29 +59,31 @@ class RemoteMemory:
         """Queue writes to the blocks.
 
         Raises:
-            RefusedError: the owner has revoked the grant. RangeError: they leave its memory.
+            RefusedError: the owner has revoked the grant. RangeError: a write exceeds the owner's memory.
         """
         grant = (self._held.slot, self._held.grant)
         self._link.peer.transfer(self._request, runs, direction=Direction.WRITE, grant=grant)
         self._queued += int(runs[:, 4].sum())
 
     async def landed(self) -> None:
-        """Return when all that was queued is there."""
+        """Return when all queued writes have arrived."""
         seconds, self._queued = moving_seconds(WRITE_SECONDS, self._queued), 0
         await self._link.peer.landed(self._request, asyncio.get_running_loop().time() + seconds)
 
     async def end(self) -> None:
-        """All is there: tell the owner, whose the blocks are from now on.
+        """Report to the owner that all writes have arrived; the blocks belong to the owner from now on.
 
         Raises:
-            RefusedError: the grant is over, and what was written is lost.
+            RefusedError: the grant has ended, and the written KV is lost.
         """
         done = Written(self._link.session, self._request, self._held.grant)
         await self._link.ask_for(Completed, done, WRITE_SECONDS)
         self._calls[Call.TRANSFER] += 1
 
     async def free_mem(self) -> None:
-        """Give the blocks up: returns when nothing of ours writes there any more, and the owner is told."""
+        """Give the blocks up. Returns once no write of this instance is under way; the owner is notified
+        in the background.
+        """
         await self._link.peer.drop(self._request)
         self._link.spawn(self._link.give_up(self._held.grant))
         self._calls[Call.FREE_MEM] += 1

@@ -1,21 +1,20 @@
-"""The store of one rank: one index, and under it the memory of HBM and DRAM, with what is on its way to them.
+"""The store of one rank: one index, and under it the memory of HBM and DRAM, with KV on its way to them.
 
-Whatever brings KV from elsewhere (a disk, a peer, the other half of a prefill-decode pair, another tier) does
-it in the same three steps:
+KV from elsewhere (a disk, a peer, the other half of a prefill-decode pair, another tier) always arrives in
+the same three steps:
 
-    reservation = store.reserve(Tier.DRAM, namespace, key, Use.FETCH)  # behind what the tier has already
-    ...                                                                # somebody fills reservation.places
+    reservation = store.reserve(Tier.DRAM, namespace, key, Use.FETCH)  # behind the tier's blocks of the key
+    ...                                                                # copy KV to reservation.places
     reservation.commit()                                               # or reservation.abort()
 
-What a reservation continues is locked until it ends, so that it can be inserted; what has come to be in the
-index meanwhile is kept once. A reservation of `Use.PREFETCH` gives way instead: nothing is locked for it, and
-it is given up when the engine needs the memory.
+A reservation locks the prefix that it continues until it ends, so that its blocks can be inserted. Blocks
+that have entered the index in the meantime are kept once. A reservation of `Use.PREFETCH` gives way instead:
+it locks nothing, and is given up when the engine needs the memory.
 
-MemServe's nine calls (table 1) are methods of it, by key and by tier, and counted as they are carried out,
-see `Call`. What is neither free nor in the
-index is in the store's ledger, and nowhere else. Everything here happens in the scheduler's thread, and on
-every rank in the same order: no decision is taken from anything that ranks do not have alike. What is called
-at another instance is in `remote.py`.
+MemServe's nine calls (table 1) are methods of the store, by key and by tier, and are counted as they are
+carried out, see `Call`. Every block that is neither free nor in the index is in the store's ledger, and
+nowhere else. All methods run in the scheduler's thread, and on every rank in the same order: decisions
+depend only on state that all ranks share. Calls that name another instance are in `remote.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Call(enum.StrEnum):
     ALLOC_MEM = "alloc_mem"
     """Memory was set aside for KV to come."""
     FREE_MEM = "free_mem"
-    """It was given back without having been inserted."""
+    """Memory was given back without having been inserted."""
     INSERT = "insert"
     """KV that was computed here entered the index."""
     MATCH = "match"
@@ -56,7 +55,7 @@ class Call(enum.StrEnum):
 
 
 class Use(enum.StrEnum):
-    """What memory is reserved for."""
+    """The purpose of a reservation."""
 
     PROMOTION = "promotion"
     """From disk, for a request that waits or was announced."""
@@ -80,39 +79,42 @@ _COMMITTED = {
     Use.RETURN: Call.TRANSFER_WITH_INSERT,
     Use.SPAN: Call.SWAP_OUT,
 }
-"""What the commit of a reservation is. The others were counted when their copy began."""
+"""The call as which the commit of a reservation is counted, by use. The other uses were counted when their
+copy began."""
 _MATCH, _INSERT = Call.MATCH, Call.INSERT
-"""Of each request; an enum takes long to find its members."""
+# Every request counts these two, and attribute access on an enum is slow.
 
 
 class Refusal(enum.Enum):
-    """Why there is no reservation. Nothing has changed then, but that older blocks may have been evicted."""
+    """Why there is no reservation. The store is unchanged then, except that older blocks may have been
+    evicted.
+    """
 
     KNOWN = "known"
-    """Nothing is lacking."""
+    """The tier lacks no block of the prompt."""
     BUDGET = "budget"
-    """Its use has as much of the tier as it may have at a time."""
+    """The use has as much of the tier as it may have at a time."""
     NO_PARENT = "no_parent"
-    """The tier has no copy of what the blocks continue, and has no room to make one."""
+    """The tier has no copy of the prefix that the blocks continue, and no room to make one."""
     NO_ROOM = "no_room"
-    """Nothing of the tier is free, and nothing may be given up for this."""
+    """No block of the tier is free, and none may be evicted for this use."""
 
 
 class StoreTier(Protocol):
-    """The memory of a tier, as the store asks for it. `testing.store_contract` holds implementations to it.
+    """The memory of a tier, as the store uses it. `testing.store_contract` checks implementations.
 
-    *Taken* blocks are neither free nor in the index. A tier guarantees: `take` hands out no block twice; what
-    it evicts for that is not locked, and goes by `Store.delete`. The caller guarantees: every taken block is
-    given back or inserted, once.
+    *Taken* blocks are neither free nor in the index. A tier guarantees: `take` hands out no block twice; the
+    blocks that it evicts to make room are unlocked, and leave by `Store.delete`. The caller guarantees: every
+    taken block is given back or inserted, once.
     """
 
     @property
     def holder(self) -> Holder:
-        """Who stands for this tier in the index."""
+        """The holder that represents this tier in the index."""
 
     @property
     def exclusive(self) -> bool:
-        """Whether nobody else has blocks of it: what is not free is in the index or in the ledger."""
+        """Whether the store alone uses the tier: every block is free, in the index, or in the ledger."""
 
     @property
     def n_blocks(self) -> int:
@@ -120,14 +122,15 @@ class StoreTier(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody has."""
+        """Free blocks."""
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
-        """Up to so many blocks, as `places` of the index: one entry per slot or block. Evicts for them.
+        """Up to so many blocks, as `places` of the index: one entry per slot or block. Evicts older blocks
+        to make room.
 
         Args:
             lose: last copies may be evicted too.
-            rank: otherwise, what was announced with a lower priority may be.
+            rank: without `lose`, announced blocks of a lower priority may be evicted.
         """
 
     def count(self, places: Any) -> int:
@@ -162,18 +165,19 @@ class Source(Protocol):
     """A tier from which KV is loaded into HBM."""
 
     def load(self, what: Any, places: Any, landed: Callable[[], None] | None = None) -> None:
-        """Start copying to places of HBM, which the next forward pass waits for; with `landed`, behind all
-        copies that somebody waits for, and told when they are there.
+        """Start copying to places of HBM; the next forward pass waits for the copy. With `landed`, the copy
+        runs at low priority behind all copies that a forward pass waits for, and `landed` is called when it
+        is complete.
         """
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit has put into the index.
+    """The result of a commit.
 
-    node: at which the committed blocks end. fresh: blocks that were not there; held: of the reservation,
-    those that somebody else had inserted first, whose memory is free again. added: nodes that the tier has
-    gained, from the top.
+    node: at which the committed blocks end. fresh: blocks that are new in the index. held: blocks of the
+    reservation that had entered the index in the meantime, whose memory is free again. added: nodes that the
+    tier has gained, from the top.
     """
 
     node: Node
@@ -186,8 +190,7 @@ class Committed:
 class Reservation:
     """Memory of a tier for the blocks of `key` from `start` on. Ends with `commit` or `abort`, once.
 
-    Made by `Store.reserve`. places: as the index keeps them. source: the instance whose KV it is for, where
-    it comes from one.
+    Made by `Store.reserve`. places: as the index keeps them. source: the instance that sends the KV, if any.
     """
 
     store: Store
@@ -199,28 +202,28 @@ class Reservation:
     places: Any
     blocks: int
     parent: Node | None
-    """What the blocks continue, locked; None where it gives way."""
+    """The node that the blocks continue, locked; None where the reservation gives way."""
     source: str = ""
     open: bool = True
     gives_way: bool = False
-    """Nobody fills it any more, so that the engine may take its memory back at once."""
+    """No copy to it is under way any more, so that the engine may take its memory back at once."""
     on_surrender: Callable[[], None] = field(default=lambda: None)
-    """Told when the engine has taken its memory back."""
+    """Called when the engine has taken its memory back."""
 
     def commit(self, blocks: int | None = None, *, onward: bool = True) -> Committed | None:
-        """Its first `blocks` blocks (None: all) are filled: insert them, and give back the rest.
+        """Insert the first `blocks` blocks (None: all), which are filled, and give back the rest.
 
         Args:
             onward: copy them to the tiers below too.
 
         Returns:
-            None when none could be inserted: none was filled, or (where it gives way) what they continue was
-            given up meanwhile. All is given back then.
+            None when no block could be inserted: none was filled, or (where the reservation gives way) the
+            prefix was evicted meanwhile. All memory is given back then.
         """
         return self.store.end(self, self.blocks if blocks is None else blocks, onward=onward)
 
     def abort(self) -> None:
-        """It will not be filled, and nothing writes there any more: give it back."""
+        """Give the memory back unfilled. No write to it may be under way."""
         self.store.end(self, 0)
 
 
@@ -238,7 +241,7 @@ class Incoming:
     open: bool = True
 
     def end(self) -> None:
-        """It is there, or will not come. May be called twice."""
+        """The KV has arrived, or will not come. May be called twice."""
         if self.open:
             self.open = False
             self.store.incoming.remove(self)
@@ -256,10 +259,10 @@ class Store:
         self.calls = dict.fromkeys(Call, 0)
         """Calls of table 1, since the start."""
         self.incoming: list[Incoming] = []
-        """What is on its way into memory of requests."""
+        """KV on its way into memory of requests."""
         self._step = tree.block_size * TOKEN_BYTES
         self.tiers: dict[Tier, StoreTier] = {}
-        """Whose memory can be reserved, by name."""
+        """Tiers whose memory can be reserved, by name."""
         self._sources: dict[Tier, Source] = {}
         self._down: dict[Tier, CopiesDown] = {}
         self._open: dict[Reservation, None] = {}
@@ -292,8 +295,8 @@ class Store:
         lose: bool = True,
         rank: float = -math.inf,
     ) -> Any | None:
-        """Take up to so many blocks of a tier (`whole`: so many or none), for somebody who gives them back
-        (`free_mem`) or has them inserted. None for none. See `StoreTier.take`.
+        """Take up to so many blocks of a tier (`whole`: so many or none). The caller gives them back
+        (`free_mem`) or has them inserted. Returns None for no blocks. See `StoreTier.take`.
         """
         tier = self.tiers[level]
         places = tier.take(blocks, lose=lose, rank=rank)
@@ -307,7 +310,7 @@ class Store:
         return places
 
     def free_mem(self, level: Tier, places: Any, use: Use) -> None:
-        """Taken blocks are not needed."""
+        """Give back taken blocks that are not needed."""
         tier = self.tiers[level]
         count = tier.count(places)
         if count:
@@ -318,7 +321,7 @@ class Store:
     # -- the index --------------------------------------------------------------------------------
 
     def match(self, namespace: Hashable, key: bytes) -> Match:
-        """The longest known prefix of a prompt, as it is now: lock what is to stay."""
+        """The longest known prefix of a prompt, as of now. The caller locks the nodes that must stay."""
         self.calls[_MATCH] += 1
         return self.tree.match(namespace, key)
 
@@ -332,13 +335,13 @@ class Store:
         priority: int = 0,
         call: Call = _INSERT,
     ) -> InsertResult:
-        """Put KV that was computed here into the index; what is new goes on to the tier below.
+        """Put KV that was computed here into the index; new blocks are copied to the tier below.
 
         Args:
-            places: of all whole blocks of `key`, those included that the tier had in the index before. Of
-                these the places stay as they were, and those given here stay the caller's.
+            places: of all whole blocks of `key`, including those that the tier had in the index before. The
+                index keeps the old places of these; the places given for them stay the caller's.
             priority: see `RadixTree.insert`.
-            call: as which it is counted.
+            call: the call as which the insertion is counted.
         """
         self.calls[call] += 1
         tier = self.tiers[level]
@@ -347,8 +350,8 @@ class Store:
         return result
 
     def delete(self, level: Tier, gone: Sequence[Evicted]) -> int:
-        """Blocks that a tier has given up: its memory is free again, and what is in no memory leaves the
-        index; what is on disk is found there by its name. Returns how many blocks.
+        """Free the memory of blocks that a tier has given up. Blocks without a copy in memory leave the
+        index; a copy on disk is found there by its name. Returns the number of blocks.
         """
         if not gone:
             return 0
@@ -379,8 +382,8 @@ class Store:
         return started
 
     def swap_in(self, level: Tier, what: Any, places: Any, landed: Callable[[], None] | None = None) -> None:
-        """Copy from a tier to places of HBM; see `Source.load`. what: from DRAM the nodes of a path, from
-        the top; from disk the handle of a request for which its blocks are there.
+        """Copy from a tier to places of HBM; see `Source.load`. `what` names the KV: from DRAM the nodes of a
+        path, from the top; from disk the handle of a request whose blocks are ready.
         """
         self._sources[level].load(what, places, landed)
         self.calls[Call.SWAP_IN] += 1
@@ -388,8 +391,8 @@ class Store:
     # -- between instances ------------------------------------------------------------------------
 
     def transfer(self, level: Tier, tokens: int, source: str) -> Incoming:
-        """Another instance's KV of so many tokens is brought into memory that a request owns, which is not
-        in the ledger: the engine's.
+        """Register another instance's KV of so many tokens on its way into memory that a request owns. That
+        memory belongs to the engine and is not in the ledger.
         """
         found = Incoming(self, level, tokens, source)
         self.incoming.append(found)
@@ -417,16 +420,16 @@ class Store:
         rank: float = -math.inf,
         source: str = "",
     ) -> Reservation | Refusal:
-        """Memory for what a tier lacks of the whole blocks of a prompt.
+        """Reserve memory for the whole blocks of a prompt that a tier lacks.
 
         Args:
             level: the tier.
-            namespace, key: of the prompt, encoded, as far as it is to be brought.
-            use: what for.
-            whole: all of it or nothing; otherwise as many leading blocks as there is room for.
+            namespace, key: of the prompt, encoded, as far as its KV is to be brought.
+            use: the purpose of the memory.
+            whole: all blocks or none; otherwise as many leading blocks as there is room for.
             share: at most one part in so many of the tier is reserved for this use at a time.
             lose, rank: see `StoreTier.take`.
-            source: the instance whose KV it is.
+            source: the instance that sends the KV.
         """
         tier = self.tiers[level]
         total = len(key) // self._step
@@ -460,9 +463,10 @@ class Store:
         )
 
     def reach(self, level: Tier, match: Match) -> tuple[Node, int] | None:
-        """Where KV of a tier may continue a match: a node that the tier has (or the root), and the blocks up
-        to there. HBM continues where it ends. The tiers below take what the tier above has of the match
-        first, so that they continue at its end; None where there is no room for that.
+        """Where KV of a tier may continue a match: a node that the tier has (or the root), and the number of
+        blocks up to that node. In HBM, KV continues HBM's own part of the match. A tier below first copies
+        the rest of the match from the tier above, so that KV continues the end of the match; None where there
+        is no room for that copy.
         """
         holder, node = self.tiers[level].holder, match.node
         if level is Tier.HBM:
@@ -491,7 +495,7 @@ class Store:
     ) -> Reservation | Refusal:
         """As `reserve`, for so many blocks behind a node of the tier, `start` blocks into the prompt."""
         tier = self.tiers[level]
-        # What the blocks continue must not be evicted to make room for them.
+        # The prefix that the blocks continue must not be evicted to make room for them.
         self.tree.lock(parent, tier.holder)
         places = self.alloc_mem(level, blocks, use, whole=whole, lose=lose, rank=rank)
         if places is None:
@@ -506,8 +510,8 @@ class Store:
     def reserve_spare(
         self, level: Tier, namespace: Hashable, key: bytes, use: Use, start: int, blocks: int
     ) -> Reservation | Refusal:
-        """What is free of a tier, for `blocks` blocks of `key` from `start` on, all or nothing. It gives way:
-        nothing is locked for it, and the engine takes it back when it needs memory.
+        """Reserve free memory of a tier for `blocks` blocks of `key` from `start` on, all or nothing. The
+        reservation gives way: it locks nothing, and the engine takes the memory back when needed.
         """
         places = self.alloc_mem(level, blocks, use, whole=True, lose=False) if blocks else None
         if places is None:
@@ -541,7 +545,7 @@ class Store:
         return done
 
     def _above(self, reservation: Reservation, tier: StoreTier) -> list[Any] | None:
-        """The places of what the tier has before a reservation's blocks; None where it has too little."""
+        """The tier's places of the blocks before a reservation's; None where the tier lacks some of them."""
         holder = tier.holder
         above: list[Any] = []
         if reservation.parent is not None:
@@ -557,7 +561,7 @@ class Store:
         return [node.placements[holder] for node in found.path]
 
     def _insert(self, reservation: Reservation, tier: StoreTier, above: list[Any], blocks: int) -> Committed:
-        """Put what has arrived into the index, where somebody may have put it in the meantime."""
+        """Insert arrived blocks into the index, which may have gained some of them in the meantime."""
         level, use, start = reservation.tier, reservation.use, reservation.start
         places = tier.part(reservation.places, 0, blocks)
         key = reservation.key[: (start + blocks) * self._step]
@@ -579,11 +583,13 @@ class Store:
         return sum(taken.values()) if use is None else taken.get(use, 0)
 
     def yielding(self, level: Tier) -> int:
-        """Blocks of it that the engine may take back, at once or when the copies to them have ended."""
+        """Blocks of a tier that the engine may take back, at once or when the copies to them have ended."""
         return self._yielding[level]
 
     def surrender(self, level: Tier) -> int:
-        """The engine needs memory: give up what nobody fills any more of what gives way. How many blocks."""
+        """Give memory back to the engine: all reservations that give way and have no copy under way. Returns
+        the number of blocks.
+        """
         going = [each for each in self._open if each.tier is level and each.gives_way]
         for each in going:
             each.abort()
@@ -592,11 +598,11 @@ class Store:
 
     @property
     def reservations(self) -> list[Reservation]:
-        """Those that have not ended."""
+        """Reservations that have not ended."""
         return list(self._open)
 
     def check(self) -> None:
-        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
         open_blocks: Counter[tuple[Tier, Use]] = Counter()
         for each in self._open:
             open_blocks[each.tier, each.use] += each.blocks

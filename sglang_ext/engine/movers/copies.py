@@ -78,7 +78,7 @@ class Copies:
         self._writes.pending.append((len(blocks), self._written(len(blocks), done)))
 
     def write_computed(self, slots: Any, blocks: BlockIds, source: Source, copied: Copied) -> None:
-        """Start copying what a forward pass is about to compute, each layer once it is computed.
+        """Start copying KV that a forward pass is about to compute, each layer once it is computed.
 
         ``copied`` is called for each layer, in another thread.
         """

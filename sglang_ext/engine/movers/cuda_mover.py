@@ -5,10 +5,10 @@ into a staging buffer and its scatter into the pool, and records an event; the f
 layer by making its stream wait for the event. A write gathers whole blocks into a staging buffer on the
 device, in the arena's layout, and copies runs of neighbouring blocks to the host in one transfer each.
 
-Ordering with the engine's streams: a load starts after what the forward stream has been given so far,
-because a batch under way may still write to slots that were freed and have now been given to the load; a
-write starts after what the scheduler's stream has been given, which is after the forward pass whose KV it
-reads has reported its result.
+Ordering with the engine's streams: a load starts after all work queued on the forward stream so far, because
+a batch under way may still write to slots that were freed and have now been given to the load. A write starts
+after all work queued on the scheduler's stream so far; by then the forward pass whose KV it reads has
+reported its result.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class CudaMover:
         return self._loads_done + len(self._loads) - 1
 
     def bring(self, slots: torch.Tensor, blocks: BlockIds) -> int:
-        """On the stream of the writes, which nobody's forward pass waits for."""
+        """Copies on the stream of the writes, for which no forward pass waits."""
         self._writes.append(self._copy_in(self._write_stream, slots, blocks).events[-1])
         return self._writes_done + len(self._writes) - 1
 
@@ -168,7 +168,7 @@ class CudaMover:
         return self._rate.bytes_per_second
 
     def _follow_engine(self, stream: torch.cuda.Stream, slots: torch.Tensor) -> None:
-        """What comes on a stream comes after what writes to these slots now."""
+        """Make later work on a stream wait for the passes that may still write to these slots."""
         stream.wait_stream(self._forward_stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         slots.record_stream(stream)

@@ -29,18 +29,18 @@ BlockIds = npt.NDArray[np.int64]
 
 
 class Source(Protocol):
-    """Where what is copied is still being filled from."""
+    """KV that still arrives while it is copied, layer by layer."""
 
     def decided(self, layer: int) -> bool:
-        """Whether a layer is there, or will not come any more."""
+        """Whether a layer has arrived, or will never arrive."""
 
 
 @dataclass(frozen=True, eq=False)
 class Near:
     """One layer of some blocks of a load that is in HBM already (`layer_region`).
 
-    place: in whose layer's planes. slots: where, as the tree keeps slots. positions: int64, which blocks of
-    the load. cell: for whoever said so.
+    place: the layer in whose planes the bytes are. slots: their slots, as the tree keeps slots. positions:
+    int64, indices of these blocks in the load. cell: the layer region's cell; the mover does not read it.
     """
 
     layer: int
@@ -51,7 +51,9 @@ class Near:
 
 
 def rest_of(near: Sequence[Near], blocks: int) -> Iterator[tuple[int, list[Near], BlockIds | None]]:
-    """By layer, for each that is near: what of it is, and the positions of what is not; None for nothing."""
+    """Yields each layer with near blocks, its near parts, and the positions of its other blocks (None if
+    there are none).
+    """
     by_layer: defaultdict[int, list[Near]] = defaultdict(list)
     for each in near:
         by_layer[each.layer].append(each)
@@ -63,7 +65,7 @@ def rest_of(near: Sequence[Near], blocks: int) -> Iterator[tuple[int, list[Near]
 
 
 def of_blocks(slots: Slots, positions: BlockIds, blocks: int) -> Slots:
-    """Of the slots of so many blocks, those of some of them."""
+    """The slots of the blocks at these positions; ``slots`` has those of ``blocks`` blocks."""
     return slots.reshape(blocks, -1)[positions].reshape(-1)
 
 
@@ -72,7 +74,7 @@ LayerSink = Callable[[int, Any, int], None]
 
 
 Copied = Callable[[int], None]
-"""Told of a layer that has been copied."""
+"""Called with each layer that has been copied."""
 
 
 class MoverError(RuntimeError):
@@ -92,37 +94,41 @@ class Mover(Protocol):
 
     @property
     def load_bytes_per_second(self) -> float | None:
-        """How fast ``load`` has copied of late; ``None`` before it has."""
+        """The speed of recent loads; ``None`` before the first."""
 
     def bring(self, slots: Slots, blocks: BlockIds) -> int:
-        """As ``load``, for nobody who waits: counted and completed among the writes, and behind all loads."""
+        """Like ``load``, at low priority: no forward pass waits for it. It is counted and completed among the
+        writes, behind all loads.
+        """
 
     def write(
         self, slots: Slots, blocks: BlockIds, source: Source | None = None, copied: Copied | None = None
     ) -> int:
         """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket.
 
-        With a source, a layer is copied once it is decided there, which must not depend on a later write;
-        ``copied`` is told of each layer, in whatever thread.
+        With a source, a layer is copied once the source has decided it; that must not depend on a later
+        write. ``copied`` is called for each layer, in any thread.
         """
 
     def fill(self, slots: Slots, blocks: BlockIds, layer: int, place: int) -> int:
-        """As ``bring``, one layer only: to the tokens at ``slots`` in the planes of layer ``place``."""
+        """Like ``bring``, one layer only: to the tokens at ``slots`` in the planes of layer ``place``."""
 
     def load(
         self, slots: Slots, blocks: BlockIds, source: Source | None = None, near: Sequence[Near] = ()
     ) -> int:
         """Copy arena ``blocks`` to the tokens at ``slots``; returns a ticket.
 
-        With a source, a layer is copied once it is decided there, whatever then is in the blocks: the caller
-        finds out whether that was what it wanted. What is ``near`` is copied from there.
+        With a source, a layer is copied once the source has decided it, even if the layer never arrived: the
+        caller verifies the bytes. Parts in ``near`` are copied within HBM.
         """
 
     def follow(self, source: Source) -> int:
-        """A load that somebody else does; returns a ticket that stands for it."""
+        """Register a load that other code carries out; returns its ticket."""
 
     def into(self, slots: Slots) -> LayerSink:
-        """What copies layers from dense staging buffers to the tokens at ``slots``, in any thread."""
+        """A function that copies layers from dense staging buffers to the tokens at ``slots``; callable in
+        any thread.
+        """
 
     def writes_done(self) -> int:
         """How many writes are complete: tickets below this number."""
@@ -138,10 +144,10 @@ class Mover(Protocol):
         """
 
     def settle(self) -> None:
-        """Return when nothing is under way. Raises MoverError as above."""
+        """Return when no copy is under way. Raises MoverError as above."""
 
     def close(self) -> None:
-        """Finish what is under way and end. Safe to call twice."""
+        """Finish the copies under way and end. Safe to call twice."""
 
 
 class LayerCopier(Protocol):
@@ -151,7 +157,7 @@ class LayerCopier(Protocol):
         """Check and prepare a copy. Raises ValueError when a slot or block is out of range."""
 
     def plan_staging(self, slots: Slots) -> Any:
-        """As ``plan``, for blocks that lie densely in a staging buffer."""
+        """Like ``plan``, for blocks that lie densely in a staging buffer."""
 
     def scatter_staging(self, plan: Any, layer: int, rows: Any) -> int:
         """A staging buffer to HBM; returns bytes."""
@@ -174,7 +180,9 @@ class LayerCopier(Protocol):
 
 @dataclass
 class _NearLayer:
-    """A layer of which something is in HBM. within: with the layer in whose planes it is."""
+    """A layer of which some blocks are in HBM. within: copies within HBM, each with the layer in whose
+    planes its bytes are. rest: the copy of the other blocks from DRAM; None if there are none.
+    """
 
     within: Sequence[tuple[int, Any]]
     rest: Any
@@ -185,12 +193,12 @@ class _Operation:
     plan: Any
     next_layer: int = 0
     inwards: bool = False
-    """Among the writes: to HBM all the same."""
+    """Copies to HBM, though it is queued among the writes."""
     source: Source | None = None
     near: Mapping[int, _NearLayer] = field(default_factory=dict)
     layer: int = 0
     place: int | None = None
-    """Of a fill: which layer, and in whose planes."""
+    """Of a fill: ``layer`` is copied to the planes of layer ``place``."""
     copied: Copied | None = None
 
     @property
@@ -343,13 +351,13 @@ class ThreadMover:
                 if operation.copied is not None:
                     operation.copied(operation.next_layer)
                 self._advance(operation)
-        except BaseException as error:  # noqa: BLE001 - reported to whoever calls next, whatever it is
+        except BaseException as error:  # noqa: BLE001 - later calls raise it as a MoverError
             with self._lock:
                 self._failure = error
                 self._progress.notify_all()
 
     def _copy(self, copy: Callable[[Any, int], int], operation: _Operation) -> None:
-        """The next layer of an operation."""
+        """Copy the next layer of an operation."""
         layer, plan = operation.next_layer, operation.plan
         near = operation.near.get(layer)
         if near is not None:
