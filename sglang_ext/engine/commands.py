@@ -1,14 +1,14 @@
-"""From any thread to the scheduler's thread of every rank, in one order.
+"""Commands from any thread to the scheduler's thread of every rank, in one order.
 
-What changes a cache has to reach all ranks of an instance between the same two passes of their loops, or
-their trees part. SGLang has a way on which that holds: what rank 0 receives is broadcast with the requests
-of the pass. Commands are put into it (``patches/hooks/messages.py``), so they need no collective of their
-own, and they come in one order with the requests.
+A change to the cache has to reach all ranks of an instance between the same two passes of their loops;
+otherwise their trees diverge. SGLang has a path with this property: messages that rank 0 receives are
+broadcast with the requests of the pass. Commands travel on that path (``patches/hooks/messages.py``), so they
+need no collective of their own, and arrive in one order with the requests.
 
-An idle scheduler that sleeps (``--sleep-on-idle``) is woken.
+A command wakes an idle scheduler that sleeps (``--sleep-on-idle``).
 
-Each command carries rank 0's time, the only clock by which ranks decide what has expired. When something is
-to expire and nobody sends a command, the time comes alone.
+Each command carries rank 0's time, the only clock by which ranks expire hints and tickets. When an expiry is
+due and no command is queued, a command with the time alone is broadcast.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MOST_WAITING = 10_000
-"""Commands that wait for the next pass. More than that comes only when the loop stands still."""
+"""Commands that may wait for the next pass. More than that arrive only while the loop is blocked."""
 
 
 class Command(NamedTuple):
     """One command, as it goes to the schedulers of all ranks."""
 
     payload: bytes
-    """Encoded, as the agent got it; empty when only the time is told."""
+    """Encoded, as the agent received it; empty for a command with the time alone."""
     at: float
     """Rank 0's monotonic seconds."""
 
 
 class RankCommandQueue:
-    """Commands for the scheduler of this process. Any thread may put; the scheduler's takes.
+    """Commands for the scheduler of this process. Any thread may put; the scheduler's thread takes.
 
     Args:
         clock: seconds, monotonic.
@@ -46,10 +46,10 @@ class RankCommandQueue:
         self._waiting: deque[bytes] = deque()
         self._alarm = math.inf
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when there may be something to do."""
+        """Readable when commands may be waiting."""
 
     def put(self, payload: bytes) -> bool:
-        """Hand a command over. False when too many wait already, and it was dropped."""
+        """Queue a command. False when the queue is full and the command was dropped."""
         if len(self._waiting) >= MOST_WAITING:
             return False
         self._waiting.append(payload)
@@ -62,7 +62,7 @@ class RankCommandQueue:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[Command]:
-        """What has been put since, in its order. The scheduler's thread only."""
+        """Commands queued since the last call, in order. The scheduler's thread only."""
         if not self._waiting and self._alarm == math.inf:
             return []
         now = self._clock()
@@ -76,18 +76,18 @@ class RankCommandQueue:
         return commands
 
     def tell_time(self, at: float) -> None:
-        """Tell the time at that moment, by ``clock``, also when nobody sends a command; not when it was to be
-        told before. In the scheduler's thread.
+        """Broadcast the time at that moment, by ``clock``, even if no command is queued then. Replaces the
+        moment of an earlier call. In the scheduler's thread.
         """
         self._alarm = at
 
     def slept(self) -> None:
-        """Take the wake-ups up to now as seen."""
+        """Clear the wake-ups up to now."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Nothing is put any more."""
+        """Close the descriptor. No command may be queued afterwards."""
         os.close(self.fd)
 
     def __repr__(self) -> str:

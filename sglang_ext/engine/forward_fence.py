@@ -1,10 +1,10 @@
-"""When slots that the engine has just set aside may be written by others: after the passes under way.
+"""When a peer or a copy may write to slots that the engine has just allocated: after the passes under way.
 
 With overlap, the result of pass k-2 ends a request while pass k-1, which still contains it, runs. SGLang
 frees the request's slots at once and may give them to the next request; its own forward passes come later on
-the same stream and are safe. Whoever else writes to such slots (a one-sided read, a peer's push) has to wait
-for pass k-1, or that pass stores the old request's deeper layers over the new KV. SGLang fences its own loads
-the same way (`HiCacheController.load_fence_stream`).
+the same stream and are safe. Any other writer to such slots (a one-sided read, a peer's push) has to wait for
+pass k-1, or that pass stores the old request's deeper layers over the new KV. SGLang fences its own loads the
+same way (`HiCacheController.load_fence_stream`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ForwardFence:
 
     @classmethod
     def of(cls, scheduler: Any) -> Callable[[], Passed]:
-        """What sets a fence after all passes that a scheduler has launched."""
+        """A function that sets a fence after all passes that a scheduler has launched."""
         if scheduler.token_to_kv_pool_allocator.get_kvcache().device == "cpu":
             return lambda: nothing_runs
         return cls(scheduler.device_module, (scheduler.forward_stream,))

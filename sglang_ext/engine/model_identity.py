@@ -1,4 +1,4 @@
-"""What a server computes KV with, as a text that two servers share only if their KV is interchangeable.
+"""The identity of a model's KV: a text that two servers share only if their KV is interchangeable.
 
 It is taken from the weights in memory, not from a path or a file: a checkpoint that was replaced under the
 same name, a quantisation, merged adapters or random weights from another seed must not find older KV. Every
@@ -34,11 +34,11 @@ _HASH: Final = (1 << 28) - 1
 """So large is a word's hash at most: the sum over a tensor of 2^34 words stays exact."""
 
 _KV_SCALE: Final = re.compile(r"(?:^|_)(?:k|v|q|kv)_scale")
-"""Attributes of attention layers that scale what goes into the KV cache."""
+"""Attributes of attention layers that scale values before they enter the KV cache."""
 
 
 def kv_dtype(model_config: Any, dtype: object) -> str:
-    """What values KV is computed and kept in.
+    """The dtypes in which KV is computed and stored.
 
     Args:
         model_config: SGLang's. The same quantised weights give other KV where activations are quantised too,
@@ -62,7 +62,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def element_sums(model: torch.nn.Module) -> Sums:
-    """What a rank contributes to ``model_digest``.
+    """A rank's contribution to ``model_digest``.
 
     Zeros do not count: a vocabulary is padded with them, by the number of ranks. The fused projection of
     queries, keys and values is taken apart, because its ranks share the queries, and may repeat the others.
@@ -87,7 +87,9 @@ def model_digest(ranks: Sequence[Sums]) -> str:
 
 
 def config_digest(hf_config: Any) -> str:
-    """A digest of a model's configuration: what the weights do not say (scaling of positions, norms)."""
+    """A digest of a model's configuration, for settings that the weights do not show (scaling of positions,
+    norms).
+    """
     facts = {key: value for key, value in hf_config.to_dict().items() if key not in VOLATILE}
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"kv-config").hexdigest()

@@ -1,4 +1,4 @@
-"""A model's settings by name, so that two servers can say which of them differ."""
+"""A model's settings by name, so that two servers can report which of them differ."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, Final
 VOLATILE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version", "architectures_path"})
 """Settings that differ between copies of one model."""
 LETTERS: Final = 80
-"""As much of a setting is told to others; of a longer one the digest, too."""
+"""Characters of a setting that are sent to other servers; a longer one is cut and sent with its digest."""
 MOST_WITHIN: Final = 32
-"""A setting that has more within it, such as the labels of a classifier, is told as a whole."""
+"""Entries of a nested setting up to which each is sent by its own name. A larger one, such as the labels of a
+classifier, is sent as a single setting."""
 
 
 def model_settings(hf_config: Any) -> dict[str, str]:
-    """A model's configuration, setting by setting, as text: what `model_identity.config_digest` is of.
+    """A model's configuration, setting by setting, as text: the input of `model_identity.config_digest`.
 
     Settings within others have names such as ``rope_scaling.factor``.
     """

@@ -19,7 +19,7 @@ class RankMetrics:
     """The metrics of a table, each with the rank as its last label.
 
     Args:
-        rank: tells the ranks of a server apart.
+        rank: distinguishes the ranks of a server.
     """
 
     def __init__(self, table: MetricTable, rank: int) -> None:
@@ -38,7 +38,7 @@ class RankMetrics:
         gauge.labels(*labels, self._rank).set(value)
 
     def count(self, name: str, total: int, *labels: str) -> None:
-        """Raise a counter by what a total has grown since the last call with these labels."""
+        """Raise a counter by the growth of a total since the last call with these labels."""
         self._table.row(name, Kind.COUNTER)
         before, self._totals[name, *labels] = self._totals.get((name, *labels), 0), total
         counter: Counter = self._made[name]

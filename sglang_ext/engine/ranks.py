@@ -1,12 +1,13 @@
-"""What the ranks of an instance decide together: one vector of numbers per pass of their schedulers.
+"""Agreement between the ranks of an instance: one vector of numbers per pass of their schedulers.
 
-The trees of all ranks change in step, but each rank has copies, reads, and clocks of its own. So what is
-complete, or late, on one rank only has not happened yet. In each pass every part says what it could do now
-(`Part.propose`: numbers, without changing anything), the smallest of the ranks' numbers is taken at each
-place in one collective, and the parts do what was agreed (`Part.act`), in the same pass and order.
+The trees of all ranks change in step, but each rank has copies, reads, and clocks of its own. So an operation
+that is complete, or late, on one rank only does not count as such yet. In each pass every part proposes its
+next step as numbers, without changing anything (`Part.propose`). One collective takes the smallest of the
+ranks' numbers at each place, and the parts act on the agreed numbers (`Part.act`), in the same pass and
+order.
 
-How many numbers a part says follows from what all ranks have alike: what it has submitted, not what has come
-of it. Ranks that are out of step all the same find out by the vector's first two numbers.
+The number of values that a part proposes depends only on state that all ranks share: on the operations it
+has submitted, not on their results. The vector's first two numbers reveal ranks that are out of step.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ Least = Callable[[Sequence[int]], Sequence[int]]
 """The smallest of the ranks' numbers at each place; 64 bits each. Every rank calls it at once."""
 
 NOT_YET: Final = -1
-"""Said of what is not known on this rank yet; less than all that may be known."""
+"""Proposed for a value that is not known on this rank yet; smaller than every known value."""
 _SMALLEST_VECTOR: Final = 32
 """Vectors have this many numbers or a power of two more, so that ranks out of step still compare the same."""
 
 
 class Part(Protocol):
-    """Something that changes the tree by what only becomes known in time."""
+    """A component that changes the tree depending on results that arrive asynchronously."""
 
     def propose(self) -> Sequence[int]:
-        """What this rank could do now. Changes nothing that the ranks have in common."""
+        """The steps that this rank could take now. Changes no state that the ranks share."""
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Do what was agreed: as many numbers as proposed, or none where nothing was compared."""
+        """Act on the agreed numbers: as many as proposed, or none where the ranks compared nothing."""
 
 
 class Ranks:
@@ -60,20 +61,21 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank, which may take note of anything at any time."""
+        """Whether there is one rank, which may record results at any time."""
         return self._least is None
 
     def add(self, part: Part, *, rides: bool = False) -> None:
-        """Ask it in each pass from now on, after those that came before. On all ranks in the same order.
+        """Ask a part in each pass from now on, after all earlier parts. On all ranks in the same order.
 
-        rides: its numbers go along where others have something to agree on, and are no reason to compare.
+        rides: the part's numbers are compared in passes in which other parts propose some, and alone are no
+        reason for a collective.
         """
         self._parts += (part,)
         if rides:
             self._riders.append(part)
 
     def remove(self, part: Part) -> None:
-        """Ask it nothing more."""
+        """Stop asking a part."""
         self._parts = tuple(known for known in self._parts if known is not part)
 
     def each_pass(self) -> None:
@@ -97,8 +99,9 @@ class Ranks:
     def at_once(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of the ranks' numbers, now, in a collective of its own.
 
-        For the one question that cannot wait for the next pass: whether what streamed into a forward pass
-        was good, which decides over its result. And where no pass is under way: when the cache is emptied.
+        For the one decision that cannot wait for the next pass: whether the KV that streamed into a forward
+        pass was valid, on which its result depends. And where no pass is under way: when the cache is
+        emptied.
         """
         return list(numbers) if self._least is None or not numbers else list(self._compare([numbers])[0])
 

@@ -1,8 +1,9 @@
-"""What a request needs to go on at another instance, beside its KV, and who may hand it over.
+"""The state that a migrated request needs at its new instance, beside its KV, and the tickets that guard it.
 
-SGLang resumes a request that it had to retract from its prompt and its output ids, and from these the
-detokenizer, stop strings, limits and counts go on as if nothing had happened. So does a request that was
-moved; what cannot be rebuilt from its ids is carried, and what can be neither, `obstacle` names.
+SGLang resumes a retracted request from its prompt and its output ids, and from these the detokenizer, stop
+strings, limits and counts continue as if nothing had happened. A migrated request resumes the same way. State
+that its ids do not determine is carried along; `obstacle` names state that can be neither rebuilt nor
+carried.
 
 The state comes from the router over the agent's channel (`agent_messages.Watch`), never in a request's body:
 there stands only a `Tickets` ticket, which works once, for one request, for half a minute. A client that
@@ -29,14 +30,14 @@ AGAIN: Final = "again"
 """A request that waits, or is in a batch whose result is not there yet, can be stopped a moment later."""
 
 TICKET_SECONDS: Final = 30.0
-"""Longer than a router waits for a request to resume."""
+"""Lifetime of a ticket: longer than a router waits for a request to resume."""
 MOST_TICKETS: Final = 1000
 MOST_TICKET_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What whoever comes with it resumes. id: of the move, for its router."""
+    """The state from which the request that presents it resumes. id: of the migration, for its router."""
 
     id: str
     rid: str
@@ -72,8 +73,8 @@ class Tickets:
         return True
 
     def take(self, ticket: object, rid: str) -> Ticket | None:
-        """What a request that came with ``ticket`` resumes; None when that is no ticket of this request. A
-        ticket works once."""
+        """Redeem the ticket that a request presents. None when it is no ticket of this request. A ticket
+        works once."""
         found = self._tickets.pop(ticket, None) if isinstance(ticket, str) else None
         if found is None:
             return None
@@ -81,7 +82,7 @@ class Tickets:
         return found if found.rid == rid else None
 
     def expire(self, at: float) -> None:
-        """Drop those whose time is over. at: rank 0's time."""
+        """Drop expired tickets. at: rank 0's time."""
         while self._tickets and self.next_expiry <= at:
             _, old = self._tickets.popitem(last=False)
             self.nbytes -= len(old.resume.output)
@@ -129,7 +130,7 @@ def obstacle(req: Any, speculative: bool) -> str:
 
 
 def _kept(req: Any) -> str:
-    """What of a request cannot be rebuilt elsewhere."""
+    """The first part of a request's state that cannot be rebuilt elsewhere; empty for none."""
     found = (
         (len(req.output_ids) * TOKEN_BYTES > MAX_OUTPUT_BYTES, "a long answer"),
         (req.session is not None or req.session_id is not None, "a session at the server"),
@@ -139,8 +140,8 @@ def _kept(req: Any) -> str:
 
 
 def lost_by_retraction(req: Any) -> str:
-    """What of a request cannot be rebuilt from its ids, so that SGLang itself would not go on with it as it
-    began; empty when all can.
+    """The first part of a request's state that its ids do not determine, so that SGLang itself would not
+    resume it as it began; empty for none.
     """
     sampling = req.sampling_params
     found = (
@@ -190,7 +191,7 @@ def output_of(resume: Resume) -> list[int]:
 
 
 def put_back(req: Any, resume: Resume) -> None:
-    """Make a request what it was when it was stopped: its ids and counts."""
+    """Restore a request to its state when it was stopped: its ids and counts."""
     req.output_ids = array("q", output_of(resume))
     req.cached_tokens, req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = (
         resume.cached
@@ -198,15 +199,17 @@ def put_back(req: Any, resume: Resume) -> None:
     # SGLang counts from here on how many tokens must come before the end.
     minimum = req.sampling_params.min_new_tokens
     req.sampling_params.min_new_tokens = max(0, minimum - len(req.output_ids))
-    # What was cached is counted once, and a request that is prefilled again does not count again.
+    # Cached tokens are counted once: a request that is prefilled again must not count them again.
     req.retracted_stain = True
     req._cache_breakdown_computed = True
 
 
 def replay(req: Any, resume: Resume, account: Any) -> None:
-    """Bring what follows the output along, to where it was: grammar, and the count of reasoning tokens.
+    """Replay the output to restore the state that depends on it: the grammar, and the count of reasoning
+    tokens.
 
-    account: SGLang's count, called with (request, id). Of a token that comes with the KV, SGLang counts it.
+    account: SGLang's counting function, called with (request, id). SGLang itself counts a token that arrives
+    with the KV.
     """
     output = output_of(resume)
     for at, token in enumerate(output, 1):

@@ -2,8 +2,8 @@
 
 A request that does not fit waits until running ones end, or low-priority ones are retracted for it: their
 KV stays in the tiers, and they go on from it later. A retraction costs the retracted request time, so it is
-made only where waiting would be noticed. `weigh` decides, without doing anything; `Retraction` knows what a
-decode step takes, and has all ranks of an instance decide alike.
+made only where waiting would be noticed. `weigh` decides, without side effects; `Retraction` measures decode
+steps, and makes all ranks of an instance decide alike.
 
 How long running requests run is known as a bound only: each ends by its ``max_new_tokens`` at the latest.
 The wait is expected to be that long, so that requests which may run long do give way.
@@ -22,9 +22,9 @@ from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.resume import lost_by_retraction
 
 DEFAULT_WAIT_SECONDS: Final = 0.2
-"""Of ``--kv-retract-wait``: what somebody who waits for a first token notices."""
+"""Default of ``--kv-retract-wait``: the shortest delay of a first token that a user notices."""
 UNFELT: Final = 0.1
-"""Of the time that a request's own prefill takes: what a wait may add to it unnoticed."""
+"""The part of a request's own prefill time that a wait may add to it unnoticed."""
 _SMOOTHING: Final = 0.2
 """Weight of the newest decode step."""
 _LONGEST: Final = 4.0
@@ -32,18 +32,18 @@ _LONGEST: Final = 4.0
 
 
 class Why(enum.Enum):
-    """What a decision rests on."""
+    """The reason for a decision."""
 
     ROOM = "room"
-    """Nothing is lacking."""
+    """The request fits."""
     NOBODY = "nobody"
-    """Too little would come free by retracting lower priorities."""
+    """Retracting all requests of lower priority would free too little."""
     SHORT = "short"
-    """Room is expected soon enough without."""
+    """Room is expected soon enough without a retraction."""
     ALWAYS = "always"
     """No wait is accepted."""
     UNMEASURED = "unmeasured"
-    """Nothing is known of decode steps yet."""
+    """No decode step has been measured yet."""
     SLOWER = "slower"
     """The wait is expected to be too long."""
 
@@ -53,8 +53,8 @@ class Running:
     """A running request.
 
     priority: larger goes first. remaining: tokens that it may still generate. held: slots that come free when
-    it goes, because nobody else uses them. reserved: slots that the scheduler keeps for its remaining tokens.
-    retractable: whether it would go on as if nothing had happened.
+    it goes, because no other request uses them. reserved: slots that the scheduler keeps for its remaining
+    tokens. retractable: whether it would resume as if nothing had happened.
     """
 
     priority: int
@@ -93,8 +93,8 @@ class Wanting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """retract: indices of the requests that give way, none where nobody does. wait_s: expected without a
-    retraction; None where nothing was measured."""
+    """retract: indices of the requests that give way; empty for no retraction. wait_s: expected without a
+    retraction; None where no step has been measured."""
 
     retract: tuple[int, ...]
     why: Why
@@ -117,12 +117,12 @@ def steps_to_wait(want: Wanting, running: Sequence[Running]) -> float:
 
 
 def whom_to_retract(want: Wanting, running: Sequence[Running], *, threshold: int = 0) -> tuple[int, ...]:
-    """Who gives way: the lowest priority first, of one priority the least KV, then who came last. Nobody
-    where that is not enough, and nobody who is not needed.
+    """The requests that give way: the lowest priority first, of one priority the least KV, then the newest.
+    Empty where that would not be enough. No request is chosen without need.
 
     Args:
         running: in the order in which they came.
-        threshold: only those give way whose priority is lower by more than this.
+        threshold: only requests give way whose priority is lower by more than this.
     """
     order = sorted(
         (
@@ -154,13 +154,13 @@ def weigh(
     wait_s: float,
     threshold: int = 0,
 ) -> Verdict:
-    """Whether others give way to a request, and who.
+    """Whether running requests give way to another, and which.
 
     Args:
         running: in the order in which they came.
         step_s: seconds of a decode step; None when unknown.
         wait_s: how long it may be expected to wait; 0 for not at all.
-        threshold: only those give way whose priority is lower by more than this.
+        threshold: only requests give way whose priority is lower by more than this.
     """
     if want.has_room():
         return Verdict((), Why.ROOM, 0.0)
@@ -191,10 +191,10 @@ def obstacle(req: Any) -> str:
 
 @dataclass
 class RetractionCounters:
-    """retracted: requests that gave way. avoided: requests that could have been given way to, and did not
-    wait long enough for that. resumed: retracted requests that run again. found_tokens: of these, tokens
-    whose KV was found again, and recomputed_tokens: computed again. error: decisions that failed, and were
-    not made.
+    """retracted: requests that gave way. avoided: requests for which others could have given way, but whose
+    expected wait was too short. resumed: retracted requests that run again. found_tokens: tokens of resumed
+    requests whose KV was found again; recomputed_tokens: whose KV was computed again. error: decisions that
+    failed with an exception.
     """
 
     retracted: int = 0
@@ -206,10 +206,10 @@ class RetractionCounters:
 
 
 class Retraction:
-    """What the decision needs to know, alike on all ranks of an instance. In the scheduler's thread.
+    """Measures decode steps for the decision, alike on all ranks of an instance. In the scheduler's thread.
 
-    Decode steps take each rank its own time. Where there are several, the ranks agree on one in the pass
-    after it was asked for, and a request that does not fit waits for that pass.
+    Each rank measures its own decode steps. Several ranks agree on one duration in the pass after the first
+    request that needs it, and that request waits for the pass.
 
     Args:
         wait_s: how long a request may be expected to wait before others give way.
@@ -229,7 +229,7 @@ class Retraction:
         self._last: float | None = None
         self._asked = False
         self._agreed: tuple[int, float | None] | None = None
-        """In which pass all ranks agreed, and on what."""
+        """The pass in which all ranks agreed, and the seconds of a step on which they agreed."""
         ranks.add(self)
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class Retraction:
         self._last = now
 
     def interrupted(self) -> None:
-        """Something else has run: the next result comes later than a decode step takes."""
+        """Another batch than decode has run, so the time to the next result is no decode step."""
         self._last = None
 
     def propose(self) -> Sequence[int]:
@@ -261,8 +261,8 @@ class Retraction:
             self._agreed = (self._ranks.passes, step)
 
     def judge(self, want: Wanting, running: Sequence[Running], threshold: int) -> Verdict | None:
-        """`weigh`, with what all ranks know; None until they do, in the next pass."""
-        if self._ranks.alone or self.wait_s <= 0:  # which needs no step
+        """`weigh`, with the step that all ranks agree on; None until they have agreed, in the next pass."""
+        if self._ranks.alone or self.wait_s <= 0:  # a wait of 0 needs no step
             step = self._step_s
         else:
             self._asked = True

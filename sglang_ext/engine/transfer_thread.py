@@ -1,7 +1,7 @@
-"""What moves a rank's KV to and from other servers: one event loop, one endpoint and one control socket.
+"""Moves a rank's KV to and from other servers: one event loop, one endpoint and one control socket.
 
-The loop is on a thread beside SGLang's, which has none or is busy computing. Fetches from peers, hand-overs
-and returns share it, and come and go: a server that changes its role goes on with the same endpoint.
+The loop has a thread of its own, because SGLang's threads have no event loop or are busy computing. Fetches
+from peers, hand-overs and returns share it: a server that changes its role keeps the same endpoint.
 
 Routers have a socket of their own, the agent's: its port may be given (``--kv-agent-port``) and reached over
 IPv6, a router that does not take its events is dropped instead of waited for, and it answers heartbeats
@@ -42,11 +42,11 @@ class LoopThread:
         return f"<LoopThread {self._thread.name} alive={self._thread.is_alive()}>"
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
-        """Run something there and return what it returns; from another thread."""
+        """Run a coroutine on the loop and return its result. From another thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
 
     def close(self) -> None:
-        """End the loop, cancelling what still runs on it."""
+        """End the loop and cancel the tasks that still run on it."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
@@ -68,13 +68,13 @@ class TransferThread:
     """The endpoint of one rank, on a thread of its own. Started by the constructor; `close` ends it.
 
     Args:
-        config: who this rank is.
-        pools: all that is read, written and exported of it.
-        staging: a pool more; given up with the thread.
+        config: identifies this rank.
+        pools: the memory of this rank that is read, written and exported.
+        staging: an additional pool; closed with the thread.
         messages: see `Endpoint.start`.
 
     Raises:
-        What ``Endpoint.start`` raises.
+        The errors of ``Endpoint.start``.
     """
 
     def __init__(
@@ -114,18 +114,20 @@ class TransferThread:
         return self._endpoint
 
     def watch_leases(self, pool: str, ended: Callable[[Ended], None] | None) -> None:
-        """Who is told of leases of a pool that have ended, on the event loop or in a call that ends one."""
+        """Set the callback for ended leases of a pool; None removes it. It runs on the event loop, or in a
+        call that ends a lease.
+        """
         if ended is None:
             self._ended.pop(pool, None)
         else:
             self._ended[pool] = ended
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something there; it is cancelled when the thread ends. From any thread."""
+        """Start a coroutine on the loop; it is cancelled when the thread ends. From any thread."""
         self.loop.call_soon_threadsafe(self.keep, work)
 
     def keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """As `start`, on the event loop."""
+        """Like `start`, called on the event loop."""
         return self._started.start(work)
 
     def close(self) -> None:
@@ -133,7 +135,7 @@ class TransferThread:
         if self._endpoint is not None:
             self.run(self._endpoint.close())
             self._thread.close()
-            # What it has mapped goes with the last reference.
+            # The endpoint's mappings are released with the last reference to it.
             self._endpoint = None
             if self.staging is not None:
                 self.staging.close()
