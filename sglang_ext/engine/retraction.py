@@ -193,8 +193,8 @@ def obstacle(req: Any) -> str:
 class RetractionCounters:
     """retracted: requests that gave way. avoided: requests for which others could have given way, but whose
     expected wait was too short. resumed: retracted requests that run again. found_tokens: tokens of resumed
-    requests whose KV was found again; recomputed_tokens: whose KV was computed again. error: decisions that
-    failed with an exception.
+    requests whose KV was found again. recomputed_tokens: tokens of resumed requests that were computed again.
+    error: decisions that failed with an exception.
     """
 
     retracted: int = 0

@@ -1,16 +1,16 @@
-"""Which answers are durable: what ``--kv-durability acked`` waits for before it tells an answer's end.
+"""Durability of answers: with ``--kv-durability acked``, an answer ends only once its KV is on disk.
 
 An answer is acknowledged when the whole blocks of its prompt and of itself are on disk on every rank, and the
-disk's index names each of them (Symphony, section 3.3: always a copy on disk). Until then it is pending: what
-of it has not begun to go down, because DRAM was full or the writer behind, is tried again. What the disk
-refuses is not waited for.
+disk's index names each of them (Symphony, section 3.3: always a copy on disk). Until then it is pending:
+copies of its blocks that have not started, because DRAM was full or the writer behind, are tried again.
+Blocks that the disk refuses do not hold the answer back.
 
-Answers of a conversation are known by their names: a block's name depends on all blocks before it, so an
-earlier turn's last name stands among a later turn's. `behind` is how many answers of one conversation may be
-pending when the end of the newest is told.
+Block names identify the answers of a conversation: a block's name depends on all blocks before it, so an
+earlier turn's last name stands among a later turn's. `behind` is the number of answers of one conversation
+that may be pending when the end of the newest is reported.
 
-All methods run in the scheduler's thread. Which answers are pending is alike on all ranks; when an end is
-told is not, because only one rank tells it.
+All methods run in the scheduler's thread. All ranks have the same pending answers. Only one rank reports the
+end of an answer, so the moment of the report is that rank's alone.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiered_store.tier import BlockTier, Outcome
 
 DETAIL_PREFIX: Final = "durability_"
-"""Of what an answer's ``cached_tokens_details`` tell of this."""
+"""Prefix of the durability entries in an answer's ``cached_tokens_details``."""
 _MOST_PENDING: Final = 1024
-"""Answers that are looked after; the oldest is given up for a newer one."""
+"""Pending answers that are tracked; the oldest is given up for a newer one."""
 _LOOK_AGAIN_PASSES: Final = 64
-"""Passes after which a pending answer is looked at though no copy and no write has ended: DRAM may have
-room."""
+"""Passes after which pending answers are checked though no copy and no write has ended: DRAM may have room
+by then."""
 _MOST_WAITS: Final = 4096
-"""Waits that metrics have not taken yet."""
+"""Waits that are kept until metrics collect them."""
 
 _NEVER: Final = 0
 _NOT_YET: Final = 1
@@ -46,7 +46,7 @@ _DURABLE: Final = 2
 
 
 class AckEnd(enum.Enum):
-    """What an answer's end was told with."""
+    """The durability with which an answer's end was reported."""
 
     DURABLE = "durable"
     BEHIND = "behind"
@@ -56,14 +56,14 @@ class AckEnd(enum.Enum):
     REFUSED = "refused"
     """The disk does not take it: full, read-only or faulty."""
     LOST = "lost"
-    """It left memory before it was written, or the disk before its end was told."""
+    """It left memory before it was written, or left the disk before its end was reported."""
     UNCACHED = "uncached"
-    """Its KV is nobody's, as when the weights changed meanwhile."""
+    """Its KV was not cached, as when the weights changed meanwhile."""
 
 
 @dataclass(eq=False)
 class Acked:
-    """One answer. tokens: of its prompt and itself that are whole blocks; all other are nobody's to keep."""
+    """One answer. tokens: those of its prompt and itself in whole blocks; the rest is not cached."""
 
     namespace: Hashable
     key: bytes
@@ -71,11 +71,11 @@ class Acked:
     tokens: int
     since: float
     outcome: AckEnd | None = None
-    """What became of it; None while it is pending."""
+    """The result; None while it is pending."""
     told: AckEnd | None = None
-    """With what its end was told."""
+    """The durability with which its end was reported; None before."""
     waited: float = 0.0
-    """Seconds from its end until that was told."""
+    """Seconds from its end until the end was reported."""
     refused: bool = False
     """This rank's disk has refused some of it."""
     seen: int = _NOT_YET
@@ -100,10 +100,10 @@ class AckedAnswers:
     """See the module's docstring.
 
     Args:
-        tree, write_down, writes, tier: of this rank; ``tier`` is what ``writes`` go to.
-        ranks: agree on what is durable.
-        behind: answers of a conversation that need not be durable when the end of the newest is told.
-        timeout: seconds after which an end is told though too little is durable.
+        tree, write_down, writes, tier: of this rank; ``writes`` go to ``tier``.
+        ranks: agree on the durable blocks.
+        behind: answers of a conversation that need not be durable when the end of the newest is reported.
+        timeout: seconds after which an end is reported though too little is durable.
         clock: seconds, monotonic.
     """
 
@@ -134,9 +134,9 @@ class AckedAnswers:
         self._looked_at = (-1, -1)
         self._look = False
         self.counters: Counter[AckEnd] = Counter()
-        """Answers by how their end was told, since the start."""
+        """Answers by the durability with which their end was reported, since the start."""
         self.waits: deque[float] = deque(maxlen=_MOST_WAITS)
-        """Seconds that ends were held back, for whoever takes them."""
+        """Seconds that ends were held back, until the metrics collect them."""
         writes.tell_refused(self._refused)
         ranks.add(self)
 
@@ -176,7 +176,7 @@ class AckedAnswers:
         return Acked(None, b"", [], 0, self._clock.monotonic(), outcome=AckEnd.UNCACHED)
 
     def may_tell(self, answer: Acked) -> bool:
-        """Whether its end may be told now; if so, it counts as told. Otherwise it is held back."""
+        """Whether its end may be reported now; if so, it counts as reported. Otherwise it is held back."""
         if answer.told is not None:
             return True
         now = self._clock.monotonic()
@@ -219,7 +219,7 @@ class AckedAnswers:
         end, last = self._end_in_memory(answer)
         if end == len(answer.names) and last is not None and not self._writes.durable(last):
             return _NOT_YET
-        # What the tree knows of the disk it may have given up since; its index is what a restart reads.
+        # The disk may have evicted blocks that the tree still lists. A restart reads the disk's index.
         found = self._tier.match(self._writes.names.digest(answer.namespace), answer.names)
         return _DURABLE if found == len(answer.names) else _NEVER
 
@@ -230,7 +230,7 @@ class AckedAnswers:
         return end, last
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take note of what is durable on every rank, and push on what has not begun."""
+        """Record the answers that are durable on every rank, and start copies that have not started."""
         resolved: list[Acked] = []
         for answer, state in zip(list(self._pending), agreed, strict=False):
             if state == _DURABLE:
@@ -245,7 +245,7 @@ class AckedAnswers:
         self._count_without(resolved)
 
     def _count_without(self, resolved: Sequence[Acked]) -> None:
-        """Have held answers follow none of these, which are not pending any more."""
+        """Recount the pending answers before each held one, without these, which are no longer pending."""
         if not self._behind or not resolved:
             return
         for answer in self._held:
@@ -259,7 +259,7 @@ class AckedAnswers:
         answer.outcome = outcome
 
     def _refused(self, names: Sequence[bytes], durable: int, outcome: Outcome) -> None:
-        """A write has ended of which a rank has so many blocks only."""
+        """A write has ended of which some rank has only the first ``durable`` blocks."""
         if outcome is Outcome.DONE or outcome is Outcome.BEHIND:
             return
         gone = names[durable]

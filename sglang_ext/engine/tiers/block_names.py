@@ -1,4 +1,4 @@
-"""Names of blocks that outlive the process: what the disk tier finds them by.
+"""Names of blocks that outlive the process: the keys of the disk tier.
 
 In memory a block is found by its place in the tree. A name is a hash over everything the block's bytes follow
 from: model and weights, layout and shard, the tenant, and the tokens of the whole prefix (``keys``).
@@ -24,7 +24,8 @@ Names = npt.NDArray[np.void]
 _NAME = np.dtype((np.void, BLOCK_KEY_BYTES))
 _TENANTS_CACHED = 1024
 _CACHED_CHARACTERS = 128
-"""Of an ``extra_key`` and a salt: clients choose how long those are, and a cache outlives their KV."""
+"""Longest ``extra_key`` and salt, together, that are cached: clients choose their lengths, and a cache entry
+outlives their KV."""
 
 
 def pack_names(names: Sequence[bytes]) -> Names:
@@ -41,13 +42,13 @@ class BlockNames:
     """Names the blocks of one rank.
 
     Args:
-        identity: what all of the rank's blocks have in common; its salt is not used.
+        identity: the common part of all names of the rank; its salt is not used.
         block_tokens: tokens of a block.
         disk: the holder whose addresses in the tree are names, where a block has one already.
-        fresh: a text that no other process start has, such as the epoch.
+        fresh: a text that is unique to this start of the process, such as the epoch.
         adapters: whether requests may use LoRA adapters. SGLang puts an adapter's id into the extra key, and
             makes it from name and path, where other weights may lie at the next start.
-        weights: tells the version of each generation of weights; without, of the first only.
+        weights: has the version of each generation of weights; without it, only the first has a version.
     """
 
     def __init__(

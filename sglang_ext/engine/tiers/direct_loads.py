@@ -1,8 +1,8 @@
-"""From disk straight to HBM, for what DRAM has no room to pass through.
+"""From disk straight to HBM, for blocks that find no room in DRAM on the way.
 
 The read begins when the request is admitted and has its slots. Each layer goes through a staging buffer of
-the loader to the slots, in front of the forward pass, lowest layer first. As with everything that streams,
-the slots are the request's own until the pass has ended and all layers have verified.
+the loader to the slots, in front of the forward pass, lowest layer first. As for every stream, the slots are
+the request's own until the pass has ended and all layers have verified.
 
 A part of ``promotions.Promotions``; all methods run in the scheduler's thread.
 """
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class DirectLoad:
     """Blocks that were found on disk and are pinned there.
 
-    parent: what they continue; locked for DRAM by whoever made this.
-    start, blocks: blocks of the prompt before them, and how many they are.
+    parent: the node that they continue; the creator holds a DRAM lock on it.
+    start, blocks: the number of blocks of the prompt before them, and of these blocks.
     """
 
     parent: Node
@@ -47,7 +47,7 @@ class DirectLoads:
     Args:
         tier: the disk.
         loader: reads from it.
-        dram_tier: whose mover copies, and makes the forward pass wait.
+        dram_tier: its mover copies, and makes the forward pass wait.
     """
 
     def __init__(self, tier: BlockTier, loader: Loader, dram_tier: DramTier) -> None:
@@ -59,7 +59,7 @@ class DirectLoads:
 
     @property
     def handles(self) -> list[Hashable]:
-        """Requests that have one and were not admitted yet."""
+        """Requests that have a direct load and were not admitted yet."""
         return list(self._of)
 
     def add(self, handle: Hashable, direct: DirectLoad) -> None:
@@ -67,11 +67,11 @@ class DirectLoads:
         self._of[handle] = direct
 
     def get(self, handle: Hashable) -> DirectLoad | None:
-        """What the request may take, or is taking."""
+        """The direct load that the request may take, or is taking; None for none."""
         return self._of.get(handle)
 
     def drop(self, handle: Hashable) -> DirectLoad | None:
-        """The request was admitted or is gone. Unpins what it has not taken."""
+        """The request was admitted or is gone. Unpins its blocks if it has not taken them."""
         direct = self._of.pop(handle, None)
         if direct is not None and direct.load is None:
             self._tier.complete_get(direct.get)
@@ -94,7 +94,9 @@ class DirectLoads:
         return bool(self._streams)
 
     def streamed(self) -> Iterator[tuple[DirectLoad, int]]:
-        """After a forward pass: what streamed into it, and how many leading blocks came whole."""
+        """After a forward pass: each direct load that streamed into it, with the number of leading blocks
+        that arrived whole.
+        """
         streams, self._streams = self._streams, []
         for direct in streams:
             assert direct.load is not None

@@ -1,13 +1,14 @@
-"""What is in DRAM goes on to disk behind the scheduler's back.
+"""Writes blocks of DRAM to disk in the background.
 
-A block keeps its DRAM lock until the disk has it or has refused it, so its last copy cannot go while another
-is being made. Once it is durable it has a placement of the disk's in the tree, whose address is its name on
-the disk. That placement is what the tree knows, not what the disk promises: the disk gives up old blocks for
-new ones by itself. It stays only as long as the block is in memory too; after that only the disk knows.
+A block keeps its DRAM lock until the disk has it or has refused it, so its last copy cannot be evicted while
+another is being made. Once it is durable the tree has a placement of the disk for it, whose address is its
+name on the disk. The placement is a record of the write, not a guarantee: the disk evicts old blocks for new
+ones by itself. It stays only as long as the block is in memory too; after that only the disk's index lists
+the block.
 
 Tenants share the disk's writer fairly: their writes take turns (`FairQueue`), and a tenant's own are written,
-and end, in the order in which they were submitted. So a prompt's beginning is always written before what
-continues it, because both are of one tenant. What continues a write that was refused is refused, too.
+and end, in the order of submission. So a prompt's beginning is always written before its continuation,
+because both are of one tenant. The continuation of a refused write is refused, too.
 
 All methods run in the scheduler's thread.
 """
@@ -31,11 +32,11 @@ from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
 from sglang_ext.tiered_store.tier import BlockMemory, Ids, Outcome
 
 _MOST_COMPLETED: Final = 64
-"""Writes that are taken note of in one pass."""
+"""Writes whose end is recorded in one pass."""
 
 Refused = Callable[[Sequence[bytes], int, Outcome], None]
-"""Takes the names of a write's blocks, how many leading ones are durable, and why the next one is not on this
-rank; `DONE` where it is."""
+"""Called with the names of a write's blocks, the number of leading ones that are durable on all ranks, and
+the outcome of the next one on this rank: `DONE` where only another rank lacks it."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class DiskWriteCounters:
 @dataclass(eq=False)
 class _Write:
     number: int
-    """Of its submission, from 0."""
+    """Counts submissions, from 0."""
     node: Node
     owner: Hashable
     """Its tenant."""
@@ -69,7 +70,9 @@ class _Write:
 
 
 class _Renewals:
-    """Has the tree forget what is on disk when any rank's disk has begun anew."""
+    """Removes the disk's placements from the tree when any rank's disk has lost its blocks and started
+    empty.
+    """
 
     def __init__(self, renewals: Callable[[], int], forget: Callable[[], None]) -> None:
         self._renewals = renewals
@@ -96,11 +99,11 @@ class DiskWrites:
         names: of blocks.
         writer: in front of the disk tier.
         memory: the DRAM arena.
-        ranks: agree on what is durable.
-        write: whether anything is written at all.
+        ranks: agree on the durable blocks.
+        write: whether blocks are written at all.
         patience: seconds that a submission waits for a writer that is behind, if it waits at all.
-        renewals: how often this rank's disk has lost everything and begun anew. Then nothing that the tree
-            knows to be on disk is there, on any rank.
+        renewals: the number of times that this rank's disk has lost all blocks and started empty. The tree
+            then drops the disk's placements, on every rank.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class DiskWrites:
         self._submitted = 0
         self._refused: dict[bytes, Outcome] = {}
         """Names of blocks of pending writes that this rank's disk or its writer has refused."""
-        # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
+        # Has no placements. Its locks mark the nodes that are being written, also after nodes are split.
         self._mark = Holder.of(f"{disk.instance} disk writes", disk.epoch, disk.tier)
         self.counters = DiskWriteCounters()
         self.ended = 0
@@ -141,14 +144,14 @@ class DiskWrites:
         self._tell_refused: Refused | None = None
 
     def tell_refused(self, to: Refused) -> None:
-        """Tell of each write that not every rank has whole from now on."""
+        """Call ``to`` from now on for each write that is incomplete on some rank."""
         self._tell_refused = to
 
     def submit(self, node: Node, blocks: int) -> bool:
-        """Write the last ``blocks`` blocks of the path that ends at ``node``, and what before them is not on
-        disk either because the writer was behind.
+        """Write the last ``blocks`` blocks of the path that ends at ``node``, and the blocks before them that
+        were left out because the writer was behind.
 
-        Takes over one DRAM lock of ``node``, which protects the whole path. False where nothing is written.
+        Takes over one DRAM lock of ``node``, which protects the whole path. False where writing is disabled.
         """
         if not self._write_new:
             self._tree.unlock(node, self._dram)
@@ -198,8 +201,8 @@ class DiskWrites:
             done(Written(digest, keys, (outcome,) * write.blocks))
 
     def _refusal(self, node: Node) -> Outcome:
-        """Why the last block of a path that is being written does not get to this rank's disk; `DONE` where
-        nothing is known against it. A block after it would be of no use there."""
+        """Why this rank's disk refuses the last block of a path that is being written; `DONE` where it has
+        not refused it. The disk cannot use a block without the blocks before it."""
         if not self._refused or node.is_root or not node.locks.get(self._mark):
             return Outcome.DONE
         return self._refused.get(self.names.last(node), Outcome.DONE)
@@ -216,11 +219,11 @@ class DiskWrites:
             yield from (write for write in turn if write is not None)
 
     def propose(self) -> Sequence[int]:
-        """Of some writes of each tenant, the oldest, how many leading blocks are durable here."""
+        """For the oldest writes of each tenant, the number of leading blocks that are durable here."""
         return [write.durable for write in itertools.islice(self._in_turns(), _MOST_COMPLETED)]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take note of what has been written on every rank, of each tenant in the order of submission."""
+        """Complete the writes that have ended on every rank, of each tenant in the order of submission."""
         waiting: set[Hashable] = set()
         for write, durable in zip(list(itertools.islice(self._in_turns(), len(agreed))), agreed, strict=True):
             if durable == NOT_YET:
@@ -270,7 +273,9 @@ class DiskWrites:
             start = end
 
     def place(self, node: Node, names: object) -> bool:
-        """Note that the disk has ``node``. False when it lacks what comes before, so that it is of no use."""
+        """Record that the disk has ``node``. False when the disk lacks the parent, which makes the block
+        useless there.
+        """
         parent = node.parent
         assert parent is not None
         if not parent.is_root and self._disk not in parent.placements:
@@ -280,7 +285,7 @@ class DiskWrites:
         return True
 
     def durable(self, node: Node) -> bool:
-        """Whether the disk had ``node`` when the tree last heard of it."""
+        """Whether the tree has a placement of the disk for ``node``; the disk may have evicted it since."""
         return self._disk in node.placements
 
     @property
@@ -298,11 +303,11 @@ class DiskWrites:
         self.act(self._ranks.at_once([write.durable for write in self._in_turns()]))
 
     def clear(self) -> None:
-        """Forget what is on disk."""
+        """Remove the disk's placements from the tree."""
         self._tree.drop_holder(self._disk)
 
     def close(self) -> None:
-        """Write what has been submitted, and end."""
+        """Finish all submitted writes, and end."""
         self._writer.close()
 
     def __repr__(self) -> str:

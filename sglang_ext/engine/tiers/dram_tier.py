@@ -58,9 +58,9 @@ class DramTier:
         copies: between the pool and the arena.
         below: takes complete blocks on to disk; ``None`` without a disk.
         observer: notified of loads under way.
-        pressure: which announced session gives way first.
+        pressure: orders announced sessions; the smallest gives way first.
         layers: most bytes of HBM for the lowest layers of announced sessions (`layer_region`); 0 for none,
-            None for as much as is good.
+            None for as many as pay off.
         for_others: blocks that may be kept for other instances (`spilled`).
     """
 
@@ -90,9 +90,9 @@ class DramTier:
         self._observer = observer or Unobserved()
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.retention = Retention(store.tree, marker, pressure)
-        """What is held back for requests that were announced, here and in HBM."""
+        """Blocks that are held back for announced requests, here and in HBM."""
         self.spilled = Spilled(store.tree, hbm, dram, self.retention, for_others)
-        """What is kept for other instances, and goes before anything else."""
+        """Blocks that are kept for other instances; they are evicted before all others."""
         self.region: LayerRegion | None = None
         if layers != 0 and LayerRegion.fits(arena.layout):
             self.region = LayerRegion(store, arena.layout, layers, self.retention.knows)
@@ -111,7 +111,7 @@ class DramTier:
         if shortage > 0:
             shortage -= self._delete(self.spilled.give_up(shortage))
         if shortage > 0 and self.below is not None:
-            # Durable before free: these cost nothing but a read.
+            # Durable blocks go first: losing them costs only a read from disk.
             shortage -= self._evict(shortage, only=self.below.durable)
             shortage -= self._give_up(shortage, self.below.durable, below=math.inf if lose else rank)
         if shortage > 0 and lose:
@@ -125,7 +125,7 @@ class DramTier:
         only: Callable[[Node], bool] | None = None,
         spare: Container[Node] | None = None,
     ) -> int:
-        """What is announced stays, unless ``spare`` says otherwise."""
+        """Evict blocks. ``spare``: nodes that stay; None for the announced ones."""
         if spare is None:
             spare = self.retention
         return self._delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
@@ -139,10 +139,10 @@ class DramTier:
         return count
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
-        """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them.
+        """Up to so many blocks of the arena; the caller fills them, and inserts or returns them.
 
-        Evicts older blocks for them. Unless ``lose``, only what is on disk too and was not announced, or with
-        a lower priority than ``rank``.
+        Evicts older blocks to make room. Unless ``lose``, it evicts only blocks that are on disk too, and
+        that were not announced or have a lower priority than ``rank``.
         """
         self._make_room(blocks, lose=lose, rank=rank)
         taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
@@ -150,14 +150,14 @@ class DramTier:
         return taken
 
     def room_for_others(self, namespace: Hashable, key: bytes) -> int:
-        """How many leading blocks of a prompt, those that are here included, there is room for in what nobody
-        has and what is kept for others longer. 0 for no more than is here.
+        """The number of leading blocks of a prompt, including those already here, that fit if only free
+        blocks and older spilled blocks are used. 0 if no further block fits.
         """
         found = self._tree.match(namespace, key)
         if found.path and self._dram not in found.node.placements:
-            return 0  # what is in HBM only is this instance's own, and newer
+            return 0  # blocks in HBM only are this instance's own, and newer
         wanted = len(key) // self._tree.block_bytes - found.blocks
-        # What they continue must not go for them.
+        # The prefix that the blocks continue must not be evicted for them.
         if found.path:
             self._tree.lock(found.node, self._dram)
         try:
@@ -169,7 +169,7 @@ class DramTier:
         return found.blocks + fits if fits > 0 else 0
 
     def give_back(self, places: BlockIds) -> None:
-        """Blocks that were taken, or were in the tree, and are not needed."""
+        """Free blocks that were taken, or were in the tree, and are not needed."""
         if len(places):
             if self.region is not None:
                 self.region.forget(places)
@@ -192,9 +192,9 @@ class DramTier:
     def load(self, what: list[Node], places: Any, landed: Callable[[], None] | None = None) -> None:
         """Start copying nodes (a path, from the top, all in DRAM) to slots, which become their HBM.
 
-        Both copies stay locked until the load is complete. With ``landed``, it comes behind everything that
-        somebody waits for; the slots stay the caller's, and no batch waits for them. It is called when they
-        have the bytes; until then the nodes stay locked for DRAM.
+        Both copies stay locked until the load is complete. With ``landed``, the load runs behind all loads
+        that a forward pass waits for; the slots stay the caller's, and no batch waits for them. ``landed`` is
+        called when the slots have the bytes; until then the nodes stay locked for DRAM.
         """
         nodes, slots, last = what, places, what[-1]
         blocks = np.concatenate([node.placements[self._dram] for node in nodes])
@@ -228,7 +228,7 @@ class DramTier:
 
     @property
     def holder(self) -> Holder:
-        """Who stands for this tier in the tree."""
+        """The holder that represents this tier in the tree."""
         return self._dram
 
     @property
@@ -251,7 +251,7 @@ class DramTier:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of the arena that nobody has."""
+        """Free blocks of the arena."""
         return self._arena.free_blocks
 
     @property
@@ -283,7 +283,9 @@ class DramTier:
                 self.below.close()
 
     def check(self) -> None:
-        """Verify the arena. Raises AssertionError naming what is wrong. `Store.check` compares it."""
+        """Verify the arena. Raises AssertionError that names the inconsistency. `Store.check` compares the
+        arena with the tree.
+        """
         self._arena.check()
         self.spilled.check()
         if self.region is not None:

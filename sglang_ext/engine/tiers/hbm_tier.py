@@ -1,9 +1,9 @@
-"""The part of SGLang's pool that the cache has: how much it is, and how it is given back.
+"""Cache-owned slots of SGLang's KV pool: accounting and eviction.
 
-What goes first: blocks with a copy in DRAM or on disk, which lose nothing; then the layers above the lowest
-that are held of announced sessions (`layer_region`), and what a copy under way lets go; then what is held
-back of such sessions as a whole, where it has a copy too, and their lowest layers; and only then last copies,
-the announced ones last again.
+Blocks are evicted in this order: first blocks with a copy in DRAM or on disk, which lose nothing; then the
+layers of announced sessions above the lowest (`layer_region`), and blocks that become free when the copies
+under way end; then whole blocks of announced sessions that have a copy too, and the sessions' lowest layers;
+and only then last copies, the announced ones last again.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class HbmTier:
 
     @property
     def total(self) -> int:
-        """What is neither free nor a request's."""
+        """Slots that the cache owns: neither free nor a request's."""
         return (self._tree.blocks_of(self._hbm) + self._store.reserved(Tier.HBM)) * self._tree.block_size
 
     @property
     def protected(self) -> int:
-        """What of it may not be given up now."""
+        """Cache-owned slots that may not be evicted now."""
         pinned = self._store.reserved(Tier.HBM) - self._store.yielding(Tier.HBM)
         return (self._tree.locked_blocks_of(self._hbm) + pinned) * self._tree.block_size
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
+        """Free slots."""
         return int(self._allocator.available_size())
 
     def evict(self, tokens: int) -> int:
-        """Give back at least so many slots, where so many may go. Returns how many did."""
+        """Give back at least so many slots, where so many may go. Returns the number given back."""
         missing = -(-tokens // self._tree.block_size)
         freed = 0
         below = self._below
@@ -86,8 +86,8 @@ class HbmTier:
         return freed * self._tree.block_size
 
     def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
-        """Have slots for up to so many blocks free for what is expected, by giving back blocks that have a
-        copy: those that were not used since then, and what is held back for hints of lower priority.
+        """Free slots for up to so many blocks of an expected request, by evicting blocks that have a copy:
+        those that were not used since ``unused_since``, and those held back for hints of lower priority.
         """
         below = self._below
         missing = blocks - self.free_blocks
@@ -101,25 +101,25 @@ class HbmTier:
         self._give_up(missing, below.has_copy, below=priority)
 
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
-        """Blocks of what nobody has announced."""
+        """Evict blocks that were not announced."""
         gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.retention or ())
         return self._store.delete(Tier.HBM, gone)
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
-        """Blocks of what was announced."""
+        """Evict announced blocks."""
         if self.retention is None:
             return 0
         gone = self.retention.give_up(self._hbm, blocks, may_go, below=below, deferred_first=True)
         return self._store.delete(Tier.HBM, gone)
 
     def _give_up_layers(self, blocks: int, above: int = -1) -> int:
-        """Blocks of the region that holds layers."""
+        """Give back blocks of the layer region."""
         region = None if self._below is None else self._below.dram.region
         return 0 if region is None else region.give_up(blocks, above=above)
 
     def thin_out(self, blocks: int, priority: int) -> None:
-        """Have slots for so many blocks free for the lowest layers of several sessions, by giving back whole
-        blocks of sessions that were announced with no higher a priority, where there is a copy.
+        """Free slots for so many blocks, for the lowest layers of several sessions, by evicting whole blocks
+        of announced sessions whose priority is not higher, where there is a copy.
         """
         if self._below is not None and blocks > self.free_blocks:
             self._give_up(blocks - self.free_blocks, self._below.has_copy, below=priority + 1)
@@ -154,7 +154,7 @@ class HbmTier:
         return self.free // self._tree.block_size
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
-        """Slots of up to so many blocks. Unless ``lose``, only of what is free (see ``make_room``)."""
+        """Slots of up to so many blocks. Unless ``lose``, only free slots (see ``make_room``)."""
         step = self._tree.block_size
         if lose and blocks * step > self.free:
             self.evict(blocks * step - self.free)

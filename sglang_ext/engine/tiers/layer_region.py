@@ -7,12 +7,12 @@ there as hide the loading of the rest (`load_policy.layers_to_hold`).
 A slot of SGLang's pool spans all layers, so a layer alone is kept elsewhere: the region has *strips* of the
 pool's blocks, and the planes of any layer of a strip hold one layer of as many blocks of a session, a *cell*.
 The layers' planes are all alike, so that every byte of a strip can be used. At admission the slots are
-allocated as ever, and what is in cells is copied to them within the device (`near`).
+allocated as ever, and cells are copied to them within the device (`near`).
 
-Strips are in the store's ledger (`Use.LAYERS`), count as evictable, and go back when the engine needs slots:
-of all strips the one whose best cell is the least goes first, and the higher its layer, the less a cell is;
-of equal layers the session's that the policy of retention gives up first. Cells are copies of blocks of DRAM
-and known by these: a block that leaves DRAM is forgotten here.
+Strips are in the store's ledger (`Use.LAYERS`), count as evictable, and go back when the engine needs slots.
+A strip is worth as much as its best cell, and the strip of least worth goes first. The higher the layer of a
+cell, the less the cell is worth; of equal layers, cells of the session that the retention policy gives up
+first are worth less. Cells hold copies of DRAM blocks: when a block leaves DRAM, its copies are dropped.
 
 No I/O; the scheduler's thread only, and alike on all ranks.
 """
@@ -35,7 +35,7 @@ MOST_STRIP_BLOCKS = 64
 """More blocks in a strip make fewer copies per layer at admission, and more waste at ends of sessions."""
 
 MOST_OF_HBM = 0.75
-"""The rest is for what runs, so that not every admission takes strips back."""
+"""The rest is for running requests, so that not every admission takes strips back."""
 
 Worth = tuple[float, ...]
 """Compares cells: the smallest goes first."""
@@ -45,8 +45,8 @@ Worth = tuple[float, ...]
 class Cell:
     """One layer of some blocks of a session.
 
-    place: in whose layer's planes of its strip. ids: the blocks in DRAM. blocks: how many of them are still
-    there and found here.
+    place: the layer in whose planes of the strip the bytes are. ids: the blocks in DRAM. blocks: the number
+    of them that are still in DRAM and are found here.
     """
 
     number: int
@@ -82,17 +82,17 @@ class RegionCounters:
     used: int = 0
     """Copied from it within the device at admission."""
     given_up: int = 0
-    """Lost to the engine, or to something that is worth more."""
+    """Lost to the engine, or to cells that are worth more."""
 
 
 class LayerRegion:
     """See the module's docstring.
 
     Args:
-        store: of the rank, whose HBM it takes blocks of.
+        store: of the rank; the region takes blocks of its HBM.
         layout: of blocks, whose layers are alike (`fits`).
-        limit: most bytes that it takes, and never more than `MOST_OF_HBM`; None for that, and only as much as
-            is worth it. With a size, layer 0 is held in any case.
+        limit: most bytes that it takes, and never more than `MOST_OF_HBM`; None for that, and only as many as
+            pay off. With a size, layer 0 is held in any case.
         lives: whether a session is still announced.
     """
 
@@ -105,7 +105,7 @@ class LayerRegion:
         self._tokens = layout.block_tokens
         self._limit = None if limit is None else limit // layout.block_bytes
         self.least = 0 if limit is None else 1
-        """Layers of each session that are to be held whatever loading them takes."""
+        """Layers of each session that are held even if loading them is fast."""
         self._lives = lives
         self._strips: list[_Strip] = []
         self._cells: dict[int, Cell] = {}
@@ -153,7 +153,7 @@ class LayerRegion:
         return sum(self.n_layers - len(strip.cells) for strip in self._strips)
 
     def grow(self, strips: int) -> bool:
-        """Take more strips of what is free of HBM, or none."""
+        """Take so many more strips from free HBM, or none."""
         taken: list[_Strip] = []
         for _ in range(strips):
             spare = self._store.reserve_spare(Tier.HBM, None, b"", Use.LAYERS, 0, self.strip_blocks)
@@ -168,13 +168,13 @@ class LayerRegion:
     # -- filling --------------------------------------------------------------------------------
 
     def missing(self, layer: int, ids: BlockIds) -> BlockIds:
-        """Which of these blocks of DRAM have their layer not here."""
+        """Those of these DRAM blocks whose layer is not in the region."""
         units = self._units.get(layer)
         return ids if units is None else ids[units[ids] < 0]
 
     def begin(self, session: str, layer: int, ids: BlockIds, order: SortKey) -> tuple[Cell, Any]:
-        """A cell for at most `strip_blocks` blocks, and the slots in whose planes of layer ``cell.place`` it
-        is to be filled. It counts once it has ``landed``.
+        """Create a cell for at most `strip_blocks` blocks. Returns the cell and its slots; the caller fills
+        the planes of layer ``cell.place`` at these slots. The cell counts once it has ``landed``.
         """
         # Beside cells of the same layer: a strip goes as a whole.
         strip = min(
@@ -204,7 +204,7 @@ class LayerRegion:
     # -- using ----------------------------------------------------------------------------------
 
     def near(self, ids: BlockIds) -> list[Near]:
-        """What of blocks that are about to be loaded is here. Its cells stay until `read`."""
+        """The parts of blocks about to be loaded that the region holds. Their cells stay until `read`."""
         found: list[Near] = []
         for layer in sorted(self._units):
             units = self._units[layer][ids]
@@ -221,7 +221,7 @@ class LayerRegion:
         return found
 
     def read(self, near: Sequence[Near]) -> None:
-        """Such a load is complete. Cells of sessions that nobody announces any more have done their work."""
+        """A load of these parts is complete. Drops cells of sessions that are not announced any more."""
         for each in near:
             cell = each.cell
             cell.readers -= 1
@@ -245,10 +245,10 @@ class LayerRegion:
                     self._drop(cell)
 
     def give_up(self, blocks: int, *, above: int = -1) -> int:
-        """Give at least so many blocks of HBM back, whole strips. Returns how many.
+        """Give back at least so many blocks of HBM, in whole strips. Returns the number of blocks.
 
         Args:
-            above: only strips that hold nothing of this layer or below it.
+            above: only strips without a cell of this layer or a lower one.
         """
         freed = 0
         while freed < blocks:
@@ -269,8 +269,8 @@ class LayerRegion:
         return freed
 
     def displace(self, places: int, layer: int) -> bool:
-        """Have so many places free for cells of a layer, by giving up cells of higher layers, and of sessions
-        that nobody announces any more. Whether there are.
+        """Free so many places for cells of a layer, by giving up cells of higher layers, and of sessions that
+        are not announced any more. Returns whether there are so many.
         """
         while self.free_places() < places:
             weaker = [
@@ -313,7 +313,7 @@ class LayerRegion:
     # -- whole ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
         if self.blocks != self._store.reserved(Tier.HBM, Use.LAYERS):
             raise AssertionError(f"{self!r} is not what the ledger says")
         found = dict.fromkeys(self._cells, 0)
