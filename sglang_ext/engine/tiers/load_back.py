@@ -1,4 +1,4 @@
-"""From DRAM and disk to HBM when a request is admitted: what ``init_load_back`` does."""
+"""Loads from DRAM and disk to HBM when a request is admitted (SGLang's ``init_load_back``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_ext.tiers import Tier
 
 
 class Streams(Protocol):
-    """What of ``peers.fetches.Fetches`` is used here."""
+    """The methods of ``peers.fetches.Fetches`` that `LoadBack` uses."""
 
     def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int: ...
 
@@ -28,16 +28,16 @@ class Streams(Protocol):
 
 
 class LoadBack:
-    """Starts loads, and knows what the batch being formed has to wait for.
+    """Starts loads, and tracks the loads that the batch being formed has to wait for.
 
     Args:
         store: of the rank.
-        dram: copies.
-        promotions: what streams from disk; None without a disk.
-        fetches: what streams from peers; None without any.
-        hbm: the holder that stands for this rank's pool.
+        dram: copies blocks to HBM.
+        promotions: streams from disk; None without a disk.
+        fetches: streams from peers; None without peers.
+        hbm: the holder that represents this rank's pool.
         hbm_tier, slots: slots, and how the tree keeps them.
-        policy: what is worth loading from DRAM.
+        policy: decides whether a DRAM hit is loaded.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class LoadBack:
         self._policy = policy
         self._block_size = policy.block_tokens
         self._streaming: list[tuple[Any, int]] = []
-        """Requests of the batch being formed to which blocks stream, and how many tokens the tree has."""
+        """Requests of the batch being formed to which blocks stream, each with the tokens that the tree has.
+        """
         self.decisions = LoadDecisions()
 
     def streamed(self, req: Any, blocks: int) -> int:
-        """Blocks that come, after the ``blocks`` in memory, in front of the forward pass."""
+        """Blocks after the ``blocks`` in memory that stream to the request in front of the forward pass."""
         if req is None:
             return 0
         handle, found = req.cache_request_handle, 0
@@ -76,15 +77,16 @@ class LoadBack:
         return found
 
     def start(self, best: Node, promised: int, req: Any) -> tuple[torch.Tensor | None, Node]:
-        """Start loading what a match has found. All of it, or nothing: then it is computed.
+        """Start loading the blocks that a match has found: all of them or none. Without a load, they are
+        computed.
 
         Args:
             best: the last node in memory.
             promised: tokens that were found below HBM.
-            req: whose, SGLang's; None for nobody's.
+            req: SGLang's request; None for a load without one.
 
         Returns:
-            The slots, None for nothing, and the node at which HBM ends then.
+            The slots, None without a load, and the node at which HBM ends then.
         """
         nodes: list[Node] = []
         node = best
@@ -128,7 +130,9 @@ class LoadBack:
         return 0 if self._dram.region is None else self._dram.region.counters.used
 
     def _weighed(self, req: Any, tokens: int, before: int) -> LoadReport:
-        """Weigh loading against computing. Noted with the request; nothing is read if not worth it."""
+        """Weigh loading against computing. The request's report records the decision; its ``read`` is 0 if
+        computing is faster.
+        """
         blocks = tokens // self._block_size
         decision = self._policy.weigh(blocks, before, waiting_blocks=self._dram.copies.loading_blocks)
         report = begin_report(req, Tier.DRAM)
@@ -137,9 +141,11 @@ class LoadBack:
         return report
 
     def ready(self) -> int:
-        """The batch is formed: what it has to wait for, for ``LayerGate.set_consumer``."""
+        """The batch is formed. Returns the ticket of the load that it waits for, to be passed to
+        ``LayerGate.set_consumer``.
+        """
         for req, protected in self._streaming:
-            # SGLang takes all that was loaded for the tree's; what streams is the request's own for now.
+            # SGLang counts all loaded slots as the tree's. Streaming slots are the request's own for now.
             req.kv.cache_protected_len = protected
         self._streaming.clear()
         return self._dram.copies.loads_submitted - 1 if self._dram.copies.loading else NOTHING_TO_WAIT_FOR

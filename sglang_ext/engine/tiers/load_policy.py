@@ -1,10 +1,10 @@
-"""Load or recompute: what it costs to bring KV in, and what it costs to compute it again.
+"""Load or recompute: weighs the cost of loading KV against the cost of computing it again.
 
-Pure decisions over measured numbers. Until something has been measured, loading is taken to be worth it.
+Pure decisions over measured numbers. Until both costs have been measured, KV is loaded.
 
 Computing x tokens after a context of y costs a·x + b·x·(y + x/2) seconds, the linear layers and attention;
-a and b follow the server's own batches, older ones forgotten bit by bit. Reading costs a latency and bytes
-over bandwidth, behind what is queued already (MemServe, section 5.3, weighs the same two sides).
+a and b are fitted to the server's own batches, with decaying weights. Reading costs a latency plus bytes over
+bandwidth, queued bytes included (MemServe, section 5.3, weighs the same two sides).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sources: TypeAlias = "Sequence[tuple[Tier, int]]"
 
 
 def first_blocks(sources: Sources, blocks: int) -> Sources:
-    """The sources of the first so many."""
+    """The sources of the first ``blocks`` blocks."""
     found: list[tuple[Tier, int]] = []
     for tier, count in sources:
         if blocks <= 0:
@@ -41,7 +41,7 @@ _SMALLEST_BATCH = 32
 
 
 class PrefillCost:
-    """Seconds of prefill, learnt from batches."""
+    """Predicts seconds of prefill, fitted to batches."""
 
     def __init__(self) -> None:
         self._linear = self._mixed = self._square = 0.0
@@ -53,7 +53,7 @@ class PrefillCost:
 
         Args:
             tokens: computed in it.
-            pairs: (token, earlier token) that attention looked at: the sum of x·(y + x/2) over its requests.
+            pairs: pairs (token, earlier token) in attention: the sum of x·(y + x/2) over its requests.
             seconds: from the start of the forward pass to its result.
         """
         if tokens < _SMALLEST_BATCH or seconds <= 0:
@@ -68,7 +68,7 @@ class PrefillCost:
         self.batches += 1
 
     def coefficients(self) -> tuple[float, float] | None:
-        """a and b, neither negative; None before anything has been observed."""
+        """a and b, neither negative; None before the first batch."""
         if not self.batches:
             return None
         determinant = self._linear * self._square - self._mixed * self._mixed
@@ -79,7 +79,7 @@ class PrefillCost:
                 return a, b
             if a < 0:
                 return 0.0, self._by_pairs / self._square
-        # All batches have the same shape, or attention does not show yet.
+        # All batches have the same shape, or attention's share is too small to measure.
         return self._by_tokens / self._linear, 0.0
 
     def seconds(self, tokens: int, context: int) -> float | None:
@@ -95,22 +95,23 @@ def _seconds(coefficients: tuple[float, float] | None, tokens: int, context: int
 
 
 UNNOTICED = 0.02
-"""Of the time that computing takes: what a wait may add to it."""
+"""The part of the computing time that a wait may add to it unnoticed."""
 
 
 def layers_to_hold(n_layers: int, load: float | None, compute: float | None) -> int:
-    """How many of the lowest layers have to be at hand for the rest to load unseen behind computing.
+    """The number of lowest layers that have to be in HBM so that computing hides the loading of the rest.
 
-    With k of n layers there, layer i comes at (i - k + 1)·load/n and is needed at i·compute/n: of all i from
-    k on, the first and the last decide.
+    With k of n layers in HBM, layer i arrives at (i - k + 1)·load/n and is needed at i·compute/n: of all i
+    from k on, the first and the last decide.
 
     Args:
         n_layers: of the model.
-        load: seconds to load all layers of what is cached; None when unknown.
-        compute: seconds to compute what is new behind it; None when unknown.
+        load: seconds to load all layers of the cached prefix; None when unknown.
+        compute: seconds to compute the new tokens behind it; None when unknown.
 
     Returns:
-        0 to n_layers - 1: none where something is unknown, or waiting for layer 0 would not be noticed.
+        0 to n_layers - 1; 0 where load or compute is unknown, or where waiting for layer 0 would not be
+        noticed.
     """
     if load is None or compute is None or load / n_layers <= UNNOTICED * compute:
         return 0
@@ -121,22 +122,22 @@ def layers_to_hold(n_layers: int, load: float | None, compute: float | None) -> 
 
 
 class Speeds(Protocol):
-    """How fast computing is, and loading."""
+    """The speeds of computing and of loading."""
 
     bytes_per_second: float | None
-    """Of loads of late; None when unknown."""
+    """Of recent loads; None when unknown."""
 
     def seconds(self, tokens: int, context: int) -> float | None:
         """To compute ``tokens`` after ``context``; None when unknown."""
 
 
 class AgreedSpeeds:
-    """What the ranks have measured, the least at each place, so that all of them decide alike at any time.
+    """The ranks' measurements, the smallest at each place, so that all ranks decide alike at any time.
 
-    As of the last pass in which they compared anything (`Ranks.add`, rides).
+    As of the last pass in which the ranks compared numbers (`Ranks.add`, rides).
 
     Args:
-        cost: learnt from this rank's batches.
+        cost: fitted to this rank's batches.
         load: bytes per second of this rank's loads; None when unknown.
         ranks: of the instance.
     """
@@ -167,12 +168,12 @@ class AgreedSpeeds:
 
 
 class DramPolicy:
-    """Whether a DRAM hit is loaded or computed again: all or nothing, for it streams in front of the forward
-    pass without a wait.
+    """Decides whether a DRAM hit is loaded or computed again: all of it or none, because it streams in front
+    of the forward pass without a wait.
 
     Args:
         block_tokens, block_bytes: of a block.
-        always: load whatever was found.
+        always: load every hit.
         speeds: of this server.
     """
 
@@ -187,10 +188,10 @@ class DramPolicy:
         self._speeds = speeds
 
     def weigh(self, blocks: int, start: int, *, waiting_blocks: int = 0) -> Decision:
-        """What becomes of ``blocks`` blocks of DRAM that follow ``start`` blocks: all are loaded, or none.
+        """Decide on ``blocks`` blocks of DRAM that follow ``start`` blocks: all are loaded, or none.
 
         Args:
-            waiting_blocks: that are being loaded already.
+            waiting_blocks: blocks of loads under way.
         """
         load = None
         if self._speeds.bytes_per_second:
@@ -204,23 +205,23 @@ class DramPolicy:
         if load < compute:
             self._hope = 1.0
             return Decision(blocks, load, compute, Reason.FASTER)
-        # Nothing is learnt about loads that do not happen: believe in them a little more each time.
+        # Loads that do not happen are not measured, so the estimate of their speed grows a little each time.
         self._hope *= HOPE
         return Decision(0, load, compute, Reason.SLOWER)
 
 
 class DiskPolicy:
-    """What of a disk hit to read, and what to compute instead.
+    """Splits a disk hit into a part to read and a part to compute.
 
-    Where a request waits for all of a read, it is all or nothing: computing a prefix costs more per token the
-    longer it is and reading does not, so if the whole is not worth reading, no part of it is. Where reading
-    streams in front of the forward pass, the head is read while the tail is computed, and the best border is
-    where both take equally long.
+    Where a request waits for all of a read, the decision is all or nothing: computing a prefix costs more per
+    token the longer it is and reading does not, so if the whole is not worth reading, no part of it is. Where
+    reading streams in front of the forward pass, the head is read while the tail is computed, and the best
+    border is where both take equally long.
 
     Args:
         block_tokens, block_bytes: of a block.
         least_tokens: shorter hits are computed.
-        always: read whatever was found that is not shorter.
+        always: read every hit that is not shorter.
         overlaps: whether reading streams in front of computing.
         cost: of prefill on this server.
     """
@@ -247,11 +248,11 @@ class DiskPolicy:
     def blocks_to_read(
         self, sources: Sources, start: int, *, new_tokens: int = 1, waiting_bytes: int = 0
     ) -> int:
-        """How many of the blocks of ``sources``, which follow ``start`` blocks, to read, from the first on.
+        """The number of leading blocks of ``sources`` to read. ``sources`` follow ``start`` blocks.
 
         Args:
-            new_tokens: that follow them and are computed in any case.
-            waiting_bytes: what is being read already.
+            new_tokens: tokens behind them that are computed in any case.
+            waiting_bytes: bytes of reads under way.
         """
         found = sum(blocks for _, blocks in sources)
         read = self._read_seconds(sources, waiting_bytes)
@@ -262,7 +263,7 @@ class DiskPolicy:
             chosen = self._best(sources, found, start, new_tokens, waiting_bytes)
             reason = Reason.FASTER if chosen == found else Reason.OVERLAP if chosen else Reason.SLOWER
             if found and not chosen:
-                # Nothing is learnt about a disk that is not read: believe in it a little more each time.
+                # A disk that is not read is not measured, so the estimate of its speed grows a little.
                 for tier in {tier for tier, _ in sources}:
                     self.bandwidths[tier].hope()
         if chosen and chosen * self._block_tokens < self._least_tokens:
@@ -271,7 +272,7 @@ class DiskPolicy:
         return chosen
 
     def _read_seconds(self, sources: Sources, waiting_bytes: int) -> float | None:
-        """To read all of the sources, behind bytes that come from where the first of them do."""
+        """To read all sources, behind queued bytes of the first source's tier."""
         total = 0.0
         for tier, blocks in sources:
             seconds = self.bandwidths[tier].seconds(waiting_bytes + blocks * self._block_bytes)
@@ -285,7 +286,7 @@ class DiskPolicy:
             return self._read_seconds(first_blocks(sources, blocks), waiting_bytes) or 0.0
 
         def compute(blocks: int) -> float:
-            """What is left to compute when so many blocks are read."""
+            """Seconds to compute the remaining tokens when so many blocks are read."""
             tokens = (found - blocks) * self._block_tokens + new_tokens
             return self.cost.seconds(tokens, (start + blocks) * self._block_tokens) or 0.0
 
@@ -294,7 +295,7 @@ class DiskPolicy:
                 return compute(0)
             return max(read(blocks), compute(blocks)) if self._overlaps else read(blocks) + compute(blocks)
 
-        # Reading grows with the number of blocks and computing shrinks: the first at which it takes longer.
+        # Reading time grows with the number of blocks, computing time shrinks: find where they cross.
         low, high = 0, found
         while low < high:
             middle = (low + high) // 2
@@ -305,28 +306,28 @@ class DiskPolicy:
         choices = [found, 0]
         if self._overlaps:
             choices += [low, max(low - 1, 0)]
-        # The first of equals: what is read need not be computed by the next request either.
+        # The first of equals: the next request need not compute blocks that are read now.
         return min(choices, key=total)
 
     def patience(self, blocks: int, start: int) -> float:
-        """Seconds after which a read that has not come is given up and its blocks are computed."""
+        """Seconds after which an unfinished read is given up and its blocks are computed."""
         compute = None if self._always else self._compute_seconds(blocks, start)
         return math.inf if compute is None else max(compute, 0.05)
 
     def may_start(self, sources: Sources, bytes_left: int, new_tokens: int, context: int) -> bool:
-        """Whether a forward pass may begin while so many bytes are still to be read: it does not catch up
+        """Whether a forward pass may begin while ``bytes_left`` are still to be read: it does not catch up
         with the reading, layer by layer, if computing takes at least as long.
 
         Args:
-            sources: of all that is being read; of each layer, every one of them has a part.
-            new_tokens: that the forward pass computes, after ``context`` tokens.
+            sources: of all blocks being read; each source has a part of every layer.
+            new_tokens: tokens that the forward pass computes, after ``context`` tokens.
         """
         read = self.read_s(sources, bytes_left)
         compute = self.cost.seconds(new_tokens, context)
         return self._always or read is None or compute is None or read <= compute
 
     def read_s(self, sources: Sources, nbytes: int) -> float | None:
-        """To read so many bytes from where these blocks are; None where that is not known."""
+        """To read so many bytes from the tiers of these blocks; None when unknown."""
         whole = sum(blocks for _, blocks in sources) * self._block_bytes
         read = self._read_seconds(sources, 0)
         return None if read is None or not whole else read * nbytes / whole
@@ -335,8 +336,8 @@ class DiskPolicy:
         return self.cost.seconds(blocks * self._block_tokens, start * self._block_tokens)
 
     def measured(self, sources: Sources, seconds: float) -> None:
-        """A read has ended. Of several tiers, each is taken to have had the share that was expected of it; of
-        its blocks, where nothing is known of one."""
+        """A read has ended. Its time is divided among the tiers in proportion to their expected times; in
+        proportion to their blocks where one of these is unknown."""
         expected = [self.bandwidths[tier].seconds(blocks * self._block_bytes) for tier, blocks in sources]
         known = [share for share in expected if share is not None]
         shares = known if len(known) == len(sources) else [float(blocks) for _, blocks in sources]

@@ -1,4 +1,4 @@
-"""What was decided about loading a request's KV from a tier, with its numbers, for the answer and metrics."""
+"""Reports on decisions to load a request's KV from a tier, with their numbers, for answers and metrics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from sglang_ext.tiers import Tier
 
 _ATTRIBUTE = "sglang_ext_loads"
-"""Of a request: its reports by tier."""
+"""Attribute of a request: its reports by tier."""
 STORAGE_BACKEND = "global"
-"""What ``storage_backend`` says of our disk: the name in ``--radix-cache-backend``. SGLang looks for HiCache
-only, and would say ``none``."""
+"""Value of ``storage_backend`` for our disk: the name in ``--radix-cache-backend``. SGLang looks for HiCache
+only, and would report ``none``."""
 _NAMES = {Tier.DRAM: "host", Tier.DISK: "storage"}
-"""What SGLang calls the tiers in ``cached_tokens_details``."""
+"""SGLang's names of the tiers in ``cached_tokens_details``."""
 
 
 class Reason(enum.Enum):
-    """Why so much was read and no more."""
+    """Why this part of the KV was read and no more."""
 
     FASTER = "faster"
     """Reading is expected to take less time than computing."""
@@ -28,13 +28,13 @@ class Reason(enum.Enum):
     OVERLAP = "overlap"
     """Both take equally long: the head is read while the tail is computed."""
     UNMEASURED = "unmeasured"
-    """Nothing was measured yet, so reading is tried."""
+    """No time was measured yet, so reading is tried."""
     ALWAYS = "always"
     """``--kv-load-policy always``."""
     SHORT = "short"
     """Less than ``--kv-load-min-tokens``."""
     NO_ROOM = "no_room"
-    """The tier that it would come to is full of blocks in use."""
+    """The target tier is full of blocks in use."""
     LATE = "late"
     """Given up: reading took longer than computing was expected to."""
     FAILED = "failed"
@@ -43,7 +43,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided, with its numbers. Seconds are None where nothing was measured yet."""
+    """A decision, with its numbers. Seconds are None where none were measured yet."""
 
     blocks: int
     read_seconds: float | None
@@ -55,7 +55,7 @@ class Decision:
 class LoadReport:
     """One request and tier. found, read: tokens of its prompt that the tier has, and that were read from it.
 
-    Filled in as things happen; nothing was found until ``decided``.
+    Filled in during the load; ``found`` is 0 until ``decided``.
     """
 
     tier: Tier
@@ -66,9 +66,9 @@ class LoadReport:
     compute_seconds: float | None = None
     reason: Reason = Reason.UNMEASURED
     sources: tuple[tuple[Tier, int], ...] = ()
-    """Below DRAM: which tiers have what was found, in order, in tokens."""
+    """Below DRAM: the tiers of the found tokens, in order, each with its number of tokens."""
     layers_in_hbm: float = 0.0
-    """How many layers of what was read were in HBM already (`layer_region`)."""
+    """Average number of layers of the loaded blocks that were in HBM already (`layer_region`)."""
     _token_bytes: float = 0.0
 
     def decided(
@@ -79,7 +79,7 @@ class LoadReport:
         block_bytes: int,
         sources: Sequence[tuple[Tier, int]] = (),
     ) -> None:
-        """What becomes of ``found`` blocks."""
+        """Record the decision on ``found`` blocks."""
         self.found = found * block_tokens
         self.sources = tuple((tier, blocks * block_tokens) for tier, blocks in sources)
         self._token_bytes = block_bytes / block_tokens
@@ -87,12 +87,12 @@ class LoadReport:
         self.came(decision.blocks * block_tokens, decision.reason)
 
     def came(self, tokens: int, reason: Reason) -> None:
-        """So many tokens are read in the end, and why no more."""
+        """Record the tokens that are read in the end, and why no more."""
         self.read, self.reason = tokens, reason
         self.read_bytes = round(tokens * self._token_bytes)
 
     def shares(self, other: LoadReport) -> None:
-        """The blocks are being read for another request already."""
+        """Copy the numbers of another request, for which the blocks are being read already."""
         self.found, self.read, self.read_bytes = other.found, other.read, other.read_bytes
         self.load_seconds, self.compute_seconds = other.load_seconds, other.compute_seconds
         self.reason, self._token_bytes, self.sources = other.reason, other._token_bytes, other.sources
@@ -106,7 +106,7 @@ class LoadReport:
 
     def details(self) -> dict[str, int | str]:
         """As entries of ``cached_tokens_details``, which may have whole numbers and texts. Times are in
-        microseconds, left out where nothing was measured.
+        microseconds, left out where none were measured.
         """
         if not self.found:
             return {}
@@ -139,7 +139,7 @@ class LoadDecisions:
         self.last: LoadReport | None = None
 
     def note(self, report: LoadReport) -> None:
-        """Something was decided."""
+        """Count a decision."""
         self.counts[report.decision, report.reason.value] += 1
         self.last = report
 
@@ -158,7 +158,7 @@ def begin_report(req: Any, tier: Tier) -> LoadReport:
 
 
 def details_of(req: Any) -> dict[str, int | str]:
-    """What the reports on a request add to ``cached_tokens_details``."""
+    """The entries that a request's reports add to ``cached_tokens_details``."""
     reports: Mapping[Tier, LoadReport] = getattr(req, _ATTRIBUTE, None) or {}
     details: dict[str, int | str] = {}
     for tier in sorted(reports):
@@ -167,7 +167,9 @@ def details_of(req: Any) -> dict[str, int | str]:
 
 
 def answer_details(details: Mapping[str, int | str] | None, req: Any) -> dict[str, int | str] | None:
-    """What an answer says of a request's cached tokens, from what SGLang would say; None to leave that."""
+    """An answer's ``cached_tokens_details``: SGLang's own ``details`` with the entries of a request's reports;
+    None to leave SGLang's as they are.
+    """
     more = details_of(req)
     told: dict[str, int | str] = {**(details or {"device": 0, "host": 0, "storage": 0}), **more}
     disk = told.get("storage") or "storage_decision" in told or "storage_backend" in told

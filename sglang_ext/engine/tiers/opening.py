@@ -18,10 +18,10 @@ from sglang_ext.tiers import Tier, tiers_below
 
 
 class Opener(Protocol):
-    """What `Tier.opens` names.
+    """The function that `Tier.opens` names.
 
     Raises:
-        ConfigError: the tier is asked for and cannot be had.
+        ConfigError: the configuration asks for the tier, and it cannot be opened.
     """
 
     def __call__(self, config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
@@ -30,7 +30,7 @@ class Opener(Protocol):
 
 
 def open_below(config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
-    """All that is below memory, as one tier; ``None`` where there is nothing.
+    """All tiers below memory, as one; ``None`` where there are none.
 
     Raises:
         ConfigError: see `Opener`.

@@ -23,7 +23,7 @@ class PrefillClock:
     timed together, from the first one's start to the last one's result.
 
     Args:
-        cost: learns from them.
+        cost: receives the measurements.
         clock: seconds, monotonic.
     """
 
@@ -32,17 +32,19 @@ class PrefillClock:
         self._clock = clock or SystemClock()
         self._in_flight: deque[tuple[int, float] | None] = deque(maxlen=_MOST_IN_FLIGHT)
         self._ended: list[tuple[int, float] | None] = []
-        """Of those that are timed together, which have ended."""
+        """The ended batches among those that are timed together."""
         self._begun = 0.0
         self.new_tokens: float | None = None
-        """That requests compute behind what was cached, of late, alike on all ranks; None before any."""
+        """Running average of the tokens that requests with a cached prefix compute behind it, alike on all
+        ranks; None before the first such request.
+        """
 
     def begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         """A batch was formed and is about to run.
 
         Args:
             lengths: of each request, the tokens to compute and those before them.
-            loads: it waits for KV from a lower tier, so its time says nothing about computing.
+            loads: the batch waits for KV from a lower tier, so its time does not measure computing.
         """
         for new, before in lengths:
             if before:

@@ -1,4 +1,4 @@
-"""Looking on the disk for what of a prompt is not in memory: what is wanted, and what was found."""
+"""Looking on the disk for blocks of a prompt that are not in memory: the request, and the result."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from sglang_ext.tiers import Tier
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request looks for: its namespace in the tree, and its encoded prompt as far as it may match."""
+    """The KV that a request needs: its namespace in the tree, and its encoded prompt as far as it may match.
+    """
 
     namespace: Hashable
     key: bytes
     priority: int = 0
     request: Hashable = None
-    """Whose it is, however often it is tried."""
+    """The request, the same however often it is tried."""
     rank: int = 0
-    """Of what nobody waits for yet: its priority among announced prompts."""
+    """Of a prefetch: its priority among announced prompts."""
     report: LoadReport = field(default_factory=lambda: LoadReport(Tier.DISK), compare=False)
-    """Is told what becomes of it."""
+    """Records the decision and the result."""
 
     @property
     def ahead(self) -> bool:
-        """Whether nobody waits for it yet."""
+        """Whether it is a prefetch: no request waits for it yet."""
         return self.priority == AHEAD
 
 
 @dataclass(frozen=True)
 class Promoted:
-    """What a promotion brought for a request: ``tokens`` from position ``start`` on."""
+    """KV that a promotion brought for a request: ``tokens`` from position ``start`` on."""
 
     start: int
     tokens: int
     node: Node
-    """At which they end; holds one DRAM lock for the request."""
+    """The node at which they end; it has one DRAM lock for the request."""
 
 
 @dataclass(eq=False)
 class Look:
-    """What this rank's disk has of a prompt, and what of that it would read.
+    """The blocks of a prompt that this rank's disk has, and how many of them are worth reading.
 
-    blocks: of the prompt that are in memory, before what was found. names: of what may follow them. get: what
-    was found, pinned there; None for nothing. sources: which tiers have it. chosen: how many blocks are
-    worth reading.
+    blocks: leading blocks of the prompt that are in memory. names: names of the blocks after them. get: the
+    found blocks, pinned on the disk; None for none. sources: the tiers of the found blocks. chosen: number of
+    blocks that are worth reading.
     """
 
     handle: Hashable
@@ -70,13 +71,13 @@ class Look:
 
 
 class DiskLook:
-    """Finds where memory ends on the way of a prompt and the disk goes on.
+    """Finds the blocks of a prompt on disk that continue its prefix in memory.
 
     Args:
         tree: the rank's tree.
         names: of blocks.
         tier: the disk.
-        policy: what is worth reading.
+        policy: decides how many blocks to read.
     """
 
     def __init__(self, tree: RadixTree, names: BlockNames, tier: BlockTier, policy: DiskPolicy) -> None:
@@ -86,9 +87,9 @@ class DiskLook:
         self._policy = policy
 
     def look(self, handle: Hashable, wanted: Wanted, waiting_bytes: int) -> Look | None:
-        """What the disk has of a prompt; None when memory has all its whole blocks.
+        """Look for a prompt's blocks on disk. None when memory has all its whole blocks.
 
-        waiting_bytes: what is being read already.
+        waiting_bytes: bytes of reads under way.
         """
         match = self._tree.match(wanted.namespace, wanted.key)
         block = self._tree.block_size

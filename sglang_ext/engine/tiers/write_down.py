@@ -45,7 +45,7 @@ class WriteDown:
         self._hbm = hbm
         self.dram = dram
         self._dram = dram.holder
-        # Holds nothing: its locks mark the nodes that are being copied, however these are split.
+        # Has no placements. Its locks mark the nodes that are being copied, also after nodes are split.
         self._copying = Holder.of(f"{self._dram.instance} DRAM writes", self._dram.epoch, self._dram.tier)
         self._pending: deque[tuple[Node, int]] = deque()
         """The last node of each copy to DRAM under way, and its blocks when it was submitted."""
