@@ -167,7 +167,7 @@ def details_of(req: Any) -> dict[str, int | str]:
 
 
 def answer_details(details: Mapping[str, int | str] | None, req: Any) -> dict[str, int | str] | None:
-    """An answer's ``cached_tokens_details``: SGLang's own ``details`` with the entries of a request's reports;
+    """An answer's ``cached_tokens_details``: SGLang's ``details`` and the entries of a request's reports.
     None to leave SGLang's as they are.
     """
     more = details_of(req)

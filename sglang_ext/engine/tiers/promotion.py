@@ -17,7 +17,8 @@ from sglang_ext.tiers import Tier
 
 @dataclass(frozen=True)
 class Wanted:
-    """The KV that a request needs: its namespace in the tree, and its encoded prompt as far as it may match.
+    """The KV that a request needs: its namespace in the tree, and the encoded part of its prompt that may
+    match.
     """
 
     namespace: Hashable

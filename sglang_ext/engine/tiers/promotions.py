@@ -1,15 +1,15 @@
 """Blocks that a waiting request needs come from disk to DRAM, and are verified, before it is admitted.
 
-A request looks on the disk when it enters the queue. What it finds there is read into DRAM layer by layer,
-lowest layer of all waiting requests first, and enters the tree once all of it verifies; meanwhile requests
-behind it may go first. From then on it is a DRAM hit like any other, locked until the request is admitted.
-What cannot be read is computed: a fault of the disk costs time, never an answer.
+The disk index is queried when a request enters the queue. Blocks found there are read into DRAM layer by
+layer, lowest layer of all waiting requests first, and enter the tree once all of them verify; meanwhile
+requests behind it may go first. From then on they are a DRAM hit like any other, locked until the request is
+admitted. Unreadable blocks are computed: a fault of the disk costs time, never an answer.
 
-Where the mover can, a request need not wait for all of it: once the lowest layer is in and the rest is
-expected to keep ahead of the forward pass, the request is admitted, and the other layers stream through DRAM
-to its slots in front of the forward pass (Symphony, section 3.3). Those slots are the request's own and not
-the tree's until the pass has ended and every layer has verified; if one has not, the whole batch is thrown
-away and runs again (``patches/hooks/restarts.py``).
+Where the mover supports it, a request need not wait for the whole read: once the lowest layer is in and the
+rest is expected to keep ahead of the forward pass, the request is admitted, and the other layers stream
+through DRAM to its slots in front of the forward pass (Symphony, section 3.3). Those slots are the request's
+own and not the tree's until the pass has ended and every layer has verified; if a layer does not verify, the
+whole batch is discarded and runs again (``patches/hooks/restarts.py``).
 
 Requests that want the same blocks share one promotion. All methods run in the scheduler's thread, and every
 rank takes the same steps in the same order.
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _MAY_START: Final = 0
 _OVER: Final = 1
 _REMEMBERED: Final = 256
-"""Requests whose stream has failed; they wait for all layers the next time."""
+"""Requests with a failed stream that are remembered; they wait for all layers the next time."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class PromotionCounters:
     late: int = 0
     """Given up, because reading took longer than computing would have."""
     streamed: int = 0
-    """Of those promoted, the ones that a forward pass did not wait for."""
+    """Promoted blocks that streamed during a forward pass instead of delaying it."""
     direct: int = 0
     """Not promoted but brought straight to HBM, because DRAM is full of blocks in use."""
 
@@ -73,20 +73,20 @@ class PromotionCounters:
 class Promotion:
     wanted: Wanted
     reservation: Reservation
-    """The blocks of DRAM that it fills, behind what they continue."""
+    """The blocks of DRAM that it fills, behind the node that they continue."""
     names: Names
     load: Load
     deadline: float
     sources: Sources
-    """Which tiers have them."""
+    """The tiers that have the blocks."""
     onward: bool = False
-    """They go on to the nearest tier, which some rank lacks some of them in."""
+    """The blocks are written on to the nearest tier, because some rank lacks some of them there."""
     handles: dict[Hashable, Wanted] = field(default_factory=dict)
     late: bool = False
     streams_to: Hashable = None
     """The request that was admitted before all layers were in."""
     ahead: bool = False
-    """Nobody waits for it yet: it gives way to all other reads, and may take its time."""
+    """A prefetch, for which no request waits yet: it gives way to all other reads, without a deadline."""
     streaming: bool = False
     """Its forward pass is reading the blocks, which must not be given back before it has ended."""
 
@@ -98,12 +98,12 @@ class Promotions:
         tree: the rank's tree.
         dram_tier: hands out DRAM blocks.
         dram: the holder that stands for this rank's DRAM.
-        writes: knows which nodes are durable.
+        writes: records which nodes are durable.
         tier: the disk.
         loader: reads from it.
         memory: the DRAM arena.
-        policy: what is worth reading.
-        ranks: agree on what was found, and what has arrived.
+        policy: decides how many blocks to read.
+        ranks: agree on the blocks that were found, and on those that have arrived.
         stream: whether requests may be admitted before all layers are in.
         clock: seconds, monotonic.
     """
@@ -137,28 +137,28 @@ class Promotions:
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
         self._wanted: dict[Hashable, Wanted] = {}
-        """For whom to look on the disk in the next pass."""
+        """Requests for which to look on the disk in the next pass."""
         self._proposed: tuple[list[Look], list[Promotion]] = ([], [])
-        """What the ranks agree on in this pass."""
+        """The looks and promotions on which the ranks agree in this pass."""
         self._under_way: dict[bytes, Promotion] = {}
         """By the name of the first block."""
         self._waiting: dict[Hashable, Promotion] = {}
         self._arrived: dict[Hashable, Promoted] = {}
         self._streams: list[Promotion] = []
-        """Those that the next forward pass depends on."""
+        """Promotions on which the next forward pass depends."""
         self._direct = DirectLoads(tier, loader, dram_tier)
         dram_tier.store.add_source(Tier.DISK, self)
         self._disk_look = DiskLook(tree, writes.names, tier, policy)
         ranks.add(self)
         self.counters = PromotionCounters()
         self.decisions = {part.tier: LoadDecisions() for part in tier.parts}
-        """By the tier in which what was found begins."""
+        """By the tier of the first block found."""
 
     # -- for a request --------------------------------------------------------------------------
 
     def begin(self, handle: Hashable, wanted: Wanted) -> None:
-        """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it: in
-        the next pass, before any batch is formed.
+        """Look on the disk for blocks of a prompt that are not in memory, and start reading those that are
+        worth it: in the next pass, before any batch is formed.
         """
         self._drop_straight(handle)
         self._wanted[handle] = wanted
@@ -168,19 +168,21 @@ class Promotions:
         self._waiting[handle] = promotion
         wanted.report.shares(promotion.wanted.report)
         if promotion.ahead and not wanted.ahead:
-            # From now on somebody waits for it.
+            # From now on a request waits for it.
             promotion.ahead = False
             self._loader.set_priority(promotion.load, wanted.priority)
             patience = self.policy.patience(promotion.reservation.blocks, promotion.reservation.start)
             promotion.deadline = self._clock.monotonic() + patience
 
     def ready(self, handle: Hashable) -> bool:
-        """Whether the request has nothing to wait for."""
+        """Whether the request need not wait for the disk."""
         promotion = self._waiting.get(handle)
         return handle not in self._wanted and (promotion is None or promotion.streams_to == handle)
 
     def expected_s(self, handle: Hashable) -> float:
-        """Seconds until what it waits for has been read, behind all that goes first; 0: not known."""
+        """Seconds until the blocks for which the request waits have been read, including reads that go first.
+        0: unknown.
+        """
         promotion = self._waiting.get(handle)
         if promotion is None:
             return 0.0
@@ -189,7 +191,7 @@ class Promotions:
         return self.policy.read_s(promotion.sources, left + before) or 0.0
 
     def brought(self, handle: Hashable) -> Promoted | None:
-        """What a promotion has brought for the request, locked until ``release``."""
+        """The KV that a promotion has brought for the request, locked until ``release``; None for none."""
         block = self._tree.block_size
         direct = self._direct.get(handle)
         if direct is not None:
@@ -220,7 +222,7 @@ class Promotions:
     # -- in front of the forward pass -------------------------------------------------------------
 
     def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
-        """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
+        """The number of blocks that may stream to the request after the ``in_memory`` blocks of the tree."""
         direct = self._direct.get(handle)
         if direct is not None:
             return direct.blocks if direct.start == in_memory else 0
@@ -230,7 +232,7 @@ class Promotions:
         return promotion.reservation.blocks
 
     def load(self, what: Hashable, places: Any, landed: Callable[[], None] | None = None) -> None:
-        """Let the blocks of ``blocks_to_stream`` of a handle go on to slots as they come."""
+        """Copy the blocks of ``blocks_to_stream`` of a handle to slots as they arrive."""
         assert landed is None, "what streams is waited for"
         handle, slots = what, places
         if self._direct.stream(handle, slots):
@@ -241,7 +243,7 @@ class Promotions:
         self._dram_tier.copies.load(slots, promotion.reservation.places, promotion.load)
 
     def streams_hold(self) -> bool:
-        """After a forward pass: whether all that streamed into it was what it should have been."""
+        """After a forward pass: whether all blocks that streamed into it were complete and verified."""
         if not (self._streams or self._direct.streams):
             return True
         streams, directs = self._streams, list(self._direct.streamed())
@@ -254,7 +256,7 @@ class Promotions:
             promotion.streaming = False
             if held:
                 self.counters.streamed += promotion.reservation.blocks
-                # The tree knows the blocks before the request inserts them, and need not copy them again.
+                # The blocks enter the tree before the request inserts its own, and are not copied again.
                 self._finish(promotion, promotion.reservation.blocks)
             else:
                 self._no_streams.append(promotion.wanted.request)
@@ -275,9 +277,9 @@ class Promotions:
     # -- looking and starting -------------------------------------------------------------------
 
     def propose(self) -> Sequence[int]:
-        """Of each look below DRAM, what was found, what of it is worth reading, and whether all of it is in
-        the nearest tier; of each promotion, whether it is late and how far it is: `NOT_YET`, `_MAY_START`, or
-        `_OVER` and the blocks read.
+        """For each look below DRAM: the blocks found, the blocks worth reading, and whether all of them are
+        in the nearest tier. For each promotion: whether it is late, and its progress: `NOT_YET`,
+        `_MAY_START`, or `_OVER` plus the blocks read.
         """
         if not (self._wanted or self._under_way):
             return ()
@@ -299,7 +301,7 @@ class Promotions:
         return said
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Start and finish promotions that all ranks can."""
+        """Start and finish the promotions that all ranks are able to."""
         if not agreed:
             return
         looks, under_way = self._proposed
@@ -330,11 +332,11 @@ class Promotions:
         handle, wanted = look.handle, look.wanted
         match = self._tree.match(wanted.namespace, wanted.key)
         if match.blocks != look.blocks:
-            # What is to be continued has changed since it was looked up: look again in the next pass.
+            # The prompt's prefix in memory has changed since the look: look again in the next pass.
             self._unpin(look)
             return
         del self._wanted[handle]
-        # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that.
+        # Blocks from disk can only continue blocks in DRAM, so blocks in HBM alone are copied to DRAM first.
         reached = self._dram_tier.store.reach(Tier.DRAM, match) if found else None
         shared = self._under_way.get(look.names[0])
         if look.get is None or reached is None or shared is not None:
@@ -369,7 +371,7 @@ class Promotions:
         )
         fits = 0 if isinstance(reservation, Refusal) else reservation.blocks
         if fits < chosen and self._may_stream(wanted):
-            # The blocks go straight to HBM, and continue the same.
+            # The blocks go straight to HBM, and continue the same node.
             self._tree.lock(parent, self._dram)
             if not isinstance(reservation, Refusal):
                 reservation.abort()
@@ -424,13 +426,13 @@ class Promotions:
             self.counters.late += lost
         else:
             self.counters.read_failed += lost
-            if not promotion.wanted.ahead:  # which waits for others
+            if not promotion.wanted.ahead:  # a prefetch queues behind other reads: its time is no measure
                 self.policy.measured(first_blocks(promotion.sources, blocks), promotion.load.seconds)
         self.counters.promoted += blocks
         node = self._insert(promotion, blocks)
         block = self._tree.block_size
         tokens = blocks * block
-        # Whoever waits is told of the tokens before a prefetch is.
+        # A waiting request is credited with the tokens before a prefetch.
         for handle, wanted in sorted(promotion.handles.items(), key=lambda item: item[1].ahead):
             del self._waiting[handle]
             if lost:
@@ -458,9 +460,10 @@ class Promotions:
         self._arrived[handle] = Promoted(start, tokens, node)
 
     def _insert(self, promotion: Promotion, blocks: int) -> Node | None:
-        """Put what has arrived into the tree, and note that it is below. The node at which it ends.
+        """Insert arrived blocks into the tree, with their placements below DRAM. Returns the node at which
+        they end.
 
-        What came from farther than the nearest tier is written on, so that that one has it the next time.
+        Blocks from a farther tier than the nearest are written to the nearest for the next request.
         """
         done = promotion.reservation.commit(blocks, onward=promotion.onward)
         if done is None:
@@ -495,12 +498,12 @@ class Promotions:
             self.release(handle)
 
     def clear(self) -> None:
-        """Forget what is on disk."""
+        """Give up all promotions, and clear the disk tier."""
         self.settle()
         self._tier.clear()
 
     def close(self) -> None:
-        """End, and let go of the disk. The tree is not touched any more."""
+        """End, and close the disk. Does not touch the tree."""
         self._loader.close()
         self._tier.close()
 
@@ -509,11 +512,11 @@ class Promotions:
         return self._tier.layout.block_bytes
 
     def stats(self) -> dict[Tier, TierStats]:
-        """What each tier below memory holds and has seen."""
+        """The contents and events of each tier below memory."""
         return {part.tier: part.stats() for part in self._tier.parts}
 
     def check(self) -> None:
-        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
         waiting = {handle for promotion in self._under_way.values() for handle in promotion.handles}
         if waiting != self._waiting.keys():
             raise AssertionError("requests that wait and promotions under way do not agree")

@@ -1,11 +1,11 @@
-"""Which KV is held back for requests that were announced, and in which order it goes all the same.
+"""Retention of KV for announced requests, and the order of its eviction under pressure.
 
-What a live hint names goes after all other cached KV, in HBM and in DRAM, until its time to live is over
-(Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running
-request that needs the room gets it at once. When only announced KV is left that could go, a policy
-(``--kv-pressure-policy``) says whose goes first, and of a prompt the end goes before the beginning. A slot
-of SGLang's spans all layers; of what is held by layer (``layer_region``), later layers go first, before any
-session as a whole, and of equal layers the same policy decides.
+KV of a prompt with a live hint is evicted after all other cached KV, in HBM and in DRAM, until the hint
+expires (Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running
+request that needs the room gets it at once. When only announced KV is left to evict, a policy
+(``--kv-pressure-policy``) orders the sessions, and of a prompt the end goes before the beginning. A slot of
+SGLang's pool spans all layers. Of sessions that are held by layer (``layer_region``), later layers go first,
+before any session as a whole, and of equal layers the same policy decides.
 
 Times are rank 0's, as they come with its commands (``engine/commands.py``), so that all ranks hold back the
 same. No I/O; the scheduler's thread only.
@@ -25,14 +25,14 @@ from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.radix_global.edges import walk
 
 MOST_HINTS = 1024
-"""Held back at a time; beyond that, the weakest of the tenant with the most holds nothing back. So a tenant
+"""Hints at a time; beyond that, the weakest hint of the tenant with the most hints is dropped. So a tenant
 alone may have all places, and hints that live long take no other tenant's share."""
 
 MayGo = Callable[[Node], bool]
 
 
 def path_of(tree: RadixTree, namespace: Hashable, key: bytes) -> Iterator[tuple[int, Node]]:
-    """The nodes that lie wholly on a prompt's way, each with the block at which it ends. Changes nothing."""
+    """The nodes that lie wholly on a prompt's path, each with the block at which it ends. Changes nothing."""
     end = 0
     for blocks, node in walk(tree.roots.get(namespace), key, tree.block_size * TOKEN_BYTES):
         end += node.blocks
@@ -60,20 +60,20 @@ def owner_of(namespace: Hashable) -> Hashable:
 
 
 def most_of(namespaces: Iterable[Hashable]) -> Hashable:
-    """The tenant to which most of the namespaces belong; of several, the one that comes first."""
+    """The tenant to which most of the namespaces belong; among equals, the first."""
     return Counter(map(owner_of, namespaces)).most_common(1)[0][0]
 
 
 def from_most(owned: Sequence[tuple[Hashable, int]]) -> list[int]:
-    """Indices of (tenant, blocks), in the order in which they are given up: each time the first one of the
-    tenant that has the most blocks left. With one tenant, the order in which they come.
+    """Indices of (tenant, blocks), in the order in which they are given up: each time the first entry of the
+    tenant with the most blocks left. With one tenant, the given order.
     """
     left: Counter[Hashable] = Counter()
     waiting: dict[Hashable, deque[int]] = {}
     for index, (owner, blocks) in enumerate(owned):
         left[owner] += blocks
         waiting.setdefault(owner, deque()).append(index)
-    # Among equals the tenant that came first, so that all ranks choose alike.
+    # Among equals the first tenant, so that all ranks choose alike.
     heap = [(-left[owner], number, owner) for number, owner in enumerate(waiting)]
     heapq.heapify(heap)
     found: list[int] = []
@@ -99,7 +99,7 @@ class Announced:
     number: int
     """Counts hints, the older the smaller."""
     blocks: int
-    """What the tier that gives way holds of the session's prompt."""
+    """Blocks of the session's prompt in the tier that gives way."""
 
 
 def weakest_first(session: Announced) -> SortKey:
@@ -108,7 +108,7 @@ def weakest_first(session: Announced) -> SortKey:
 
 
 def smallest_first(session: Announced) -> SortKey:
-    """Lowest priority, then the least KV (Symphony, section 3.3): less to fetch again when it comes."""
+    """Lowest priority, then the least KV (Symphony, section 3.3): it costs less to fetch again."""
     return (session.priority, session.blocks, session.until, session.number)
 
 
@@ -119,10 +119,10 @@ PRESSURE_POLICIES: dict[str, Callable[[Announced], SortKey]] = {
 
 
 def pressure_policy_by_name(name: str) -> Callable[[Announced], SortKey]:
-    """The policy of that name, or one's own by ``package.module:function``.
+    """The policy of that name, or a user's own by ``package.module:function``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no policy has that name.
     """
     return order_named(name, PRESSURE_POLICIES, "(session) -> tuple of numbers", field="--kv-pressure-policy")
 
@@ -152,9 +152,9 @@ class _Hint:
     until: float
     number: int
     since: float
-    """When it came, in the tree's time."""
+    """Its arrival, in the tree's time."""
     deferred: bool = False
-    """Its request does not come soon."""
+    """Its request is not expected soon."""
     marked: Node | None = None
     """The last known node of the prompt, from which the marks go up."""
 
@@ -166,13 +166,13 @@ class _Hint:
 class Retention:
     """See the module's docstring.
 
-    Marks are locks of a holder that has nothing: they stay on the right nodes however these are split, and
-    count where prompts share a beginning.
+    Marks are locks of a holder without placements: they stay on the right nodes when nodes are split, and
+    are counted where prompts share a beginning.
 
     Args:
         tree: the rank's tree.
-        marker: stands for the hints; holds nothing.
-        order: which session gives way first.
+        marker: the holder of the marks; it has no placements.
+        order: the policy; the session with the smallest key gives way first.
     """
 
     def __init__(
@@ -184,14 +184,14 @@ class Retention:
         self._hints: dict[str, _Hint] = {}
         self._numbers = 0
         self.given_up = 0
-        """Blocks that had to go all the same, in any tier, since the start."""
+        """Announced blocks that were evicted under pressure, in any tier, since the start."""
 
     # -- hints ------------------------------------------------------------------------------------
 
     def expect(
         self, id: str, namespace: Hashable, key: bytes, *, priority: int = 0, until: float = math.inf
     ) -> None:
-        """Hold back what is known of a prompt. There is one prompt for each ``id``."""
+        """Hold back the cached KV of a prompt. There is one prompt for each ``id``."""
         known = self._hints.get(id)
         if known is not None and (known.namespace, known.key) == (namespace, key):
             known.priority, known.until = priority, max(known.until, until)
@@ -206,7 +206,7 @@ class Retention:
         self.look(id)
 
     def look(self, id: str) -> None:
-        """Look again for what is known of the prompt: more may have come. Counts as a use."""
+        """Match the prompt again and move the mark: more of its KV may have been cached. Counts as a use."""
         hint = self._hints.get(id)
         if hint is None:
             return
@@ -221,7 +221,7 @@ class Retention:
         hint.marked = last
 
     def forget(self, id: str) -> None:
-        """Hold nothing back for ``id`` any more. What it named counts as used now."""
+        """Stop holding KV back for ``id``. Its KV counts as used now."""
         hint = self._hints.pop(id, None)
         if hint is None or hint.marked is None:
             return
@@ -229,27 +229,27 @@ class Retention:
         self._tree.match(hint.namespace, hint.key)
 
     def defer(self, id: str, deferred: bool) -> None:
-        """Say whether the request of ``id`` is still far off. HBM is then taken from it before others."""
+        """Set whether the request of ``id`` is still far off. Deferred sessions lose HBM before others."""
         hint = self._hints.get(id)
         if hint is not None:
             hint.deferred = deferred
 
     def expire(self, now: float) -> None:
-        """End what has lived long enough, by rank 0's clock."""
+        """End expired hints. now: rank 0's time."""
         if now < self.next_expiry:
             return
         for id in [id for id, hint in self._hints.items() if hint.until <= now]:
             hint = self._hints.pop(id)
-            if hint.marked is not None:  # nobody came: its place in the order of uses is the old one
+            if hint.marked is not None:  # no request came: the KV keeps its old place in the order of uses
                 self._tree.unlock(hint.marked, self._marker)
 
     def knows(self, id: str) -> bool:
-        """Whether the hint lives."""
+        """Whether the hint is live."""
         return id in self._hints
 
     @property
     def next_expiry(self) -> float:
-        """When the next one ends; infinite without any."""
+        """When the next hint ends; infinite without hints."""
         return min((hint.until for hint in self._hints.values()), default=math.inf)
 
     def clear(self) -> None:
@@ -273,19 +273,19 @@ class Retention:
         """Take up to so many announced blocks from ``holder``, in the policy's order, ends first.
 
         Args:
-            holder: whose.
-            blocks: how many.
-            may_go: asked of each node.
+            holder: the tier that gives the blocks up.
+            blocks: most blocks to take.
+            may_go: whether a node may be evicted.
             below: only hints of lower priority than this give way.
             deferred_first: hints whose requests are far off give way before all others, at any priority.
 
         Returns:
-            What left the tree; the caller frees it.
+            The blocks that left the tree; the caller frees them.
         """
         gone: list[Evicted] = []
         if blocks <= 0 or not self._hints:
             return gone
-        # A beginning that prompts share goes with the last of them: when all that mark it had their turn.
+        # A beginning that prompts share goes with the last of them, after all hints that mark it.
         turns: Counter[Node] = Counter()
         for hint in self._weakest_first(holder, deferred_first):
             if blocks <= 0:
@@ -302,15 +302,15 @@ class Retention:
         return gone
 
     def strongest_first(self, holder: Holder) -> list[Session]:
-        """Every announced session, as the policy orders them by what ``holder`` has of them."""
+        """Every announced session, in the policy's order for ``holder``, the strongest first."""
         return [
             Session(hint.id, hint.priority, hint.since, order, nodes)
             for order, hint, nodes in reversed(self._in_order(holder))
         ]
 
     def _weakest_first(self, holder: Holder, deferred_first: bool) -> list[_Hint]:
-        """Every hint; who gives way first comes first."""
-        if self._order is weakest_first:  # which does not ask what is held
+        """Every hint, in the order in which they give way."""
+        if self._order is weakest_first:  # this policy does not depend on a session's blocks
             found = sorted(self._hints.values(), key=lambda hint: hint.strength)
         else:
             found = [hint for _, hint, _ in self._in_order(holder)]
@@ -319,7 +319,9 @@ class Retention:
         return found
 
     def _in_order(self, holder: Holder) -> list[tuple[SortKey, _Hint, list[Node]]]:
-        """Every hint with what is known of its prompt; who gives way first comes first."""
+        """Every hint with its policy key and the cached nodes of its prompt, in the order in which they give
+        way.
+        """
         found: list[tuple[SortKey, _Hint, list[Node]]] = []
         for hint in self._hints.values():
             nodes = _upwards(hint.marked)

@@ -1,16 +1,16 @@
 """KV that other instances' requests left, kept in this instance's idle DRAM (KVDirect, section 7).
 
-An instance whose DRAM is full is about to lose prefixes that may be asked for again. The router has another
-one, whose DRAM is not, fetch them before (``router/dispatch/spilling.py``), within ``--kv-dram-for-others``.
-They are spilled blocks there: found, exported and loaded like any others, and the first to go. Nothing of the
-instance's own is evicted for them, they do not go on to its disk, and whatever it needs DRAM for takes theirs
-before anything else: those of the tenant with the most blocks first, of a tenant the oldest, and of a prompt
-the end first.
+An instance whose DRAM is full is about to lose prefixes that may be needed again. Before that, the router has
+an instance with free DRAM fetch them (``router/dispatch/spilling.py``), within ``--kv-dram-for-others``.
+They are spilled blocks there: found, exported and loaded like any others, and the first to be evicted. The
+instance evicts none of its own blocks for them, and does not write them to its disk. When it needs DRAM, it
+evicts spilled blocks before all others: those of the tenant with the most blocks first, of a tenant the
+oldest, and of a prompt the end first.
 
 A spilled block that a request of this instance uses, or that is announced to it, is its own from then on.
 
-An entry names blocks by their prompt, so it stands for the right nodes however these are split. All ranks
-decide alike: nothing here depends on anything but the tree. The scheduler's thread only.
+An entry names blocks by their prompt, so it refers to the right nodes also after nodes are split. All ranks
+decide alike: decisions depend on the tree only. The scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class SpilledCounters:
     """Blocks, since the start."""
 
     kept: int = 0
-    """Came from other instances, to be kept for them."""
+    """Fetched from other instances, to be kept for them."""
     used: int = 0
-    """Of these, requests of this instance used."""
+    """Kept blocks that requests of this instance used."""
     exported: int = 0
-    """Of these, other instances were given (again)."""
+    """Kept blocks that were exported to other instances again."""
     given_up: int = 0
-    """Of these, went because this instance needed the DRAM, or for newer ones."""
+    """Kept blocks that were evicted because this instance needed the DRAM, or for newer ones."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """The blocks of a prompt from ``start`` on, of which what is before is not spilled."""
+    """The spilled blocks of a prompt: those from ``start`` on. The blocks before are not spilled."""
 
     namespace: Hashable
     key: bytes
@@ -71,7 +71,7 @@ class Spilled:
         self.shown = 0
         """``blocks`` as of the last ``show``; from any thread."""
 
-    # -- what is there ------------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------
 
     @property
     def blocks(self) -> int:
@@ -79,7 +79,7 @@ class Spilled:
         return sum(node.blocks for entry in self._entries for node in self._nodes(entry))
 
     def show(self) -> None:
-        """Renew what other threads see."""
+        """Update ``shown`` for other threads."""
         self.shown = self.blocks if self._entries else 0
 
     def _nodes(self, entry: _Entry) -> list[Node]:
@@ -92,22 +92,22 @@ class Spilled:
                 yield end, node
 
     def _is_used(self, node: Node) -> bool:
-        # To be inserted has counted once.
+        # The insertion itself counted as one hit.
         return node.hits > 1 or self._hbm in node.placements or node in self._announced
 
     def _look(self) -> None:
-        """Take out what requests of this instance have used, and what has gone."""
+        """Remove blocks that requests of this instance have used, and blocks that have left DRAM."""
         entries: list[_Entry] = []
         for entry in self._entries:
             last = 0
             for end, node in list(self._held(entry)):
                 last = end
                 if self._is_used(node):
-                    # What is before a used block was used with it.
+                    # The blocks before a used block were used with it.
                     self.counters.used += end - entry.start
                     entry.start = end
             if last > entry.start:
-                # What comes to stand behind it later is not spilled.
+                # Blocks that are inserted behind these later are not spilled.
                 entry.key = entry.key[: last * self._tree.block_bytes]
                 entries.append(entry)
         self._entries = entries
@@ -115,8 +115,8 @@ class Spilled:
     # -- coming and going ---------------------------------------------------------------------------
 
     def make_room(self, blocks: int, free: int) -> list[Evicted]:
-        """Give up so many older blocks that up to ``blocks`` more fit into the limit, and into DRAM, of which
-        nobody has ``free`` blocks.
+        """Give up so many older blocks that up to ``blocks`` more fit into the limit, and into DRAM, where
+        ``free`` blocks are free.
 
         Returns:
             The blocks that left the tree; the caller frees them.
@@ -127,7 +127,7 @@ class Spilled:
         return self.give_up(over)
 
     def add(self, namespace: Hashable, key: bytes, start: int, blocks: int) -> None:
-        """The ``blocks`` blocks of a prompt's ``key`` from ``start`` on have come to be kept."""
+        """Register ``blocks`` blocks of a prompt's ``key`` from ``start`` on as spilled."""
         if blocks:
             self._entries.append(_Entry(namespace, key, start))
             self.counters.kept += blocks
@@ -175,7 +175,7 @@ class Spilled:
         return gone
 
     def on_export(self, nodes: Sequence[Node]) -> None:
-        """Another instance is given these nodes. What it has then is no loss here: that goes first."""
+        """These nodes are exported to another instance. Entries that have a copy there go first."""
         exported = set(nodes)
         for entry in self._entries:
             blocks = sum(node.blocks for node in self._nodes(entry) if node in exported)
@@ -188,7 +188,7 @@ class Spilled:
         self.shown = 0
 
     def check(self) -> None:
-        """Verify the limit. Raises AssertionError naming what is wrong."""
+        """Verify the limit. Raises AssertionError when it is exceeded."""
         if self.blocks > self.limit:
             raise AssertionError(f"{self.blocks} blocks are kept for others, {self.limit} may be")
 
