@@ -184,4 +184,4 @@ REQUESTS: Final = MetricTable("request", (
         REQUEST_BUCKETS,
     ),
 ))  # fmt: skip
-"""Of the requests of a server, whichever cache it has."""
+"""Of the requests of a server, with any cache."""

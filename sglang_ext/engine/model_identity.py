@@ -50,7 +50,7 @@ def kv_dtype(model_config: Any, dtype: object) -> str:
 
 
 Sums = Mapping[str, tuple[int, int]]
-"""Of each tensor: the sum of its words' hashes, and how many they are, without zeros."""
+"""Of each tensor: the sum of its nonzero words' hashes, and the number of these words."""
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -136,10 +136,10 @@ def _parts(owner: Any, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
 
 
 def _element_sum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Sum of the hashes of a tensor's words but zeros, and how many these are. A word is an element, or one
-    half or quarter of it, of two bytes. They are counted by value, which is faster than to hash each."""
+    """Sum of the hashes of a tensor's nonzero words, and their number. A word is an element, or one half or
+    quarter of it, of two bytes. Words are counted by value, which is faster than hashing each."""
     data = tensor.detach().contiguous().reshape(-1)
-    # Signed: few operations know unsigned words on every device.
+    # Signed: few operations support unsigned words on every device.
     words = data.view(torch.int8 if data.element_size() == 1 else torch.int16)
     values = 256 if words.dtype == torch.int8 else 1 << 16
     counts = torch.zeros(values, dtype=torch.int64, device=words.device)

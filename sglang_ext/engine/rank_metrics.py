@@ -2,7 +2,7 @@
 
 SGLang runs Prometheus in its multi-process mode, in which every process writes its values to files that the
 HTTP process reads. A metric therefore has to be made after SGLang has set that mode up, and reaches
-``/metrics`` from whatever registry it is in.
+``/metrics`` from any registry.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ KV stays in the tiers, and they go on from it later. A retraction costs the retr
 made only where waiting would be noticed. `weigh` decides, without side effects; `Retraction` measures decode
 steps, and makes all ranks of an instance decide alike.
 
-How long running requests run is known as a bound only: each ends by its ``max_new_tokens`` at the latest.
-The wait is expected to be that long, so that requests which may run long do give way.
+The remaining time of a running request is only bounded: it ends by its ``max_new_tokens`` at the latest. The
+wait is expected to be that long, so that requests which may run long do give way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNFELT: Final = 0.1
 _SMOOTHING: Final = 0.2
 """Weight of the newest decode step."""
 _LONGEST: Final = 4.0
-"""Times the steps before: as much as one step counts at most, because the server may have been paused."""
+"""Limit of one step, as a multiple of the average before, because the server may have been paused."""
 
 
 class Why(enum.Enum):

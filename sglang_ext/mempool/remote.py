@@ -1,7 +1,7 @@
 """MemServe's calls with an instance named (table 1): memory of another instance, which its owner has granted.
 
     memory = await RemoteMemory.alloc_mem(link, request, "hbm", blocks, calls)
-    memory.transfer(runs)           one-sided writes, as often as there is something to write
+    memory.transfer(runs)           one-sided writes; may be called many times
     await memory.landed(seconds)
     await memory.end()              reports the transfer as complete and returns the blocks to the owner; or
     await memory.free_mem()         returns the blocks once no write of this instance to them is under way

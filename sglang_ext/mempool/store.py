@@ -134,13 +134,13 @@ class StoreTier(Protocol):
         """
 
     def count(self, places: Any) -> int:
-        """How many blocks these places are."""
+        """The number of blocks at these places."""
 
     def part(self, places: Any, start: int, end: int) -> Any:
         """The places of blocks `start` to `end`."""
 
     def give_back(self, places: Any) -> None:
-        """Blocks that were taken, or were in the index, are free again."""
+        """Free blocks that were taken, or were in the index."""
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The places of a path, as one address."""
@@ -402,7 +402,7 @@ class Store:
     def transfer_with_insert(
         self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any
     ) -> InsertResult:
-        """As `insert`, for KV that another instance has computed."""
+        """Like `insert`, for KV that another instance has computed."""
         return self.insert(level, namespace, key, places, call=Call.TRANSFER_WITH_INSERT, **how)
 
     # -- reserving ------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ class Store:
         rank: float = -math.inf,
         source: str = "",
     ) -> Reservation | Refusal:
-        """As `reserve`, for so many blocks behind a node of the tier, `start` blocks into the prompt."""
+        """Like `reserve`, for `blocks` blocks behind a node of the tier, `start` blocks into the prompt."""
         tier = self.tiers[level]
         # The prefix that the blocks continue must not be evicted to make room for them.
         self.tree.lock(parent, tier.holder)

@@ -93,7 +93,7 @@ class Copies:
         return written
 
     def bring(self, slots: Any, blocks: BlockIds, done: Done) -> None:
-        """Start copying blocks to slots of HBM ahead of a request, after everything that a pass waits for."""
+        """Start copying blocks to slots of HBM ahead of a request, behind all loads that a pass waits for."""
 
         def brought() -> None:
             self.counters.prefetched += len(blocks)
@@ -103,7 +103,7 @@ class Copies:
         self._writes.pending.append((len(blocks), brought))
 
     def fill(self, slots: Any, blocks: BlockIds, layer: int, place: int, done: Done) -> None:
-        """Start copying one layer of blocks to slots of the layer region, after everything that a pass waits
+        """Start copying one layer of blocks to slots of the layer region, behind all loads that a pass waits
         for. See ``Mover.fill``."""
         self._mover.fill(slots, blocks, layer, place)
         self._writes.pending.append((0, done))
@@ -193,12 +193,12 @@ class Copies:
         return self._mover.writes_done(), self._mover.loads_done()
 
     def look(self) -> None:
-        """Take note of copies that have completed since the pass began, where no other rank has to agree."""
+        """Complete copies that have ended since the pass began, where no other rank has to agree."""
         if self._ranks.alone:
             self.act(self.propose())
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take note of copies that have completed on every rank."""
+        """Complete the copies that have ended on every rank."""
         if agreed:
             self._writes.complete(agreed[0])
             self._loads.complete(agreed[1])

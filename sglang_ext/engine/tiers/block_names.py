@@ -1,7 +1,7 @@
 """Names of blocks that outlive the process: the keys of the disk tier.
 
-In memory a block is found by its place in the tree. A name is a hash over everything the block's bytes follow
-from: model and weights, layout and shard, the tenant, and the tokens of the whole prefix (``keys``).
+In memory a block is found by its place in the tree. A name is a hash over all inputs that determine the
+block's bytes: model and weights, layout and shard, the tenant, and the tokens of the whole prefix (``keys``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BlockNames:
         """The version of a generation of weights; adapted: by an adapter."""
         version = self._weights.version(generation)
         if version is None or adapted:
-            # No later process can know that it has the same weights.
+            # No later process can verify that it has the same weights.
             version = f"{version or self.identity.weights_version}+{self._fresh}.{generation}"
         return version
 

@@ -178,7 +178,7 @@ class DiskWrites:
         keys = tuple(self.names.of_path(node, write.blocks))
 
         def done(result: Written) -> None:
-            """In the writer's thread, or in ours."""
+            """Runs in the writer's thread, or in the scheduler's."""
             refused = (outcome is not Outcome.DONE for outcome in result.outcomes)
             self._refused.update(itertools.compress(zip(keys, result.outcomes, strict=True), refused))
             write.written = result
@@ -298,7 +298,7 @@ class DiskWrites:
         return self._writer.pending_bytes
 
     def settle(self) -> None:
-        """Wait until everything submitted has been written or refused."""
+        """Wait until all submitted blocks have been written or refused."""
         self._writer.flush()
         self.act(self._ranks.at_once([write.durable for write in self._in_turns()]))
 

@@ -176,7 +176,7 @@ class DramTier:
             self._arena.free(places)
 
     def count(self, places: BlockIds) -> int:
-        """How many blocks these are."""
+        """The number of blocks."""
         return len(places)
 
     def part(self, places: BlockIds, start: int, end: int) -> BlockIds:

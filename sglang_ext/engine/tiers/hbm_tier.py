@@ -163,7 +163,7 @@ class HbmTier:
         return self._slots.keep(self._slots.join([]) if slots is None else slots)
 
     def count(self, places: Any) -> int:
-        """How many blocks these slots are."""
+        """The number of blocks at these slots."""
         return len(places) // self._tree.block_size
 
     def part(self, places: Any, start: int, end: int) -> Any:

@@ -7,7 +7,7 @@ there as hide the loading of the rest (`load_policy.layers_to_hold`).
 A slot of SGLang's pool spans all layers, so a layer alone is kept elsewhere: the region has *strips* of the
 pool's blocks, and the planes of any layer of a strip hold one layer of as many blocks of a session, a *cell*.
 The layers' planes are all alike, so that every byte of a strip can be used. At admission the slots are
-allocated as ever, and cells are copied to them within the device (`near`).
+allocated as usual, and cells are copied to them within the device (`near`).
 
 Strips are in the store's ledger (`Use.LAYERS`), count as evictable, and go back when the engine needs slots.
 A strip is worth as much as its best cell, and the strip of least worth goes first. The higher the layer of a

@@ -178,7 +178,7 @@ class DramPolicy:
     """
 
     OVERHEAD_SECONDS = 0.0005
-    """Of preparing a load, whatever its length: measured on a host of two cores (``docs/tiers.md``)."""
+    """Time to prepare a load of any length, measured on a host of two cores (``docs/tiers.md``)."""
 
     def __init__(self, block_tokens: int, block_bytes: int, *, always: bool, speeds: Speeds) -> None:
         self.block_tokens = block_tokens

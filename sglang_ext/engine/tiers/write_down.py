@@ -1,7 +1,7 @@
 """Copies new blocks to the tier below, in the background: from HBM to DRAM, and from there to disk.
 
 A block gets its DRAM placement when its copy is submitted, and the tree's DRAM lock holds it until the copy
-is complete. Nothing reads it before: the block is in HBM meanwhile, which every match prefers, and HBM gives
+is complete. No load reads it before: the block is in HBM meanwhile, which every match prefers, and HBM gives
 up a block whose copy is under way only after waiting for it. So a placement in the tree is always readable
 when it is needed, and losing the HBM copy later costs nothing.
 
@@ -140,7 +140,7 @@ class WriteDown:
     def has_copy(self, node: Node) -> bool:
         """Whether DRAM or the disk has a complete copy of ``node``, so that HBM may give it up for free.
 
-        Ask it of the last HBM node of a prefix only: a mark on it then means its own copy.
+        Call it with the last HBM node of a prefix only: a mark on that node then means its own copy.
         """
         if self._dram in node.placements:
             # While it is being copied the slots are read, even if the disk has it already.
