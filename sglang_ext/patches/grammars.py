@@ -14,20 +14,26 @@ Can go: when SGLang bounds the table in bytes.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
 MAX_BYTES: Final = 64 << 20
 """Of all compiled grammars of a scheduler, and as much again in the compiler."""
 ENTRY_BYTES: Final = 1024
 """Charged for an entry beside its text and its compiled form."""
 _SIZES: Final = "_sglang_ext_sizes"
+_COMPILER: Final = "grammar_compiler"
+_COMPILED: Final = "ctx"
+"""Attributes of xgrammar's backend and of its grammars."""
 
 
 def size_of(key: tuple[str, str], grammar: Any) -> int:
     """Bytes of an entry: the text, and the compiled form where there is one."""
-    compiled = getattr(grammar, "ctx", None)
+    compiled = getattr(grammar, _COMPILED, None)
     return ENTRY_BYTES + len(key[1]) + int(getattr(compiled, "memory_size_bytes", 0))
 
 
@@ -43,10 +49,16 @@ def after_set(result: None, backend: Any, key: tuple[str, str], value: Any) -> N
         oldest = next(iter(sizes))
         total -= sizes.pop(oldest)
         del backend.cache[oldest]
-    compiler, compiled = getattr(backend, "grammar_compiler", None), getattr(value, "ctx", None)
-    if compiler is not None and compiled is not None and compiler.cache_limit_bytes < 0:
-        limited = type(compiler)(compiled.tokenizer_info, cache_limit_bytes=MAX_BYTES)
-        backend.grammar_compiler = limited
+    if hasattr(backend, _COMPILER) and hasattr(value, _COMPILED):
+        _limit(backend, value)
+
+
+def _limit(backend: XGrammarGrammarBackend, grammar: Any) -> None:
+    """Replace a compiler that has no limit. Other backends have none, and grammars that failed no form."""
+    compiler = backend.grammar_compiler
+    if compiler.cache_limit_bytes < 0:
+        compiled: Any = getattr(grammar, _COMPILED)
+        backend.grammar_compiler = type(compiler)(compiled.tokenizer_info, cache_limit_bytes=MAX_BYTES)
 
 
 PATCH = hook_patch(
