@@ -125,8 +125,8 @@ class StoreTier(Protocol):
         """Free blocks."""
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
-        """Up to so many blocks, as `places` of the index: one entry per slot or block. Evicts older blocks
-        to make room.
+        """Take up to `blocks` blocks, as `places` of the index: one entry per slot or block. Evicts older
+        blocks to make room.
 
         Args:
             lose: last copies may be evicted too.
@@ -295,7 +295,7 @@ class Store:
         lose: bool = True,
         rank: float = -math.inf,
     ) -> Any | None:
-        """Take up to so many blocks of a tier (`whole`: so many or none). The caller gives them back
+        """Take up to `blocks` blocks of a tier (`whole`: all of them or none). The caller gives them back
         (`free_mem`) or has them inserted. Returns None for no blocks. See `StoreTier.take`.
         """
         tier = self.tiers[level]
@@ -366,7 +366,7 @@ class Store:
         return sum(each.blocks for each in gone)
 
     def clear(self) -> None:
-        """Delete everything that is in memory."""
+        """Delete all blocks in memory."""
         for level in sorted(self.tiers, reverse=True):
             self.tiers[level].clear()
         self.calls[Call.DELETE] += 1
@@ -391,8 +391,8 @@ class Store:
     # -- between instances ------------------------------------------------------------------------
 
     def transfer(self, level: Tier, tokens: int, source: str) -> Incoming:
-        """Register another instance's KV of so many tokens on its way into memory that a request owns. That
-        memory belongs to the engine and is not in the ledger.
+        """Register `tokens` tokens of another instance's KV on their way into memory that a request owns.
+        That memory belongs to the engine and is not in the ledger.
         """
         found = Incoming(self, level, tokens, source)
         self.incoming.append(found)

@@ -131,10 +131,10 @@ class Mover(Protocol):
         """
 
     def writes_done(self) -> int:
-        """How many writes are complete: tickets below this number."""
+        """The number of complete writes: those with tickets below it."""
 
     def loads_done(self) -> int:
-        """How many loads are complete: tickets below this number."""
+        """The number of complete loads: those with tickets below it."""
 
     def wait_layer(self, ticket: int, layer: int) -> None:
         """Return when every load up to ``ticket`` has brought local ``layer`` in.
@@ -207,7 +207,7 @@ class _Operation:
 
 
 _SOURCE_POLL_SECONDS = 0.0005
-"""How often to look whether a source has the next layer, when there is nothing else to copy."""
+"""Interval at which sources are polled for their next layer while no other copy is ready."""
 
 
 class ThreadMover:

@@ -139,7 +139,7 @@ class DramTier:
         return count
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
-        """Up to so many blocks of the arena; the caller fills them, and inserts or returns them.
+        """Take up to ``blocks`` blocks of the arena; the caller fills them, and inserts or returns them.
 
         Evicts older blocks to make room. Unless ``lose``, it evicts only blocks that are on disk too, and
         that were not announced or have a lower priority than ``rank``.
@@ -261,7 +261,7 @@ class DramTier:
     # -- whole ----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget every block; the tree has been emptied or is about to be."""
+        """Drop every block; the tree has been emptied or is about to be."""
         self.copies.settle()
         if self.region is not None:
             self.region.clear()

@@ -62,7 +62,7 @@ class HbmTier:
         return int(self._allocator.available_size())
 
     def evict(self, tokens: int) -> int:
-        """Give back at least so many slots, where so many may go. Returns the number given back."""
+        """Evict blocks to free at least ``tokens`` slots, where so many may go. Returns the slots freed."""
         missing = -(-tokens // self._tree.block_size)
         freed = 0
         below = self._below
@@ -86,7 +86,7 @@ class HbmTier:
         return freed * self._tree.block_size
 
     def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
-        """Free slots for up to so many blocks of an expected request, by evicting blocks that have a copy:
+        """Free slots for up to ``blocks`` blocks of an expected request, by evicting blocks that have a copy:
         those that were not used since ``unused_since``, and those held back for hints of lower priority.
         """
         below = self._below
@@ -118,21 +118,21 @@ class HbmTier:
         return 0 if region is None else region.give_up(blocks, above=above)
 
     def thin_out(self, blocks: int, priority: int) -> None:
-        """Free slots for so many blocks, for the lowest layers of several sessions, by evicting whole blocks
-        of announced sessions whose priority is not higher, where there is a copy.
+        """Free slots for ``blocks`` blocks, for the lowest layers of several sessions, by evicting whole
+        blocks of announced sessions whose priority is not higher, where there is a copy.
         """
         if self._below is not None and blocks > self.free_blocks:
             self._give_up(blocks - self.free_blocks, self._below.has_copy, below=priority + 1)
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        """Slots, evicting for them; None when there are not so many."""
+        """Allocate slots, evicting blocks to make room; None when too few can be freed."""
         shortage = tokens - self.free
         if shortage > 0:
             self.evict(shortage)
         return self.take_free(tokens)
 
     def take_free(self, tokens: int) -> torch.Tensor | None:
-        """Slots that are free now; None when there are not so many."""
+        """Allocate free slots without evicting; None when too few are free."""
         slots: torch.Tensor | None = self._allocator.alloc(tokens)
         return slots
 
@@ -145,7 +145,7 @@ class HbmTier:
 
     @property
     def exclusive(self) -> bool:
-        """Requests have slots too."""
+        """False: requests own slots of the pool too."""
         return False
 
     @property
@@ -154,7 +154,7 @@ class HbmTier:
         return self.free // self._tree.block_size
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
-        """Slots of up to so many blocks. Unless ``lose``, only free slots (see ``make_room``)."""
+        """Take slots of up to ``blocks`` blocks. Unless ``lose``, only free slots (see ``make_room``)."""
         step = self._tree.block_size
         if lose and blocks * step > self.free:
             self.evict(blocks * step - self.free)
@@ -171,7 +171,7 @@ class HbmTier:
         return places[start * self._tree.block_size : end * self._tree.block_size]
 
     def give_back(self, places: Any) -> None:
-        """Slots in the form in which the tree keeps them go back to SGLang."""
+        """Return slots, in the form in which the tree keeps them, to SGLang."""
         if len(places) and self._allocator is not None:
             self._allocator.free_segment(self._slots.join([places]), start_pos=0)
 
@@ -180,5 +180,5 @@ class HbmTier:
         return self._slots.keep(self._slots.join(parts))
 
     def clear(self) -> None:
-        """Forget every block. SGLang empties its pools itself."""
+        """Drop every block from the tree. SGLang empties its pools itself."""
         self._tree.drop_holder(self._hbm)

@@ -145,7 +145,7 @@ class LayerRegion:
         return list(self._cells.values())
 
     def layers_of(self, session: str) -> int:
-        """How many layers of a session are here, in full or in part."""
+        """The number of layers of a session that the region holds, in full or in part."""
         return len({cell.layer for cell in self._cells.values() if cell.session == session})
 
     def free_places(self) -> int:
@@ -153,7 +153,7 @@ class LayerRegion:
         return sum(self.n_layers - len(strip.cells) for strip in self._strips)
 
     def grow(self, strips: int) -> bool:
-        """Take so many more strips from free HBM, or none."""
+        """Take ``strips`` more strips from free HBM, or none."""
         taken: list[_Strip] = []
         for _ in range(strips):
             spare = self._store.reserve_spare(Tier.HBM, None, b"", Use.LAYERS, 0, self.strip_blocks)
@@ -231,7 +231,7 @@ class LayerRegion:
     # -- giving up ------------------------------------------------------------------------------
 
     def forget(self, ids: BlockIds) -> None:
-        """These blocks are no longer in DRAM."""
+        """Drop the copies of blocks that are no longer in DRAM."""
         for units in self._units.values():
             gone = units[ids]
             gone = gone[gone >= 0]
@@ -245,7 +245,7 @@ class LayerRegion:
                     self._drop(cell)
 
     def give_up(self, blocks: int, *, above: int = -1) -> int:
-        """Give back at least so many blocks of HBM, in whole strips. Returns the number of blocks.
+        """Give back at least ``blocks`` blocks of HBM, in whole strips. Returns the number of blocks.
 
         Args:
             above: only strips without a cell of this layer or a lower one.
@@ -269,8 +269,8 @@ class LayerRegion:
         return freed
 
     def displace(self, places: int, layer: int) -> bool:
-        """Free so many places for cells of a layer, by giving up cells of higher layers, and of sessions that
-        are not announced any more. Returns whether there are so many.
+        """Free ``places`` places for cells of a layer, by giving up cells of higher layers, and of sessions
+        that are not announced any more. Returns whether that many are free.
         """
         while self.free_places() < places:
             weaker = [
@@ -289,7 +289,7 @@ class LayerRegion:
         return (1.0, -cell.layer, *cell.order) if self._lives(cell.session) else (0.0, -cell.layer)
 
     def _drop(self, cell: Cell, *, keep: bool = False) -> None:
-        """keep: the strip stays, though it may be empty."""
+        """Drop a cell. keep: the strip stays, though it may be empty."""
         units = self._units.get(cell.layer)
         if units is not None and cell.landed:
             ours = cell.ids[units[cell.ids] // self.strip_blocks == cell.number]

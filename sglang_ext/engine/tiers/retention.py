@@ -253,7 +253,7 @@ class Retention:
         return min((hint.until for hint in self._hints.values()), default=math.inf)
 
     def clear(self) -> None:
-        """Forget every hint: the cache is about to be emptied."""
+        """Drop every hint: the cache is about to be emptied."""
         self.expire(math.inf)
 
     # -- order ------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Retention:
         below: float = math.inf,
         deferred_first: bool = False,
     ) -> list[Evicted]:
-        """Take up to so many announced blocks from ``holder``, in the policy's order, ends first.
+        """Take up to ``blocks`` announced blocks from ``holder``, in the policy's order, ends first.
 
         Args:
             holder: the tier that gives the blocks up.

@@ -115,8 +115,8 @@ class Spilled:
     # -- coming and going ---------------------------------------------------------------------------
 
     def make_room(self, blocks: int, free: int) -> list[Evicted]:
-        """Give up so many older blocks that up to ``blocks`` more fit into the limit, and into DRAM, where
-        ``free`` blocks are free.
+        """Give up older blocks until up to ``blocks`` more fit into the limit, and into DRAM, where ``free``
+        blocks are free.
 
         Returns:
             The blocks that left the tree; the caller frees them.
@@ -134,7 +134,7 @@ class Spilled:
             self.show()
 
     def give_up(self, blocks: int) -> list[Evicted]:
-        """Take up to so many spilled blocks from DRAM, by `_in_order`, of each prompt the end first.
+        """Take up to ``blocks`` spilled blocks from DRAM, by `_in_order`, of each prompt the end first.
 
         Returns:
             The blocks that left the tree; the caller frees them.
@@ -183,7 +183,7 @@ class Spilled:
             entry.returned = entry.returned or blocks > 0
 
     def clear(self) -> None:
-        """Forget everything: the cache is about to be emptied."""
+        """Drop all entries: the cache is about to be emptied."""
         self._entries = []
         self.shown = 0
 
