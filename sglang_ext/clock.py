@@ -71,5 +71,14 @@ class FairClock:
         """The owner's last item, which has this start tag, leaves the queue without being served."""
         self._ends[owner] = start
 
+    def rest(self) -> None:
+        """Nothing is queued any more: all owners start alike, and none is remembered."""
+        self._ends.clear()
+
+    @property
+    def owners(self) -> int:
+        """Owners whose last item is remembered."""
+        return len(self._ends)
+
     def __repr__(self) -> str:
         return f"FairClock(now={self.now:g}, owners={len(self._ends)})"

@@ -119,6 +119,8 @@ class FairPool:
             else:
                 work.done.set_result(ended.result())
         self._begin()
+        if not (self.running or self._short or self._long):
+            self._clock.rest()
 
     def close(self) -> None:
         """End the threads, and cancel queued items."""

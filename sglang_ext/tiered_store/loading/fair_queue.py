@@ -73,8 +73,13 @@ class FairQueue(Generic[T]):
         if not line:
             del self._lines[owner]
         self._clock.advance(queued.start)
+        self._rest()
         self.nbytes -= queued.nbytes
         return queued.item
+
+    def _rest(self) -> None:
+        if not self._lines:
+            self._clock.rest()
 
     def _next_owner(self) -> Hashable:
         return min(self._lines, key=lambda owner: self._lines[owner][0].place)
@@ -110,6 +115,7 @@ class FairQueue(Generic[T]):
         if not line:
             del self._lines[owner]
         self._clock.take_back(owner, queued.start)
+        self._rest()
         self.nbytes -= queued.nbytes
         return queued.item
 
@@ -119,6 +125,8 @@ class FairQueue(Generic[T]):
             raise AssertionError("a tenant without items has a line")
         if self.nbytes != sum(queued.nbytes for line in self._lines.values() for queued in line):
             raise AssertionError(f"{self.nbytes} bytes are counted, which is not the sum of the items")
+        if not self._lines and self._clock.owners:
+            raise AssertionError("an empty queue remembers tenants")
         for owner, line in self._lines.items():
             places = [queued.place for queued in line]
             if places != sorted(places):
