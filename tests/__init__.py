@@ -1,1 +1,1 @@
-"""Tests, by the package that they test; `support` is what they have in common with benchmarks and scripts."""
+"""Tests, by the package that they test; `support` is shared with benchmarks and scripts."""

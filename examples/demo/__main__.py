@@ -46,7 +46,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Flagged):
-    """What the demo is told."""
+    """Flags of the demo."""
 
     prog = "python -m examples.demo"
     description = (

@@ -1,4 +1,4 @@
-"""``python -m scripts.following``: what a follower of SGLang reads and records.
+"""``python -m scripts.following``: reads and records the changes of a new SGLang release.
 
 Reads source only, as ``python -m sglang_ext.patches --check`` does. pip fetches a version
 that is not installed.

@@ -1,4 +1,4 @@
-"""Prometheus metrics as rows of tables: what a part of the project publishes, and under which names.
+"""Prometheus metrics as rows of tables: the names and kinds that a part of the project publishes.
 
 A part makes its metrics in a registry of its own, never in the process-wide one, so that two parts of a kind
 can live in one process. The page of all metrics in the documentation is written from these tables.
@@ -44,7 +44,7 @@ class Metric:
     """One row of a table.
 
     name: without the prefix of its part, and without the ``_total`` that Prometheus appends to a counter's.
-    unit: of its value: what is counted, or `s`, `bytes`, `ratio`, `0 or 1`.
+    unit: of its value: the counted things, or `s`, `bytes`, `ratio`, `0 or 1`.
     buckets: of a histogram, ascending.
     """
 

@@ -124,7 +124,7 @@ class Rank:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
         cache_class, tier_class, copies_class, write_down_class: under test.
-        routed: tells routers what changes, and hears what they say.
+        routed: sends changes to routers, and receives their commands.
         transfers, peers: make them for this rank, which has its tiers by then.
         least, commands, priority_sign, takes_hints, check: see `Ranks` and `CacheParts`.
     """

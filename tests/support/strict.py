@@ -1,4 +1,4 @@
-"""A pytest plugin for strict runs: what a test leaves behind fails it, a hang ends with every stack shown.
+"""A pytest plugin for strict runs: leftovers of a test fail it, a hang ends with every stack shown.
 
 `pytest_plugins = ["tests.support.strict"]` in the top conftest.py. Needs pytest-timeout for the limits.
 

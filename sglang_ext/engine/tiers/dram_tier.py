@@ -5,7 +5,6 @@ Blocks that are also on disk are evicted before any others. ``write_down`` fills
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Container, Hashable, Sequence
 from functools import partial
@@ -25,8 +24,6 @@ from sglang_ext.own_functions import SortKey
 from sglang_ext.radix_global import Evicted, Holder, Node
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
 from sglang_ext.tiers import Tier
-
-logger = logging.getLogger(__name__)
 
 
 class Arena(Protocol):

@@ -77,7 +77,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     Args:
         params: SGLang's; pools, page size and whether to collect metrics.
-        parts: what it is made of.
+        parts: store, tiers and planners of the cache.
         host: takes requests of our own.
         router_commands: replies to routers; in rank 0, where there are routers.
     """

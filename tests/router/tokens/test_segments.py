@@ -174,7 +174,7 @@ def test_borders_are_searched_for_in_a_part_of_a_text_only() -> None:
     searched = 0
 
     class Places:
-        """Counts what is searched."""
+        """Counts the characters that are searched."""
 
         def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
             nonlocal searched
