@@ -1,4 +1,4 @@
-"""Output of ``sglang-ext cluster``: a live table on a terminal, a line per change elsewhere."""
+"""Output of ``sglang-ext cluster``: a live table on a terminal that rich can redraw, else lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Display:
     """Shows the parts of a cluster as its observer; ``with`` puts the terminal right at the end.
 
     Args:
-        console: where to; whether it is a terminal decides the form.
+        console: where to; whether it is a terminal that can be redrawn decides the form.
         log_dir: named once everything is ready.
         announce: print the address for requests once everything is ready.
     """
@@ -40,6 +40,8 @@ class Display:
         self._console = console
         self._log_dir = log_dir
         self._parts: dict[str, PartStatus] = {}
+        # rich draws nothing anew on a terminal that cannot move its cursor (TERM=dumb).
+        self._redraws = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
         self._announce_ready = announce
         self._announced = False
@@ -60,7 +62,7 @@ class Display:
 
     def changed(self, status: PartStatus) -> None:
         """See ``supervisor.Observer``."""
-        if self._console.is_terminal:
+        if self._redraws:
             busy = any(other.state in BUSY for other in self._parts.values())
             if busy and not self._live.is_started:
                 self._live.start(refresh=True)

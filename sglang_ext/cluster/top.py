@@ -214,7 +214,7 @@ class Arguments(RouterAddress):
     prog = PROG
     description = (
         "Watch a cluster as one of its routers sees it: instances, how full their tiers are, hits, hints and "
-        "transfers. q ends it."
+        "transfers. q ends it. Where the output is no terminal that can be redrawn, it is shown once."
     )
 
     once: bool = flag(False, "Show it once, and end.")
@@ -227,11 +227,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = Arguments.parse(arguments)
         router = given.client()
         seen = look(router)
-        if given.once or not sys.stdout.isatty():
-            # In a file or a pipe nothing is cut off.
-            Console(width=None if sys.stdout.isatty() else WIDE).print(view(seen))
+        # In a file or a pipe nothing is cut off.
+        console = Console(width=None if sys.stdout.isatty() else WIDE)
+        # rich draws nothing anew on a terminal that cannot move its cursor (TERM=dumb).
+        if given.once or not console.is_terminal or console.is_dumb_terminal:
+            console.print(view(seen))
         else:
-            _watch(router, seen, given.interval)
+            _watch(console, router, seen, given.interval)
     except SglangExtError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1
@@ -240,9 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _watch(router: RouterClient, seen: Seen, interval: float) -> None:
+def _watch(console: Console, router: RouterClient, seen: Seen, interval: float) -> None:
     """Show the cluster until the user types q."""
-    with _keys() as typed, Live(view(seen), screen=True, auto_refresh=False) as live:
+    with _keys() as typed, Live(view(seen), console=console, screen=True, auto_refresh=False) as live:
         while typed(interval) not in ("q", "Q"):
             before, seen = seen, look(router)
             live.update(view(seen, before), refresh=True)

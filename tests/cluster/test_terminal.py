@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from sglang_ext.cluster.lifecycle import State
@@ -34,9 +35,13 @@ def play(console: Console, folder: Path) -> None:
         display.changed(parts["server-0"])
 
 
-def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dumb", [False, True])
+def test_plain_lines_where_there_is_no_terminal_to_redraw(tmp_path: Path, dumb: bool) -> None:
     out = io.StringIO()
-    play(Console(file=out, width=60), tmp_path)
+    console = Console(file=out, width=60)
+    if dumb:
+        console = Console(file=out, width=120, force_terminal=True, _environ={"TERM": "dumb"}, no_color=True)
+    play(console, tmp_path)
     lines = out.getvalue().splitlines()
     assert lines[0] == f"server-0: starting, log {tmp_path / 'server-0.log'}"
     assert lines[1] == "server-0: ready after 2 s, http://127.0.0.1:30000"
