@@ -15,7 +15,7 @@ SMOKE := tests/patches tests/engine tests/test_plugin.py tests/integration/cache
 	tests/integration/pd/test_pd.py
 # Tests of the modules that `make setup` compiles.
 HOT := tests/fuzz tests/cost_model tests/radix_global tests/engine/cache tests/engine/events \
-	$(addprefix tests/router/,http index policies dispatch fleet telemetry tenancy api tokens app endpoints)
+	$(addprefix tests/router/,http index policies placing dispatch fleet telemetry tenancy api tokens app endpoints)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-sources smoke test-long test-rdma check compile current format docs docs-serve dist lock clean distclean

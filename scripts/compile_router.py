@@ -27,9 +27,9 @@ NATIVE = PACKAGE / "_native"
 ROUTER = (
     "http/messages", "http/body", "http/reader", "http/connection", "http/responder", "http/state",
     "http/upstream", "http/web_sites", "http/worker_connection", "index/memory", "index/prompt_trees",
-    "index/index", "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/questions",
-    "policies/spans", "dispatch/choosing", "dispatch/costs", "dispatch/fetching", "dispatch/flight",
-    "dispatch/forwarding", "dispatch/placing", "dispatch/queue_estimate", "dispatch/queueing",
+    "index/index", "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/fleet_queries",
+    "policies/spans", "dispatch/choosing", "placing/costs", "placing/fetching", "dispatch/flight",
+    "dispatch/forwarding", "placing/placing", "placing/queue_estimate", "dispatch/queueing",
     "dispatch/relaying", "fleet/fleet", "fleet/instance_record", "fleet/standing",
     "telemetry/local_metrics", "telemetry/observability", "telemetry/record", "tenancy/admit",
     "tenancy/request_fields", "api/generate", "api/prompts", "api/sse", "api/usage", "api/validation",

@@ -48,8 +48,8 @@ SHARES = {"fleets": 1, "servers": 1, "moving": 1, "others": 1}
 FAST_SHARES = {"servers": 1, "moving": 2, "others": 2}
 """The same for `--fast`, of parts that have tests without SGLang servers."""
 SOURCES = (
-    "tests/radix_global/test_tree.py", "tests/router/policies", "tests/router/http", "tests/router/dispatch",
-    "tests/router/app/test_service.py",
+    "tests/radix_global/test_tree.py", "tests/router/policies", "tests/router/http",
+    "tests/router/placing", "tests/router/dispatch", "tests/router/app/test_service.py",
 )  # fmt: skip
 """Tests of compiled modules that run with the sources, too; `make test-sources` has all of them."""
 RDMA = Path(__file__).resolve().parent.parent / "tests" / "rdma" / "run.sh"

@@ -78,8 +78,8 @@ PATCHES = folders(
 )
 ROUTER = folders(
     "router",
-    *("http", "api", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster", "dispatch"),
-    *("hints", "endpoints", "app", ""),
+    *("http", "api", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster", "placing"),
+    *("hints", "dispatch", "endpoints", "app", ""),
     below=("protocol", "radix_global", "radix_global.sync", "cost_model"),
 )
 MAY_IMPORT: dict[str, set[str]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sglang_ext.router.policies import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, beginners
 from sglang_ext.router.policies.base import Costs
-from sglang_ext.router.policies.questions import load_of, matched_tokens
+from sglang_ext.router.policies.fleet_queries import load_of, matched_tokens
 
 _home: dict[str, str] = {}
 

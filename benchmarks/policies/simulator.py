@@ -1,6 +1,6 @@
 """A simulated fleet under real policies: the router's own code decides, instances are models of instances.
 
-What is real: ``sglang_ext.router.policies``, ``sglang_ext.router.dispatch.costs`` with its queues and
+What is real: ``sglang_ext.router.policies``, ``sglang_ext.router.placing.costs`` with its queues and
 corrections, called as the router calls them. What is simulated: an instance computes what waits in passes, as
 SGLang fills them, each as long as its cost model says for what its cache really holds, and generates for the
 others meanwhile; its cache keeps the blocks used last, up to its size. The router learns of a cache's
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.policies.workloads import BLOCK_TOKENS, Blocks, SimSession
 from sglang_ext.cost_model import Batching, CostModel
-from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.policies import Instance, Match, Policy, PolicyOptions, Prompt
 
 

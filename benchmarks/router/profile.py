@@ -43,10 +43,10 @@ TOLD_S = 30.0
 BETWEEN = "event loop, parser, kernel"
 """Stage of what runs in C between callbacks."""
 STAGES = {
-    "radix_global": "index", "index": "index", "policies": "decision", "dispatch": "dispatch",
-    "fleet": "fleet", "http": "http", "api": "api", "tenancy": "admission", "app": "service",
-    "endpoints": "service", "tokens": "tokens", "telemetry": "telemetry", "hints": "hints",
-    "cost_model": "decision",
+    "radix_global": "index", "index": "index", "policies": "decision", "placing": "dispatch",
+    "dispatch": "dispatch", "fleet": "fleet", "http": "http", "api": "api", "tenancy": "admission",
+    "app": "service", "endpoints": "service", "tokens": "tokens", "telemetry": "telemetry",
+    "hints": "hints", "cost_model": "decision",
 }  # fmt: skip
 """Folder of a module -> stage; what is in none is a library's, or shared."""
 

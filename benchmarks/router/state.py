@@ -38,14 +38,14 @@ from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.dispatch.placing import PlacingOptions
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.http.types import Request, Responder
 from sglang_ext.router.index.index import Index
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import Fetching
+from sglang_ext.router.placing.placing import PlacingOptions
 from sglang_ext.router.policies import Instance, PolicyOptions, policy_named
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -86,7 +86,9 @@ class NoAgents(AgentChannels):
 class NoHints:
     """No request was announced."""
 
-    def expected_at(self, flight: Flight, fleet: tuple[Instance, ...]) -> None:
+    def expected_at(
+        self, scope: str, session: str | None, prompts: Sequence[Encoded], fleet: tuple[Instance, ...]
+    ) -> None:
         return None
 
 

@@ -10,8 +10,8 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of
 from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
-from sglang_ext.router.dispatch.advisory_book import HintLimits
 from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named
+from sglang_ext.router.hints.advisory_book import HintLimits
 from sglang_ext.router.hints.document_book import DocumentLimits
 from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.index.index import MODES as INDEX_MODES

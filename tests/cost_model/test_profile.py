@@ -29,7 +29,7 @@ from sglang_ext.cost_model import (
 )
 from sglang_ext.cost_model.profile import SCHEMA, directory, find
 from sglang_ext.errors import ConfigError
-from sglang_ext.router.dispatch.profiles import cost_model_for, load_named
+from sglang_ext.router.placing.profiles import cost_model_for, load_named
 from sglang_ext.tiers import Tier
 
 

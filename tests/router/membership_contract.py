@@ -16,9 +16,9 @@ import pytest
 from sglang_ext.clock import SystemClock
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.api.documents import Document
+from sglang_ext.router.cluster.broadcast import SessionAsked, Word
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import Intent, Member, Roster, encode_member
-from sglang_ext.router.cluster.words import SessionAsked, Word
 from sglang_ext.testing.waiting import until
 
 Make = Callable[[str], Membership]

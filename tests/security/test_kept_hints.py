@@ -8,8 +8,8 @@ from array import array
 from sglang_ext.engine.tiers.retention import Retention, path_of
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.router.dispatch.advisory_book import ENDED_KEPT_S, HintBook, HintLimits, Verdict
-from sglang_ext.router.dispatch.hint import Hint
+from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S, HintBook, HintLimits, Verdict
+from sglang_ext.router.hints.hint import Hint
 from sglang_ext.tiers import Tier
 
 NAMESPACE = ("tokens", None, None, None)

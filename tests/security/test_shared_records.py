@@ -15,12 +15,12 @@ from sglang_ext.clock import SystemClock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.router.api.documents import MAX_DOCUMENT_BYTES, decode_document
 from sglang_ext.router.cluster import membership_local, membership_redis
+from sglang_ext.router.cluster.broadcast import SessionKnown
 from sglang_ext.router.cluster.membership import RouterStatus
 from sglang_ext.router.cluster.membership_local import MAX_FRAME, LocalMembership
 from sglang_ext.router.cluster.membership_redis import MAX_WORD_BYTES, SYNC_S, RedisMembership
 from sglang_ext.router.cluster.redis_records import SESSIONS_AT_ONCE
 from sglang_ext.router.cluster.roster import encode_member
-from sglang_ext.router.cluster.words import SessionKnown
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.waiting import until
 from tests.support.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed

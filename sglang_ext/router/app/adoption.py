@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.profiles import AUTO, cost_model_for
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.worker import LEARN_TIMEOUT_S, WorkerApi
 from sglang_ext.router.index.index import Index
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.profiles import AUTO, cost_model_for
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 from sglang_ext.tasks import Rounds
 

@@ -22,16 +22,11 @@ from sglang_ext.router.cluster.shared_replays import SharedReplays
 from sglang_ext.router.cluster.stock_links import StockLinks
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.aborting import Aborting
-from sglang_ext.router.dispatch.advisory_book import HintBook
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
-from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.explain import Explainer, Stories
-from sglang_ext.router.dispatch.fetching import Fetching
-from sglang_ext.router.dispatch.flight import Flights, Homes
+from sglang_ext.router.dispatch.flight import Flights, Homes, learning_sessions
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
-from sglang_ext.router.dispatch.placing import PlacingOptions
-from sglang_ext.router.dispatch.profiles import load_named
 from sglang_ext.router.dispatch.queueing import Admission, queue_policy_named
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.spilling import Spilling
@@ -54,9 +49,10 @@ from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.worker import WorkerApi
 from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.advisory_book import HintBook
 from sglang_ext.router.hints.document_book import DocumentBook
 from sglang_ext.router.hints.documents import Documents
-from sglang_ext.router.hints.hints_elsewhere import HintsElsewhere
+from sglang_ext.router.hints.remote_hints import HintsElsewhere
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.hints.shared_hints import SharedHints, SharedSessions
 from sglang_ext.router.http.server import HttpServer, limits_within, raise_file_limit
@@ -64,6 +60,10 @@ from sglang_ext.router.http.tls import server_context, worker_context
 from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.router.http.web_sites import sites_of
 from sglang_ext.router.index.index import Index
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import Fetching
+from sglang_ext.router.placing.placing import PlacingOptions
+from sglang_ext.router.placing.profiles import load_named
 from sglang_ext.router.policies import PolicyOptions, policy_named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import open_tracing
@@ -282,7 +282,7 @@ class Parts:
             self.mover,
             suspects,
             on_background=self.background.keep,
-            on_learnt=(self.advisor.learn, self.spilling.learn),
+            on_learnt=(learning_sessions(sessions), self.spilling.learn),
             explains=config.explain_routing,
         )
 

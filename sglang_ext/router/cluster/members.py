@@ -18,9 +18,9 @@ from sglang_ext.errors import PeerError, UserError
 from sglang_ext.protocol.agent import Beat
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S, Registered, Registration, RoleName
 from sglang_ext.router.api.documents import Document
+from sglang_ext.router.cluster.broadcast import Speaker, Word
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
-from sglang_ext.router.cluster.words import Speaker, Word
 from sglang_ext.router.fleet.compatibility import Compatibility
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.health import HealthWatch

@@ -33,8 +33,8 @@ import msgspec
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document
+from sglang_ext.router.cluster.broadcast import Word
 from sglang_ext.router.cluster.roster import Member
-from sglang_ext.router.cluster.words import Word
 from sglang_ext.router.tenancy.bounded import Bounded
 
 MEMBER_TTL_S = 60.0

@@ -30,6 +30,7 @@ from sglang_ext.errors import ConfigError, PeerError
 from sglang_ext.folders import own_folder
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import MAX_DOCUMENT_BYTES, Document, decode_document
+from sglang_ext.router.cluster.broadcast import Word, decode_word, encode_word
 from sglang_ext.router.cluster.membership import (
     MAX_SESSION_CHARACTERS,
     ROUTER_TTL_S,
@@ -38,7 +39,6 @@ from sglang_ext.router.cluster.membership import (
     Sightings,
 )
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member, encode_member
-from sglang_ext.router.cluster.words import Word, decode_word, encode_word
 from sglang_ext.router.http.spare_files import SpareFiles
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.tasks import Rounds, Tasks

@@ -33,6 +33,7 @@ from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
+from sglang_ext.router.cluster.broadcast import Begun, Word, decode_word, encode_word
 from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, Listener, RouterStatus, Sightings
 from sglang_ext.router.cluster.redis_records import (
     MAX_RECORD_BYTES,
@@ -42,7 +43,6 @@ from sglang_ext.router.cluster.redis_records import (
     RedisRecords,
 )
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
-from sglang_ext.router.cluster.words import Begun, Word, decode_word, encode_word
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.tasks import Rounds
 

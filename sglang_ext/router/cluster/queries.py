@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from sglang_ext.errors import UserError
-from sglang_ext.router.cluster.words import Query, Reply, SyncAsked, Synced, Word
+from sglang_ext.router.cluster.broadcast import Query, Reply, SyncAsked, Synced, Word
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.signals import Signal
 from sglang_ext.tasks import Tasks

@@ -49,7 +49,7 @@ _NAMES: Final[Mapping[Role, RoleName]] = {Role.PREFILL: "prefill", Role.DECODE: 
 
 
 class Knows(Protocol):
-    """The parts of ``dispatch.costs.RouterCosts`` used here."""
+    """The parts of ``placing.costs.RouterCosts`` used here."""
 
     def said(self, name: str) -> Load | None:
         """The load in an instance's last heartbeat, while that is recent."""

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.router.cluster.broadcast import LimitUsed, Word
 from sglang_ext.router.cluster.membership import ROUTER_TTL_S
-from sglang_ext.router.cluster.words import LimitUsed, Word
 from sglang_ext.router.tenancy.tenants import KeyRing, Meter, Use
 from sglang_ext.signals import Signal
 

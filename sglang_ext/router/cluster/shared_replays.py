@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey, Replays, signed_part
-from sglang_ext.router.cluster.words import SignatureUsed, Word
+from sglang_ext.router.cluster.broadcast import SignatureUsed, Word
 from sglang_ext.router.http.types import Request
 from sglang_ext.signals import Signal
 

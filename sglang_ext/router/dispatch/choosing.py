@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.explain import Choice
-from sglang_ext.router.dispatch.fetching import Fetching, is_movable
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.dispatch.hint import Place
-from sglang_ext.router.dispatch.placing import Placement, PlacingOptions, place
 from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.hint import Place
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import Fetching, is_movable
+from sglang_ext.router.placing.placing import Placement, PlacingOptions, place
 from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import NOTHING
-from sglang_ext.router.policies.questions import matched_tokens, named
+from sglang_ext.router.policies.fleet_queries import matched_tokens, named
 from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.tokens.encoded import Encoded
 
 RETRY_AFTER_S = 1
 
@@ -39,7 +41,9 @@ class Routing:
 class Expectations(Protocol):
     """Hints for requests that have not come yet (``advising``)."""
 
-    def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
+    def expected_at(
+        self, scope: str, session: str | None, prompts: Sequence[Encoded], fleet: Instances
+    ) -> Place | None:
         """End the hint that announced a request. Returns its place if the instances still can take the
         request, without the decode instance if only that one cannot."""
 
@@ -87,8 +91,10 @@ class Chooser:
         if not fleet:  # a fleet that is not empty has an instance that can begin: see ``Fleet.usable``
             return None
         matches = self._matches(flight)
-        expected = self._expectations.expected_at(flight, fleet) if not excluded else None
-        announced = None
+        expected = announced = None
+        if not excluded:
+            scope, session = flight.record.caller.scope, flight.admitted.session
+            expected = self._expectations.expected_at(scope, session, flight.prompts, fleet)
         if expected is not None:
             held = matched_tokens(matches, expected.instance)
             announced = Decision(expected.instance, Reason.ADVISED, held, decode=expected.decode)

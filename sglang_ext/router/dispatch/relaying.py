@@ -12,12 +12,10 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.stream_splice import NoContinuation
 from sglang_ext.router.api.usage import StreamReader, Usage, answer_id, read_answer
-from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
 from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, meeting_point, run_beside
-from sglang_ext.router.dispatch.placing import Placement
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.lifecycle import State
@@ -31,6 +29,8 @@ from sglang_ext.router.http.types import (
     UpstreamResponse,
 )
 from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.placing import Placement
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import splice
@@ -367,8 +367,8 @@ class Relay:
                 if prompts[index].tokens is not None:
                     whole = prompts[index].key + key
                     self._trees.confirm(prompts[index].namespace, whole, instance)
-                    for told in self._on_learnt:
-                        told(flight, prompts[index].namespace, whole)
+                    for learnt in self._on_learnt:
+                        learnt(flight, prompts[index].namespace, whole)
 
         async def learn_later() -> None:
             learn(await self._tokenizers.continuations(texts, salts, flight.record.budget))

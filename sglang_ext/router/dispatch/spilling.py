@@ -21,11 +21,11 @@ from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Beat, Export, Fetch, Fetched, FetchSpan, Fill, FromAgent, Source
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.fetching import movable
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.index.conversations import Conversation, Conversations
 from sglang_ext.router.index.index import Index
+from sglang_ext.router.placing.fetching import movable
 from sglang_ext.router.policies.spilling import (
     Memory,
     Prefix,

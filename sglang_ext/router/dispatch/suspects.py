@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from sglang_ext.clock import Clock
-from sglang_ext.router.cluster.words import RequestLost, Word
+from sglang_ext.router.cluster.broadcast import RequestLost, Word
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.signals import Signal
 
@@ -60,7 +60,7 @@ def ends_servers(losses: Sequence[Loss], now: float) -> bool:
 
 
 class Suspects:
-    """Requests that instances' deaths interrupted. A speaker among routers (``words.Speaker``).
+    """Requests that instances' deaths interrupted. A speaker among routers (``broadcast.Speaker``).
 
     Args:
         router: which router this is.

@@ -21,14 +21,14 @@ from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, check_length, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
-from sglang_ext.router.dispatch.advisory_book import Answer, Verdict
 from sglang_ext.router.dispatch.choosing import no_worker
-from sglang_ext.router.dispatch.hint import ENDED, Entry, Hint, State
 from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.advisory_book import Answer, Verdict
 from sglang_ext.router.hints.documents import Documents
-from sglang_ext.router.hints.hints_elsewhere import Copy
+from sglang_ext.router.hints.hint import ENDED, Entry, Hint, State
+from sglang_ext.router.hints.remote_hints import Copy
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import admit_hint

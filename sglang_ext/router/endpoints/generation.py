@@ -33,7 +33,6 @@ from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worke
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
 from sglang_ext.router.dispatch.flight import Flight, Flights, home_lost
 from sglang_ext.router.dispatch.pairs import HalfFailed
-from sglang_ext.router.dispatch.placing import Placement
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
@@ -43,6 +42,7 @@ from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
+from sglang_ext.router.placing.placing import Placement
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import admit, cannot_be_kept_apart

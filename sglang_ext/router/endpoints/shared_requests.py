@@ -9,8 +9,7 @@ from typing import Any
 import orjson
 
 from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
-from sglang_ext.router.cluster.queries import Queries
-from sglang_ext.router.cluster.words import (
+from sglang_ext.router.cluster.broadcast import (
     AbortAsked,
     Aborted,
     ExplainAsked,
@@ -18,6 +17,7 @@ from sglang_ext.router.cluster.words import (
     ResponseAsked,
     ResponseKept,
 )
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.explain import Explainer
 from sglang_ext.router.dispatch.flight import Homes, no_home

@@ -26,7 +26,7 @@ from sglang_ext.router.fleet.standing import Standing
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
 from sglang_ext.router.policies.base import Role
-from sglang_ext.router.policies.questions import all_colocated, paired
+from sglang_ext.router.policies.fleet_queries import all_colocated, paired
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.signals import Signal
 

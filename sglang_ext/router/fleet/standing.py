@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from sglang_ext.router.policies.base import Fleet, Instance, Role, WholeFleet
-from sglang_ext.router.policies.questions import load_of
+from sglang_ext.router.policies.fleet_queries import load_of
 
 
 class Standing:

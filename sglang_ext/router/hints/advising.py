@@ -9,7 +9,7 @@ other. So no session sticks to an instance, and a wrong, late or repeated hint c
 With prefill-decode disaggregation the place is a pair, and each of the two brings up its own KV. If the
 decode instance goes away, another one is chosen and the hint lives on: its KV is at the prefill instance.
 
-``dispatch.placing`` decides as for requests, over a fleet in which expected requests count as load.
+``placing.placing`` decides as for requests, over a fleet in which expected requests count as load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,26 +29,26 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advised, FetchSpan, FromAgent, Withdraw
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook, Verdict
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.fetching import Fetching
-from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.dispatch.hint import BUSY, ENDED, Entry, Hint, Place, State
-from sglang_ext.router.dispatch.placing import Placement, PlacingOptions, fetches_everywhere, place
 from sglang_ext.router.fleet.fleet import Fleet
-from sglang_ext.router.hints.hints_elsewhere import Copy, HintsElsewhere
+from sglang_ext.router.hints.advisory_book import REPEATED, Answer, HintBook, Verdict
+from sglang_ext.router.hints.hint import BUSY, ENDED, Entry, Hint, Place, State
+from sglang_ext.router.hints.remote_hints import Copy, HintsElsewhere
 from sglang_ext.router.hints.session_memory import Known, SessionMemory
 from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import Fetching
+from sglang_ext.router.placing.placing import Placement, PlacingOptions, fetches_everywhere, place
 from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import assembled, without
+from sglang_ext.router.policies.fleet_queries import decoders_for, named
 from sglang_ext.router.policies.prompt_tree import is_ahead
-from sglang_ext.router.policies.questions import decoders_for, named
 from sglang_ext.router.policies.simple import balanced
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
@@ -517,15 +517,16 @@ class Advisor:
 
     # -- requests -----------------------------------------------------------------------------------
 
-    def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
+    def expected_at(
+        self, scope: str, session: str | None, prompts: Sequence[Encoded], fleet: Instances
+    ) -> Place | None:
         """End the hint that announced a request. Returns its place if the instances still can take the
         request, without the decode instance if only that one cannot."""
-        if not (len(self.book) or len(self.elsewhere)) or len(flight.prompts) != 1:
+        if not (len(self.book) or len(self.elsewhere)) or len(prompts) != 1:
             return None
-        (prompt,) = flight.prompts
-        scope, now = flight.record.caller.scope, self._clock.monotonic()
-        self._expire(now)
-        place = self._claimed(scope, prompt.namespace, prompt.key, flight.admitted.session)
+        (prompt,) = prompts
+        self._expire(self._clock.monotonic())
+        place = self._claimed(scope, prompt.namespace, prompt.key, session)
         if place is None or not self._can_take(place.instance, beginners(fleet)):
             return None
         prefill = named(fleet, place.instance)
@@ -556,11 +557,6 @@ class Advisor:
         return any(
             known.name == name and not is_ahead(known, least, self._options.thresholds) for known in fleet
         )
-
-    def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
-        """A session's conversation ends with ``key`` now."""
-        if flight.admitted.session is not None and len(flight.prompts) == 1 and namespace[0] == "tokens":
-            self.sessions.learn(flight.admitted.session, namespace, key)
 
     # -- time ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.errors import InternalError
 from sglang_ext.router.api.documents import Document
-from sglang_ext.router.dispatch.hint import Hint
+from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.tenancy.bounded import ENTRY_BYTES, Bounded, size_of
 
 LEASE_S = 60.0

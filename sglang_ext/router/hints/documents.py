@@ -29,9 +29,6 @@ from sglang_ext.router.api.documents import (
 from sglang_ext.router.api.hints import parse_advisory
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.fetching import Fetching
-from sglang_ext.router.dispatch.placing import gathering_plan
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.document_book import (
@@ -47,6 +44,9 @@ from sglang_ext.router.hints.whereabouts import whereabouts
 from sglang_ext.router.http.body import BodyBudget
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import Fetching
+from sglang_ext.router.placing.placing import gathering_plan
 from sglang_ext.router.policies import beginners
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import DocumentNote, Record

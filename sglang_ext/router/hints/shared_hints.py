@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from sglang_ext.clock import Clock
-from sglang_ext.router.cluster.queries import Queries
-from sglang_ext.router.cluster.words import (
+from sglang_ext.router.cluster.broadcast import (
     HintRepeated,
     HintSaid,
     HintTaken,
@@ -17,9 +16,10 @@ from sglang_ext.router.cluster.words import (
     SessionKnown,
     Word,
 )
-from sglang_ext.router.dispatch.hint import Entry, State
+from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.hints.advising import Advisor
-from sglang_ext.router.hints.hints_elsewhere import Copy
+from sglang_ext.router.hints.hint import Entry, State
+from sglang_ext.router.hints.remote_hints import Copy
 from sglang_ext.router.hints.session_memory import Known, SessionMemory
 from sglang_ext.signals import Signal
 

@@ -19,8 +19,8 @@ from sglang_ext.router.policies.base import (
     Role,
 )
 from sglang_ext.router.policies.cost import auto, cost
+from sglang_ext.router.policies.fleet_queries import beginners
 from sglang_ext.router.policies.prompt_tree import prompt_tree
-from sglang_ext.router.policies.questions import beginners
 from sglang_ext.router.policies.simple import least_load, random_choice, round_robin, session
 
 POLICIES: dict[str, Policy] = {

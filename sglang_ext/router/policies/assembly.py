@@ -27,8 +27,7 @@ from sglang_ext.router.policies.base import (
     Reason,
     Role,
 )
-from sglang_ext.router.policies.plan import Pricing
-from sglang_ext.router.policies.questions import (
+from sglang_ext.router.policies.fleet_queries import (
     all_colocated,
     all_trusted,
     beginners,
@@ -38,6 +37,7 @@ from sglang_ext.router.policies.questions import (
     matched_tokens,
     named,
 )
+from sglang_ext.router.policies.plan import Pricing
 
 logger = logging.getLogger("router.policies")
 

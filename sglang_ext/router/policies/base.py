@@ -60,7 +60,7 @@ class Instance(msgspec.Struct, frozen=True):
     """Its snapshot has not arrived: the index trusts its events so far, and it may hold more."""
     handover: str = ""
     """Compatibility key of a prefill or decode instance; empty when unknown. Instances whose keys do not fit
-    are never paired (``questions.decoders_for``)."""
+    are never paired (``fleet_queries.decoders_for``)."""
 
 
 Fleet: TypeAlias = tuple[Instance, ...]
@@ -69,7 +69,7 @@ Fleet: TypeAlias = tuple[Instance, ...]
 
 class WholeFleet(tuple[Instance, ...]):
     """A fleet with cached answers to the questions that each request asks about all instances
-    (``questions``), of which there may be a thousand. A part of it is an ordinary tuple."""
+    (``fleet_queries``), of which there may be a thousand. A part of it is an ordinary tuple."""
 
     colocated: bool
     """Every instance does all of a request."""
@@ -78,7 +78,7 @@ class WholeFleet(tuple[Instance, ...]):
     awaited: bool
     """The snapshot of at least one instance has not arrived."""
     least: Instance
-    """The least loaded, by ``questions.load_of``."""
+    """The least loaded, by ``fleet_queries.load_of``."""
     most_in_flight: int
     places: dict[str, int]
     """Position of each instance, by name."""
@@ -216,7 +216,7 @@ class PolicyOptions:
 
 
 class Costs(Protocol):
-    """Expected durations in seconds (``router/dispatch/costs.py``; MemServe, section 5.3).
+    """Expected durations in seconds (``router/placing/costs.py``; MemServe, section 5.3).
 
     Implementations guarantee that no result is negative or NaN, that infinity means "not possible", and that
     more new tokens or a longer context never take less time.

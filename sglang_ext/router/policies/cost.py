@@ -41,9 +41,9 @@ from sglang_ext.router.policies.base import (
     Reason,
     Role,
 )
+from sglang_ext.router.policies.fleet_queries import beginners, for_want_of, load_of
 from sglang_ext.router.policies.plan import Pricing
 from sglang_ext.router.policies.prompt_tree import prompt_tree
-from sglang_ext.router.policies.questions import beginners, for_want_of, load_of
 from sglang_ext.router.policies.spans import fetches_of, price_at
 
 

@@ -39,7 +39,7 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
 )
-from sglang_ext.router.policies.questions import (
+from sglang_ext.router.policies.fleet_queries import (
     holders_among,
     in_flight_range,
     least_loaded,

@@ -20,7 +20,7 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
 )
-from sglang_ext.router.policies.questions import load_of, matched_tokens
+from sglang_ext.router.policies.fleet_queries import load_of, matched_tokens
 
 AS_BUSY: Final = 1
 """Instances with requests in flight count as equally busy if they differ by at most this many."""

@@ -29,7 +29,7 @@ from sglang_ext.patches.adapter.build_transfers import endpoint_config, make_pee
 from sglang_ext.protocol.agent import Advise
 from sglang_ext.radix_global import Holder
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.dispatch.placing import PlacingOptions, gathering_plan, place
+from sglang_ext.router.placing.placing import PlacingOptions, gathering_plan, place
 from sglang_ext.router.policies import Decision, Fetch, Instance, Match, PolicyOptions, Prompt, Reason
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.tiers import Tier

@@ -15,8 +15,8 @@ from test_tenants import A, B, bearer, keys_file
 
 from sglang_ext.protocol.agent import Advised
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.cluster.words import SyncAsked
-from sglang_ext.router.dispatch.hint import State
+from sglang_ext.router.cluster.broadcast import SyncAsked
+from sglang_ext.router.hints.hint import State
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.workers import Gate
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.cluster.words import Word, decode_word, encode_word
+from sglang_ext.router.cluster.broadcast import Word, decode_word, encode_word
 from sglang_ext.router.dispatch.suspects import (
     MAX_SUSPECTS,
     MOST_DEATHS,

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.fleet.standing import Standing
+from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.policies import Instance, Match, PolicyOptions, Prompt, Role, prompt_tree
-from sglang_ext.router.policies.questions import (
+from sglang_ext.router.policies.fleet_queries import (
     all_colocated,
     all_trusted,
     any_awaited,

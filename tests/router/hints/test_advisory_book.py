@@ -11,8 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import encode_tokens
-from sglang_ext.router.dispatch.advisory_book import ENDED_KEPT_S, HintBook, HintLimits, Verdict
-from sglang_ext.router.dispatch.hint import ENDED, TRANSITIONS, Entry, Hint, Place, State
+from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S, HintBook, HintLimits, Verdict
+from sglang_ext.router.hints.hint import ENDED, TRANSITIONS, Entry, Hint, Place, State
 
 SPACE = ("space",)
 

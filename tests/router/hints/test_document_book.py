@@ -7,7 +7,6 @@ import pytest
 
 from sglang_ext.errors import InternalError
 from sglang_ext.router.api.documents import Document
-from sglang_ext.router.dispatch.hint import Hint
 from sglang_ext.router.hints.document_book import (
     LEAST_BLOCKS,
     DocumentBook,
@@ -16,6 +15,7 @@ from sglang_ext.router.hints.document_book import (
     Lease,
     places,
 )
+from sglang_ext.router.hints.hint import Hint
 
 BLOCK = 16
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.hint import Place
-from sglang_ext.router.dispatch.placing import Placement, PlacingOptions
+from sglang_ext.router.hints.hint import Place
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.placing import Placement, PlacingOptions
 from sglang_ext.router.policies import Instance, Match, PolicyOptions, Reason, Role, policy_named
 from sglang_ext.router.policies.plan import Plan
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNSENT, FetchNote
@@ -30,7 +30,7 @@ class Announced:
     def __init__(self, place: Place | None) -> None:
         self.place = place
 
-    def expected_at(self, flight: Any, fleet: Any) -> Place | None:
+    def expected_at(self, scope: Any, session: Any, prompts: Any, fleet: Any) -> Place | None:
         return self.place
 
 
@@ -69,7 +69,8 @@ def choose(
     routing = choosing.Routing(name="prompt-tree", placing=placing)
     expectations = Announced(Place("b") if announced else None)
     chooser = choosing.Chooser(routing, fleet, trees, costs, metrics, Fetches(end), expectations)
-    record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000)
+    caller = SimpleNamespace(scope="")
+    record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000, caller=caller)
     flight: Any = SimpleNamespace(
         admitted=SimpleNamespace(session="s"),
         prompts=[Encoded(("tokens", None, None, None), KEY, 1000)],

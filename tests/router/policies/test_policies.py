@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.fleet.standing import Standing
+from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.policies import (
     POLICIES,
     Decision,
@@ -28,7 +28,7 @@ from sglang_ext.router.policies import (
     round_robin,
 )
 from sglang_ext.router.policies.assembly import guarded
-from sglang_ext.router.policies.questions import load_of
+from sglang_ext.router.policies.fleet_queries import load_of
 
 OPTIONS = PolicyOptions(
     cache_threshold=0.3, balance_abs_threshold=8, balance_rel_threshold=1.5, tie_tokens=16

@@ -31,7 +31,7 @@ from typing import Protocol
 
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.router.dispatch.hint import BUSY, ENDED, TRANSITIONS, Entry, Hint, Place, State
+from sglang_ext.router.hints.hint import BUSY, ENDED, TRANSITIONS, Entry, Hint, Place, State
 from sglang_ext.router.tenancy.bounded import ENTRY_BYTES
 from sglang_ext.router.tenancy.rate import TokenBucket
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from sglang_ext.cost_model import Batching, CostModel, Passes
 from sglang_ext.cost_model.batch import ANY
 from sglang_ext.protocol.agent import Load
-from sglang_ext.router.dispatch.queue_estimate import Entry, QueueEstimate
-from sglang_ext.router.dispatch.transfer_times import TransferTimes
+from sglang_ext.router.placing.queue_estimate import Entry, QueueEstimate
+from sglang_ext.router.placing.transfer_times import TransferTimes
 from sglang_ext.router.policies.base import Instance, Role
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.local_metrics import LocalHistograms

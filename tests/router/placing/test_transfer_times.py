@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.router.dispatch.transfer_times import BOUND, HALF_LIFE_S, PRIOR_S, TransferTimes
+from sglang_ext.router.placing.transfer_times import BOUND, HALF_LIFE_S, PRIOR_S, TransferTimes
 
 
 def test_nothing_observed_changes_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.dispatch.placing import Placement, PlacingOptions, place
+from sglang_ext.router.placing.placing import Placement, PlacingOptions, place
 from sglang_ext.router.policies import (
     Decision,
     Fetch,
@@ -25,7 +25,7 @@ from sglang_ext.router.policies import (
     policy_named,
 )
 from sglang_ext.router.policies.assembly import trusted_matches
-from sglang_ext.router.policies.questions import beginners, decoders_for, named
+from sglang_ext.router.policies.fleet_queries import beginners, decoders_for, named
 from sglang_ext.router.policies.spans import fetches_of, price_at
 from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.tiers import Tier

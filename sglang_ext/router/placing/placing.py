@@ -29,8 +29,8 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
 )
+from sglang_ext.router.policies.fleet_queries import matched_tokens, named
 from sglang_ext.router.policies.plan import Plan, Pricing
-from sglang_ext.router.policies.questions import matched_tokens, named
 from sglang_ext.router.policies.spans import fetches_of, given_plan, holders_beyond, price_at
 from sglang_ext.router.policies.splitting import SplitTerms, best_split, split_plan
 from sglang_ext.router.telemetry.estimate import Estimate

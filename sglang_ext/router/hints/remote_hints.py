@@ -20,9 +20,9 @@ import msgspec
 
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.router.cluster.words import HintSaid, Namespace
-from sglang_ext.router.dispatch.advisory_book import ENDED_KEPT_S, LENGTHS_TRIED
-from sglang_ext.router.dispatch.hint import BUSY, ENDED, Hint, Place, State
+from sglang_ext.router.cluster.broadcast import HintSaid, Namespace
+from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S, LENGTHS_TRIED
+from sglang_ext.router.hints.hint import BUSY, ENDED, Hint, Place, State
 
 DIGEST_BYTES = 16
 

@@ -24,15 +24,15 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.fetching import (
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import (
     LEAST_WAIT_S,
     MOST_BUSY_S,
     MOST_KEY_BYTES,
     MOST_WAIT_S,
     Fetching,
 )
-from sglang_ext.router.dispatch.placing import (
+from sglang_ext.router.placing.placing import (
     PlacingOptions,
     fetches_everywhere,
     gathering_plan,

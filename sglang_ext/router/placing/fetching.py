@@ -22,7 +22,7 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol import agent as agent_messages
 from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchSpan, FromAgent, Source
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.costs import RouterCosts, Sending
+from sglang_ext.router.placing.costs import RouterCosts, Sending
 from sglang_ext.router.policies.plan import Plan, Span
 from sglang_ext.router.telemetry.fetch_note import (
     COMPUTED,

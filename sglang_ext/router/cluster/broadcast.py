@@ -47,7 +47,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
     priority: int = 0
     instance: Name | None = None
     decode: Name | None = None
-    """Where its request is expected: URLs, as in ``hint.Place``."""
+    """Where its request is expected: URLs, as in ``hints.hint.Place``."""
 
 
 class HintTaken(_Word, frozen=True, tag="hint-taken"):

@@ -7,10 +7,10 @@ import msgspec
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_advisory_book import hint, key
 
-from sglang_ext.router.cluster.words import HintSaid
-from sglang_ext.router.dispatch.advisory_book import ENDED_KEPT_S
-from sglang_ext.router.dispatch.hint import ENDED, State
-from sglang_ext.router.hints.hints_elsewhere import HintsElsewhere, digest_of
+from sglang_ext.router.cluster.broadcast import HintSaid
+from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S
+from sglang_ext.router.hints.hint import ENDED, State
+from sglang_ext.router.hints.remote_hints import HintsElsewhere, digest_of
 
 SPACE = ("tokens", None, None, None)
 

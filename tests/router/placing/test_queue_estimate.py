@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_ext.cost_model import Batch, Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
-from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, REPORT_S, RouterCosts
-from sglang_ext.router.dispatch.queue_estimate import Computed, QueueEstimate
+from sglang_ext.router.placing.costs import BOUND_DEFAULT, REPORT_S, RouterCosts
+from sglang_ext.router.placing.queue_estimate import Computed, QueueEstimate
 from sglang_ext.router.policies import Instance, Match, Role
 from sglang_ext.router.policies.plan import Way
 from sglang_ext.router.policies.spans import price_at
