@@ -25,8 +25,8 @@ FOLDERS = ("router", "engine", "patches/adapter")
 RECORDS = {
     "Record": "what is noted of one request by whoever handles it; a class for its speed",
     "Flight": "one request, of which whoever handles it notes what became of it; a class for its speed",
-    "Leg": "one answer, alike",
     "Entry": "one prompt in the line that ``QueueEstimate`` keeps, alike",
+    "OpenAnswer": "one answer, alike",
     "LocalCounter": "a number that whoever counts adds to",
     "RequestReader": "one half of a connection's state machine; the connection, which owns it, is the other",
     "WorkerConnection": "the pool that exports it out notes since when it is idle",

@@ -8,7 +8,7 @@ be.
 
 from __future__ import annotations
 
-from sglang_ext.router.policies import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, beginners
+from sglang_ext.router.policies import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, first_targets
 from sglang_ext.router.policies.base import Costs
 from sglang_ext.router.policies.fleet_queries import load_of, matched_tokens
 
@@ -17,7 +17,7 @@ _home: dict[str, str] = {}
 
 def sticky(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
     """The instance that the session began at."""
-    candidates = beginners(fleet)
+    candidates = first_targets(fleet)
     names = {instance.name for instance in candidates}
     home = _home.get(prompt.session or "")
     if home not in names:

@@ -196,7 +196,7 @@ def taken_in(sources: Sequence[Sent]) -> tuple[Index, float]:
     index = Index(SystemClock(), block_size=BLOCK, max_bytes=1 << 30)
     for sent in sources:
         index.attach(sent.name, Role.COLOCATED)
-        index.heard(sent.name, alive=True)
+        index.on_heartbeat(sent.name, alive=True)
         index.began(sent.name, sent.stream.epoch, None)
         for empty in (
             SnapshotBegin(sent.stream.epoch, 1, 0),

@@ -103,7 +103,9 @@ class Router:
     def __init__(self, instances: int, policy: str = "auto") -> None:
         clock = SystemClock()
         self.index = Index(clock, block_size=BLOCK, max_bytes=1 << 50)
-        self.fleet = Fleet(told=self.index.told, retold=self.index.retold, pairs=True, now=clock.monotonic)
+        self.fleet = Fleet(
+            view=self.index.holdings_of, changed=self.index.take_changed, pairs=True, now=clock.monotonic
+        )
         self.streams: dict[str, EventStream] = {}
         facts = InstanceFacts(ModelFacts("m", "a", 32_000, 1 << 20), "1", "x", "colocated", "")
         for number in range(instances):
@@ -111,7 +113,7 @@ class Router:
             self.fleet.join(name)
             self.fleet.learnt(name, facts)
             self.index.attach(name, Role.COLOCATED)
-            self.index.heard(name, alive=True)
+            self.index.on_heartbeat(name, alive=True)
             self.streams[name] = EventStream(name, number.to_bytes(16, "big"), BLOCK)
         placing = PlacingOptions(policy=policy_named(policy), thresholds=PolicyOptions())
         routing = Routing(name=policy, placing=placing)

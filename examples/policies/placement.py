@@ -15,7 +15,7 @@ from sglang_ext.router.policies import (
     PolicyOptions,
     Prompt,
     Reason,
-    beginners,
+    first_targets,
 )
 
 LONG_TOKENS = 4096
@@ -25,7 +25,7 @@ def long_prompts_apart(
     prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
     """Long prompts to the first half of the instances, short ones to the rest; there to the longest match."""
-    instances = sorted(beginners(fleet), key=lambda instance: instance.name)
+    instances = sorted(first_targets(fleet), key=lambda instance: instance.name)
     half = (len(instances) + 1) // 2
     some = instances[:half] if prompt.tokens >= LONG_TOKENS else instances[half:] or instances
 

@@ -151,7 +151,7 @@ def make_plan(
     door: Door | None = None,
     *,
     address: str = LOOPBACK,
-    tells: str | None = None,
+    registers_with: str | None = None,
 ) -> tuple[Part, ...]:
     """The servers, then the routers.
 
@@ -164,7 +164,8 @@ def make_plan(
         keys: made for the cluster, used unless the user has named others.
         door: sockets and ports that the router inherits; without it, the router binds ``router_port`` itself.
         address: address at which the servers listen.
-        tells: router addresses with which the servers register, if the router does not get their URLs.
+        registers_with: router addresses with which the servers register; None if the router gets their
+            URLs.
 
     Raises:
         ConfigError: this machine cannot run it.
@@ -175,12 +176,12 @@ def make_plan(
         )
     scheme = "https" if speaks_tls(config) else "http"
     router_url = f"{scheme}://{_connectable(config.host)}:{router_port}"
-    listed = tells is None
-    tells = tells or router_url
+    listed = registers_with is None
+    registers_with = registers_with or router_url
     if door is not None and door.member_ports:
-        tells = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
+        registers_with = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
     if speaks_tls(config):
-        tells = None
+        registers_with = None
     bootstrap_ports = server_ports[config.servers :][: config.prefill + config.decode]
     rendezvous_ports = server_ports[config.servers + len(bootstrap_ports) :]
     router_args = config.router_args
@@ -205,8 +206,8 @@ def make_plan(
         router_args = (WORKER_API_KEY_FLAG, server_key, *router_args)
     servers = tuple(
         _server(
-            config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key, server_key,
-            changes=not fixed, address=address,
+            config, host, index, port, bootstrap_ports, rendezvous_ports[index], registers_with, key,
+            server_key, changes=not fixed, address=address,
         )
         for index, port in enumerate(server_ports[: config.servers])
     )  # fmt: skip
@@ -339,16 +340,16 @@ def _server(
     port: int,
     bootstrap_ports: Sequence[int],
     rendezvous_port: int,
-    tells: str | None,
+    registers_with: str | None,
     key: str | None,
     server_key: str | None,
     *,
     changes: bool,
     address: str,
 ) -> Part:
-    """One server. tells: the router with which it registers and shares its index. key, server_key: the files
-    with the cluster's key and with the servers'. changes: whether it can change between prefill and decode.
-    address: the address at which it listens."""
+    """One server. registers_with: the router with which it registers and shares its index. key, server_key:
+    the files with the cluster's key and with the servers'. changes: whether it can change between prefill and
+    decode. address: the address at which it listens."""
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", address, "--port", str(port)]
@@ -377,8 +378,8 @@ def _server(
     )
     if is_global or hands_over:
         _refuse_replicas(flags)
-    if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
-        ours += ["--kv-router", tells]
+    if is_global and registers_with is not None and flag_value(flags, "--kv-router") is None:
+        ours += ["--kv-router", registers_with]
     # A server that hands KV over requires it too, also without a cache.
     if (is_global or hands_over) and key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
         ours += [SERVER_KEY_FLAG, key]

@@ -185,7 +185,7 @@ def server_parts(
     if on_gpus and flag_value(flags, "--base-gpu-id") is None:
         # Ray shows it its own GPUs only.
         config = replace(config, server_args=("--base-gpu-id", "0", *config.server_args))
-    tells = ",".join(f"http://{bracketed(node.address)}:{config.port}" for node in nodes)
+    registers_with = ",".join(f"http://{bracketed(node.address)}:{config.port}" for node in nodes)
     found = []
     for rank, place in enumerate(places):
         http, bootstrap, rendezvous, _ = place.ports
@@ -200,7 +200,7 @@ def server_parts(
             ports,
             keys_in(place.folder),
             address=place.address,
-            tells=tells,
+            registers_with=registers_with,
         )[index]
         if flag_value(part.command, "--kv-router") is None:
             raise ConfigError(
@@ -224,7 +224,7 @@ def router_part(config: ClusterConfig, number: int, place: Place) -> Part:
         config.port,
         range(1, 1 + config.ports),
         keys_in(place.folder),
-        tells="",
+        registers_with="",
     )
     return replace(
         router,

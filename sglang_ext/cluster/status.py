@@ -82,7 +82,7 @@ def show(seen: Cluster, console: Console) -> None:
             str(view.in_flight),
             str(view.queued_tokens),
             str(view.cached_tokens) if view.trusted else f"{view.cached_tokens}?",
-            "never" if view.heard_s is None else f"{view.heard_s:.1f} s ago",
+            "never" if view.last_seen_s is None else f"{view.last_seen_s:.1f} s ago",
             escape(view.url),
         )
     console.print(table)

@@ -190,7 +190,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its snapshot is expected and has not arrived completely: the index is empty or incomplete."""
     usable: bool = False
     """Whether new requests are routed to it."""
-    heard_s: float | None = None
+    last_seen_s: float | None = msgspec.field(name="heard_s", default=None)
     """Seconds since its last sign of life."""
     draining: Draining | None = None
     elsewhere: tuple[Elsewhere, ...] = ()

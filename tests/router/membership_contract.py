@@ -91,7 +91,7 @@ class Ear:
     def on_word(self, word: Word) -> None:
         self.heard_words.append(word)
 
-    def words(self) -> Iterable[Word]:
+    def snapshot(self) -> Iterable[Word]:
         return self.own_words
 
     def documents(self) -> Iterable[Document]:
@@ -109,7 +109,7 @@ class Ear:
     def records(self) -> Iterable[Member]:
         return self.roster
 
-    def heard(self, instance: str) -> bool:
+    def is_alive(self, instance: str) -> bool:
         return instance in self.alive
 
     def texts(self) -> set[bytes]:
@@ -148,10 +148,10 @@ class MembershipContract:
         store = make("one")
         for _ in range(2):
             store.publish(member())
-            store.tell(RouterStatus("one", {"a": Seen("ready", 1)}))
+            store.share_status(RouterStatus("one", {"a": Seen("ready", 1)}))
             store.remember("session", "a")
             store.share(document())
-            store.say(SessionAsked("one", "1", "s"))
+            store.broadcast(SessionAsked("one", "1", "s"))
             assert store.others == {}
             assert store.view().kind
             await store.start(Ear())
@@ -166,7 +166,7 @@ class MembershipContract:
 
     async def test_a_router_alone_sees_no_other(self, begin) -> None:
         one = await begin("one")
-        one.store.tell(RouterStatus("one", {}))
+        one.store.share_status(RouterStatus("one", {}))
         one.publish(member())
         assert one.store.others == {}
         assert one.ear.others == {}
@@ -220,17 +220,17 @@ class SharedMembershipContract(MembershipContract):
         one = await begin("one")
         two = make("two")
         await two.start(Ear())
-        two.tell(RouterStatus("two", {"a": Seen("draining", 4)}))
+        two.share_status(RouterStatus("two", {"a": Seen("draining", 4)}))
 
         def seen() -> bool:
-            one.store.tell(RouterStatus("one", {}))
+            one.store.share_status(RouterStatus("one", {}))
             return one.ear.others.get("two") == RouterStatus("two", {"a": Seen("draining", 4)})
 
         await until(seen)
         await two.stop()
 
         def gone() -> bool:
-            one.store.tell(RouterStatus("one", {}))
+            one.store.share_status(RouterStatus("one", {}))
             return one.ear.others == {} and one.store.others == {}
 
         await until(gone)
@@ -265,7 +265,7 @@ class SharedMembershipContract(MembershipContract):
         asked = [SessionAsked("one", str(number), "s" * number) for number in range(600)]
         one, two = await begin("one"), await begin("two")
         for word in asked:
-            one.store.say(word)
+            one.store.broadcast(word)
         await until(lambda: two.ear.heard_words == asked)
         one.ear.own_words = asked[:5]
         three = await begin("three")

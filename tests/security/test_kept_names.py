@@ -17,7 +17,7 @@ from sglang_ext.patches.hooks.request_values import MAX_NAME_CHARACTERS as MOST_
 from sglang_ext.patches.hooks.request_values import check_message
 from sglang_ext.radix_global import Holder
 from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
-from sglang_ext.router.dispatch.explain import Stories, Story
+from sglang_ext.router.dispatch.explain import LoggedRequest, RequestLog
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.bounded import size_of
@@ -67,13 +67,13 @@ async def test_a_name_is_limited_in_characters(path, body, field, start_worker, 
 
 def test_stories_charge_the_names_of_their_prompts() -> None:
     """The ring of 32 MiB had room for 14,000 names of any length."""
-    stories = Stories(1 << 20)
+    log = RequestLog(1 << 20)
     for number in range(100):
         prompt = Encoded(("tokens", None, f"{number}" + "k" * 100_000, None), b"1234" * 16, 16)
-        stories.add(Story(Record(f"r{number}", "POST", "/generate", 0.0), [prompt], 0.0), 1)
-    kept = sum(size_of(*story.prompts[0].namespace) for story in stories._stories)
-    assert 1 <= len(stories) < 11
-    assert kept < stories.size_bytes <= 1 << 20
+        log.add(LoggedRequest(Record(f"r{number}", "POST", "/generate", 0.0), [prompt], 0.0), 1)
+    kept = sum(size_of(*logged.prompts[0].namespace) for logged in log._requests)
+    assert 1 <= len(log) < 11
+    assert kept < log.size_bytes <= 1 << 20
 
 
 def test_sessions_charge_their_names() -> None:

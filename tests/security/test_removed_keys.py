@@ -55,15 +55,15 @@ async def test_who_has_only_a_removed_key_hears_no_more_of_an_agent(file: Path) 
         written(file, NEW)
         await until(lambda: rekeyed != [], instance)
         assert rekeyed == [ClusterKey(NEW.encode()).curve_pair()[0].decode()]
-        await until(lambda: not link.heard, instance)
-        heard_at = link.heard_at
+        await until(lambda: not link.alive, instance)
+        last_seen_at = link.last_seen_at
         # The agent says so to routers, and the one with a key that is accepted has all of it again.
         instance.insert([7] * 8)
         anew = msgspec.structs.replace(before, agent_key=rekeyed[0])
         ours.connect(NAME, anew)
-        await until(lambda: ours._links[NAME].heard and ours.index.trusted(NAME), instance)
+        await until(lambda: ours._links[NAME].alive and ours.index.trusted(NAME), instance)
         await until(lambda: NAME in ours.index.match(PLAIN, encode_tokens([7] * 8)), instance)
-        assert (link.heard, link.heard_at) == (False, heard_at)
+        assert (link.alive, link.last_seen_at) == (False, last_seen_at)
     finally:
         await ours.close()
         await theirs.close()

@@ -51,7 +51,7 @@ async def test_a_frame_that_is_too_large_is_skipped(folder: Path) -> None:
     await one.start(ear)
     try:
         await until(lambda: ear.roster.get("behind") is not None)
-        one.tell(RouterStatus("one"))
+        one.share_status(RouterStatus("one"))
         assert (one.refused, len(told)) == (1, 1)
     finally:
         await one.stop()
@@ -78,10 +78,10 @@ async def test_more_documents_than_may_wait_reach_who_begins(folder: Path, monke
     heard: list[str] = []
     monkeypatch.setattr(second, "on_document", lambda each: heard.append(each.id))
     try:
-        one.tell(RouterStatus("one"))
+        one.share_status(RouterStatus("one"))
         await two.start(second)
         while len(heard) < len(documents):
-            one.tell(RouterStatus("one"))  # it is looked at how much waits
+            one.share_status(RouterStatus("one"))  # it is looked at how much waits
             await asyncio.sleep(0)
         assert "one" in two.others
         assert heard == [each.id for each in documents], "each was told once"
@@ -98,7 +98,7 @@ async def test_small_records_go_before_documents(folder: Path) -> None:
     await one.start(ear)
     there = os.open(folder, os.O_RDONLY)
     try:
-        one.tell(RouterStatus("one"))
+        one.share_status(RouterStatus("one"))
         one.remember("s", "a")
         assert len(one.tables["local-sessions"]) == 1
         reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{there}/one.sock")
@@ -220,7 +220,7 @@ async def test_words_that_are_too_long_for_redis_are_counted(caplog: Any) -> Non
         store = RedisMembership(server.url, "one", SystemClock())
         await store.start(Ear())
         try:
-            store.say(SessionKnown("one", "q", (), bytes(MAX_WORD_BYTES)))
+            store.broadcast(SessionKnown("one", "q", (), bytes(MAX_WORD_BYTES)))
             assert store.unsent == 1
             assert "SessionKnown" in caplog.text
         finally:

@@ -363,7 +363,7 @@ class ControlClient:
             raise RefusedError(answer.reason, answer.text, answer.again_ms / 1000)
         return answer
 
-    async def tell(self, message: Any) -> None:
+    async def send(self, message: Any) -> None:
         """Send a request without waiting for the reply, also after `fail`."""
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
         data = self._messages.requests.encode(message)
@@ -372,7 +372,7 @@ class ControlClient:
                 await line.socket.send_multipart([number, data], zmq.NOBLOCK)
 
     async def close(self, linger_ms: int = 0) -> None:
-        """Stop; pending requests raise PeerGoneError. linger_ms: time for the messages of `tell` to reach the
+        """Stop; pending requests raise PeerGoneError. linger_ms: time for the messages of `send` to reach the
         peer."""
         self._closed = True
         self.fail(PeerGoneError(f"the connection to {self.address} was closed"))

@@ -185,7 +185,7 @@ class Link:
         if self.peer.gone is None:
             await self.ask(message, self._dead_after)
         else:
-            await self.client.tell(message)
+            await self.client.send(message)
 
     async def close(self) -> None:
         """Disconnect; when the peer receives that, none of our transfers writes there any more."""
@@ -196,7 +196,7 @@ class Link:
             with contextlib.suppress(TransferError):
                 await self.client.ask(Bye(self.session), self._dead_after)
         else:
-            await self.client.tell(Bye(self.session))
+            await self.client.send(Bye(self.session))
         await self.client.close(LINGER_MS)
 
     async def _stop(self, grant: int) -> None:

@@ -23,7 +23,7 @@ from sglang_ext.router.cluster.stock_links import StockLinks
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
-from sglang_ext.router.dispatch.explain import Explainer, Stories
+from sglang_ext.router.dispatch.explain import Explainer, RequestLog
 from sglang_ext.router.dispatch.flight import Flights, Homes, learning_sessions
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
@@ -129,8 +129,8 @@ class Parts:
         )
         self.fleet = Fleet(
             failure_threshold=config.health_failure_threshold,
-            told=self.trees.told,
-            retold=self.trees.retold,
+            view=self.trees.holdings_of,
+            changed=self.trees.take_changed,
             pairs=True,
             silence_s=config.silence_secs,
             now=clock.monotonic,
@@ -249,7 +249,7 @@ class Parts:
         )
 
         # Requests on their way.
-        self.stories = Stories(config.explain_max_bytes)
+        self.request_log = RequestLog(config.explain_max_bytes)
         self.flights = Flights()
         suspects = Suspects(name, clock)
         self.replays = replays = SharedReplays(name, clock)
@@ -258,7 +258,7 @@ class Parts:
         shared = SharedRequests(
             self.queries,
             aborting,
-            Explainer(self.stories, self.trees, self.fleet.rows.keys, self.spilling.told_of),
+            Explainer(self.request_log, self.trees, self.fleet.rows.keys, self.spilling.copies_of),
             self.homes,
         )
         self.background = Background(self.api, self.fleet, self.admission, clock, config.request_timeout_secs)
@@ -316,9 +316,9 @@ class Parts:
         )
 
         joins = Joins(self.fleet.rows, self.agents, clock, router=name)
-        self.fleet.happened.subscribe(lambda *_: joins.tell())
-        self.agents.reached.subscribe(lambda _: joins.tell())
-        self.members.ticked.subscribe(joins.tell)
+        self.fleet.happened.subscribe(lambda *_: joins.announce())
+        self.agents.reached.subscribe(lambda _: joins.announce())
+        self.members.ticked.subscribe(joins.announce)
         self.agents.reached.subscribe(self.documents.again)
         self.agents.reached.subscribe(self.advisor.tell_unanswered)
         self.agents.reached.subscribe(self.fetching.forget)  # its messages on a former channel may be lost
@@ -340,7 +340,7 @@ class Parts:
         ):  # fmt: skip
             self.fleet.restarted.subscribe(forget)
         self.metrics.show_table("sessions", sessions)
-        self.metrics.show_table("stories", self.stories)
+        self.metrics.show_table("stories", self.request_log)
         self.metrics.show_table("homes", self.homes)
         self.metrics.show_table("hints", self.advisor.book)
         for part in (
@@ -367,7 +367,7 @@ class Parts:
             suspects,
             shared,
             self.queries,
-            self.stories,
+            self.request_log,
             self.advisory,
             self.documents,
             self.metrics,

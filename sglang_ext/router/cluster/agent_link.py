@@ -109,13 +109,13 @@ class Link:
         self.name = name
         self.registration = registration
         self.counters = counters
-        self.heard = False
+        self.alive = False
         """Whether it is, now."""
         self.beat: Beat | None = None
         self._agents = agents
         self._index = agents.index
         self._clock = agents.clock
-        self.heard_at = self._silent_from = self._clock.monotonic()
+        self.last_seen_at = self._silent_from = self._clock.monotonic()
         self._is_new = True
         """No message has arrived on the channel since it was opened."""
         self._asked_at = -math.inf
@@ -153,7 +153,7 @@ class Link:
             return False
         if sent.exception() is not None:
             return False
-        return self.heard
+        return self.alive
 
     async def _channel(self) -> float:
         """One channel, from its making until the agent has been silent on it for too long."""
@@ -179,10 +179,10 @@ class Link:
         return 0.0
 
     def _is_silent(self) -> None:
-        self._index.heard(self.name, alive=False)
-        if self.heard and self._agents.listener is not None:
+        self._index.on_heartbeat(self.name, alive=False)
+        if self.alive and self._agents.listener is not None:
             self._agents.listener.on_silent(self.name)
-        self.heard = False
+        self.alive = False
         self._silent_from = self._clock.monotonic()
 
     async def _beats(self, receiving: asyncio.Task[None]) -> bool:
@@ -200,7 +200,7 @@ class Link:
             pause = ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2
             await self._clock.sleep(pause)
             woken = self._clock.monotonic()
-            made = max(made, self.heard_at)
+            made = max(made, self.last_seen_at)
             if (late := woken - now - pause) > HEARTBEAT_S / 2:
                 # This process stood still: the agent's messages wait unread in our socket.
                 made, self._silent_from = made + late, self._silent_from + late
@@ -234,10 +234,10 @@ class Link:
             await asyncio.sleep(0)
 
     def _take(self, message: FromAgent) -> None:
-        self.heard_at = self._silent_from = self._clock.monotonic()
+        self.last_seen_at = self._silent_from = self._clock.monotonic()
         if self._is_new:
-            self.heard, self._is_new = True, False
-            self._index.heard(self.name, alive=True)
+            self.alive, self._is_new = True, False
+            self._index.on_heartbeat(self.name, alive=True)
             self._agents.reached(self.name)
         if self._spoken != AGENT_PROTOCOL and not isinstance(message, Welcome):
             return  # it may mean something else there
@@ -308,4 +308,4 @@ class Link:
         self._ask_due = True
 
     def __repr__(self) -> str:
-        return f"Link({self.name}, {'heard' if self.heard else 'silent'}, {self.counters})"
+        return f"Link({self.name}, {'alive' if self.alive else 'silent'}, {self.counters})"

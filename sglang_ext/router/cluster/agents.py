@@ -165,7 +165,7 @@ class Agents(AgentChannels):
     def registration(self, name: str) -> Registration | None:
         """The registration of an instance, while its agent is alive."""
         link = self._links.get(name)
-        return link.registration if link is not None and link.heard else None
+        return link.registration if link is not None and link.alive else None
 
     def send(self, name: str, message: ToAgent) -> bool:
         """Send a message to an instance's agent. False when it has no agent, or the agent is silent."""
@@ -175,12 +175,12 @@ class Agents(AgentChannels):
     def beat(self, name: str) -> Beat | None:
         """The last heartbeat of an instance, while its agent is alive."""
         link = self._links.get(name)
-        return link.beat if link is not None and link.heard else None
+        return link.beat if link is not None and link.alive else None
 
     def silent_s(self, name: str) -> float:
         """Seconds since the last message of its agent; infinite for a silent agent."""
         link = self._links.get(name)
-        return self.clock.monotonic() - link.heard_at if link is not None and link.heard else math.inf
+        return self.clock.monotonic() - link.last_seen_at if link is not None and link.alive else math.inf
 
     def counters(self) -> dict[str, AgentCounters]:
         """By instance, of those that have an agent."""
@@ -217,7 +217,7 @@ class Agents(AgentChannels):
     def _end(self, link: Link) -> None:
         # At once: when the task has ended, another channel to the same instance may have marked it alive
         # already.
-        self.index.heard(link.name, alive=False)
+        self.index.on_heartbeat(link.name, alive=False)
         link.task.cancel()
         self._ending.keep(link.task)
 

@@ -62,13 +62,13 @@ class Joins:
         self._agents = agents
         self._clock = clock
         self._router = router
-        self._told: dict[tuple[str, str], tuple[float, tuple[PrefillServer, ...]]] = {}
+        self._sent: dict[tuple[str, str], tuple[float, tuple[PrefillServer, ...]]] = {}
         """Decode instance (URL, epoch) -> the time and contents of the last list sent to it."""
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Send the list to every decode instance whose last one differs or is `PREFILLS_AGAIN_S` old."""
         servers, now = prefill_servers(self._rows.values()), self._clock.monotonic()
-        before, self._told = self._told, {}
+        before, self._sent = self._sent, {}
         for name, row in list(self._rows.items()):
             there = self._agents.registration(name) if row.role is Role.DECODE else None
             if there is None:
@@ -78,7 +78,7 @@ class Joins:
             is_due = known != servers or now - at >= PREFILLS_AGAIN_S
             if is_due and self._agents.send(name, PrefillServers(self._router, servers)):
                 at, known = now, servers
-            self._told[key] = at, known
+            self._sent[key] = at, known
 
     def __repr__(self) -> str:
-        return f"Joins({len(self._told)} decode instances)"
+        return f"Joins({len(self._sent)} decode instances)"

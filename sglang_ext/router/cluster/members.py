@@ -178,7 +178,7 @@ class Members:
             documents.changed.subscribe(store.share)
         if store.shares:
             for speaker in speakers:
-                speaker.said.subscribe(store.say)
+                speaker.said.subscribe(store.broadcast)
 
     async def start(self, urls: Iterable[str]) -> None:
         """Load the records published by other routers, and the instances listed by URL."""
@@ -392,7 +392,7 @@ class Members:
         if event is Event.LEARNT and row.registration is not None:
             self._dead.pop(row.registration.instance, None)
         begins = event is Event.LEARNT and before not in USABLE and row.state in USABLE
-        if begins and row.facts is not None and row.facts.tells:
+        if begins and row.facts is not None and row.facts.reports:
             self.links.expect(row.name)
         if row.state is State.LEFT and before is not State.LEFT:
             self.links.disconnect(row.name)
@@ -428,7 +428,7 @@ class Members:
         for name, row in list(self.fleet.rows.items()):
             if row.state is State.LEFT and not self.serves(name):
                 self.fleet.forget(name)
-        self.store.tell(self._status())
+        self.store.share_status(self._status())
         self.ticked()
 
     def _forget(self, member: Member | None) -> None:
@@ -465,7 +465,7 @@ class Members:
         for speaker in self._speakers:
             speaker.hear(word)
 
-    def words(self) -> Iterable[Word]:
+    def snapshot(self) -> Iterable[Word]:
         """The words to send to a router that begins."""
         return [word for speaker in self._speakers for word in speaker.words()]
 
@@ -487,7 +487,7 @@ class Members:
         """Every record that this router has."""
         return self.roster
 
-    def heard(self, instance: str) -> bool:
+    def is_alive(self, instance: str) -> bool:
         """Whether this router finds the instance alive."""
         member = self.roster.get(instance)
         return member is not None and self._is_usable(member.url)
@@ -499,9 +499,9 @@ class Members:
     def age(self, url: str) -> float:
         """Seconds since the last sign of life."""
         row = self.fleet.rows.get(url)
-        if row is None or row.heard is None:
+        if row is None or row.last_seen is None:
             return float("inf")
-        return self.clock.monotonic() - row.heard
+        return self.clock.monotonic() - row.last_seen
 
     def _remember_session(self, session: str, name: str) -> None:
         """This router has sent a session to an instance (its URL): share it with the other routers."""

@@ -66,7 +66,7 @@ def instance_view(members: Members, member: Member, usable: Mapping[str, Instanc
         trusted=now.trusted if now else False,
         awaited=now.awaited if now else False,
         usable=now is not None,
-        heard_s=round(members.age(member.url), 3) if row and row.heard is not None else None,
+        last_seen_s=round(members.age(member.url), 3) if row and row.last_seen is not None else None,
         draining=_draining(members, member, row),
         elsewhere=elsewhere,
         tiers=tiers(members.links.beat(member.url)),

@@ -6,16 +6,16 @@ The caller (``members.Members``)
 - calls ``start`` once, with a listener, and ``stop`` once; everything in one event loop;
 - keeps a roster of its own and merges the listener's records into it; a record may come more than once,
   late, and out of order, and may be the router's own;
-- calls ``publish`` for each record that it has made or changed, and ``tell`` about once per second.
+- calls ``publish`` for each record that it has made or changed, and ``share_status`` about once per second.
 
 The implementation
-- never blocks and never fails in ``publish``, ``tell``, ``remember``, ``share`` and ``say``: when a
-  lost store is back, it is brought up to date from the ``Listener``'s ``records``, ``documents``, ``words``
-  and ``heard``;
+- never blocks and never fails in ``publish``, ``share_status``, ``remember``, ``share`` and ``broadcast``:
+  when a lost store is back, it is brought up to date from the ``Listener``'s ``records``, ``documents``,
+  ``snapshot`` and ``is_alive``;
 - delivers to the listener every record that any router has published, within seconds; the newest of each
   instance at least, those of before the start too; and every document that has not expired;
-- delivers the words of another router once both are connected, and the result of its ``Listener.words`` soon
-  after the start;
+- delivers the words of another router once both are connected, and the result of its ``Listener.snapshot``
+  soon after the start;
 - forgets an instance that no router has found alive for ``MEMBER_TTL_S``, and a router that has sent no
   status for ``ROUTER_TTL_S``;
 - leaves out malformed or too large records, counts them, and goes on with the next; small records do not
@@ -78,13 +78,13 @@ class Listener(Protocol):
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""
 
-    def words(self) -> Iterable[Word]:
+    def snapshot(self) -> Iterable[Word]:
         """The words to send to a router that begins."""
 
     def documents(self) -> Iterable[Document]:
         """Every document that this router has."""
 
-    def heard(self, instance: str) -> bool:
+    def is_alive(self, instance: str) -> bool:
         """Whether this router finds the instance alive."""
 
 
@@ -109,7 +109,7 @@ class Membership(Protocol):
     def publish(self, member: Member) -> None:
         """Share a record."""
 
-    def tell(self, status: RouterStatus) -> None:
+    def share_status(self, status: RouterStatus) -> None:
         """Share the status of this router."""
 
     def remember(self, session: str, instance: str) -> None:
@@ -118,7 +118,7 @@ class Membership(Protocol):
     def share(self, document: Document) -> None:
         """Share a document."""
 
-    def say(self, word: Word) -> None:
+    def broadcast(self, word: Word) -> None:
         """Send a word to the other routers."""
 
     @property
@@ -150,7 +150,9 @@ class Sightings:
 
     def alive(self, member: Member, listener: Listener) -> bool:
         """Whether this router finds the instance alive, or saw its record first within ``MEMBER_TTL_S``."""
-        return self._clock.monotonic() - self.seen(member) < MEMBER_TTL_S or listener.heard(member.instance)
+        return self._clock.monotonic() - self.seen(member) < MEMBER_TTL_S or listener.is_alive(
+            member.instance
+        )
 
 
 class EmbeddedMembership:
@@ -170,7 +172,7 @@ class EmbeddedMembership:
     def publish(self, member: Member) -> None:
         """Nothing to do: there are no other routers."""
 
-    def tell(self, status: RouterStatus) -> None:
+    def share_status(self, status: RouterStatus) -> None:
         """Nothing to do: there are no other routers."""
 
     def remember(self, session: str, instance: str) -> None:
@@ -179,7 +181,7 @@ class EmbeddedMembership:
     def share(self, document: Document) -> None:
         """Nothing to do: there are no other routers."""
 
-    def say(self, word: Word) -> None:
+    def broadcast(self, word: Word) -> None:
         """Nothing to do: there are no other routers."""
 
     def view(self) -> StoreView:

@@ -168,7 +168,7 @@ class LocalMembership:
         self._sightings.seen(member)
         self._tell_all(MEMBER, encode_member(member))
 
-    def tell(self, status: RouterStatus) -> None:
+    def share_status(self, status: RouterStatus) -> None:
         """Send the status to the other routers, drop silent routers, and connect to new ones."""
         if self._listener is None:
             return
@@ -193,7 +193,7 @@ class LocalMembership:
         """Send the document to the other routers."""
         self._tell_all(DOCUMENT, self._written(document))
 
-    def say(self, word: Word) -> None:
+    def broadcast(self, word: Word) -> None:
         """Send the word to the other routers."""
         self._tell_all(WORD, encode_word(word))
 
@@ -250,7 +250,7 @@ class LocalMembership:
         for session in self._sessions.items():
             yield _frame(SESSION, msgspec.json.encode(session))
         # Sessions end with the first frame of another kind: see `_take`.
-        for word in listener.words():
+        for word in listener.snapshot():
             yield from self._framed(WORD, encode_word(word))
         if self._status is not None:
             yield _frame(STATUS, msgspec.json.encode(self._status))

@@ -194,7 +194,7 @@ class RedisMembership:
             self._members[member.instance] = member
             self._wake.set()
 
-    def tell(self, status: RouterStatus) -> None:
+    def share_status(self, status: RouterStatus) -> None:
         """Write it down soon."""
         self._status = status
         self._wake.set()
@@ -211,7 +211,7 @@ class RedisMembership:
             self._documents[document.ids] = document
             self._wake.set()
 
-    def say(self, word: Word) -> None:
+    def broadcast(self, word: Word) -> None:
         """Write it down soon."""
         if not self._connected:
             return
@@ -263,8 +263,8 @@ class RedisMembership:
             if self._ending:
                 return
             self._is_connected()
-            for word in (Begun(self._router), *listener.words()):
-                self.say(word)
+            for word in (Begun(self._router), *listener.snapshot()):
+                self.broadcast(word)
             tasks = [
                 asyncio.create_task(self._read(reader, listener, places)),
                 asyncio.create_task(self._write(writer, listener)),
@@ -344,7 +344,7 @@ class RedisMembership:
             known = there.get(member.instance)
             if known is None and member.intent is Intent.STAY and not self._sightings.alive(member, listener):
                 continue
-            if known != member or listener.heard(member.instance):
+            if known != member or listener.is_alive(member.instance):
                 await records.put(member)
         written = await self._read_documents(records, listener)
         for document in list(listener.documents()):
@@ -398,8 +398,8 @@ class RedisMembership:
         if word is None or word.router == self._router:
             return
         if isinstance(word, Begun):
-            for own in listener.words():
-                self.say(own)
+            for own in listener.snapshot():
+                self.broadcast(own)
         else:
             listener.on_word(word)
 
@@ -450,7 +450,7 @@ class RedisMembership:
                 await records.put_words(words)
             if self._status is not None:
                 status, self._status = self._status, None
-                await records.tell(status)
+                await records.write_status(status)
                 self._see_others(await records.routers(), listener)
 
     def _see_others(self, values: list[bytes], listener: Listener) -> None:

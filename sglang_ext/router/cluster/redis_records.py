@@ -211,7 +211,7 @@ class RedisRecords:
 
     # -- routers --------------------------------------------------------------------------------------------
 
-    async def tell(self, status: RouterStatus) -> None:
+    async def write_status(self, status: RouterStatus) -> None:
         """Write down how a router is."""
         pipeline = self._client.pipeline(transaction=False)
         key = self.key("router", status.router)

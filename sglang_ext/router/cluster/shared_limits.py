@@ -72,7 +72,7 @@ class SharedLimits:
             self._heard[word.router] = self._clock.monotonic()
             if (meter := self._meter(word.limit)) is not None:
                 use = (word.running, word.taken, word.charged, word.requests_left, word.tokens_left)
-                meter.heard(word.router, Use(*use))
+                meter.on_remote_use(word.router, Use(*use))
 
     def words(self) -> Iterable[Word]:
         """The use of every limit at this router."""

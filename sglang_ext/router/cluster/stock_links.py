@@ -62,7 +62,7 @@ class StockLinks:
             self._disconnect(row.name)
         elif event is Event.LEARNT and row.facts is not None:
             facts = row.facts
-            if facts.events is None or facts.tells or (row.registration and row.registration.agent):
+            if facts.events is None or facts.reports or (row.registration and row.registration.agent):
                 self._disconnect(row.name)
                 return
             link = self._links.get(row.name)
@@ -142,7 +142,7 @@ class StockLink:
         self._waiting: dict[int, bytes] = {}
         self._due = asyncio.Event()
         """Something is to be asked for at once."""
-        index.heard(name, alive=True)
+        index.on_heartbeat(name, alive=True)
         if source.replay is not None:
             index.expect(name)
         self.task = asyncio.create_task(self._run(), name=f"KV events of {name}")
@@ -160,7 +160,7 @@ class StockLink:
                 both.create_task(self._receive(), name=f"receive KV events of {self._name}")
                 both.create_task(self._keep_up(), name=f"keep up with KV events of {self._name}")
         except* _Unwanted:
-            if not self._index.tells(self._name):
+            if not self._index.reports(self._name):
                 logger.warning(
                     "%s has so many pages that their names do not fit into the index: what it holds is "
                     "inferred from requests. Give it larger pages, or the router more --tree-max-bytes",

@@ -46,9 +46,9 @@ class Aborting:
             return False
         body = {"rid": record.caller.scope + name}
         where = [each for each in (record.instance, record.prefill_instance) if each is not None]
-        return all(await asyncio.gather(*(self.tell(each, body) for each in where)))
+        return all(await asyncio.gather(*(self.abort_at(each, body) for each in where)))
 
-    async def tell(self, instance: str, body: dict[str, Any]) -> bool:
+    async def abort_at(self, instance: str, body: dict[str, Any]) -> bool:
         """Whether an instance has taken an abort."""
         try:
             answer = await self._api.call(

@@ -17,7 +17,7 @@ from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.fetching import Fetching, is_movable
 from sglang_ext.router.placing.placing import Placement, PlacingOptions, place
-from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
+from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, first_targets
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import NOTHING
 from sglang_ext.router.policies.fleet_queries import matched_tokens, named
@@ -83,7 +83,7 @@ class Chooser:
         """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
         if not self._routing.most_running:
             return math.inf
-        return self._routing.most_running * len(beginners(self._fleet.usable()))
+        return self._routing.most_running * len(first_targets(self._fleet.usable()))
 
     def choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Placement, Choice] | None:
         """Place a request and start the transfers of its plan; None if no instance can take it."""
@@ -194,7 +194,7 @@ class Chooser:
         if not most:
             return fleet
         roomy = tuple(known for known in fleet if known.in_flight < most)
-        return roomy if beginners(roomy) else fleet
+        return roomy if first_targets(roomy) else fleet
 
 
 def no_worker(fleet: Fleet) -> RequestRefused:

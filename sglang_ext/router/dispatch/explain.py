@@ -1,9 +1,9 @@
-"""Why a request hit or missed: a bounded memory of recent requests, and what can be said of each.
+"""Why a request hit or missed: a bounded log of recent requests, and their explanations.
 
-A story keeps what routing saw, as it saw it: the prompt's keys, the fleet, who was believed to hold how much,
-the decision. Only when asked for it, ``explain`` makes something of that, puts beside it what the instance
-reported and what the index remembers of evictions, and names the causes. Nothing of the prompt's text is
-kept, and a tenant is told of its own requests only.
+A logged request keeps the facts of its routing at that time: the prompt's keys, the fleet, the tokens that
+each instance was believed to hold, the decision. An explanation is made only when a client asks for it. It
+adds the instance's report and the index's history of evictions, and names the causes. The log keeps no text
+of prompts, and a tenant sees its own requests only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.bounded import size_of
 from sglang_ext.router.tokens.encoded import Encoded
 
-STORY_BYTES = 2000
-"""Memory of a story besides its keys and its fleet."""
+LOGGED_BYTES = 2000
+"""Memory of a logged request, without its keys and its fleet."""
 INSTANCE_BYTES = 16
 """Of a fleet, for an instance of it: a reference, and a share of the few that each request changes."""
 MATCHING_UNITS = 16
@@ -87,7 +87,7 @@ class Choice(msgspec.Struct, frozen=True):
         return [known.name for known in self.fleet if known.awaited]
 
 
-class Story(msgspec.Struct, eq=False):
+class LoggedRequest(msgspec.Struct, eq=False):
     """What is kept of one request."""
 
     record: Record
@@ -106,7 +106,7 @@ class History(Protocol):
         """What left tiers of a prompt's blocks, oldest first: ``index_history.Departure`` or the like."""
 
 
-class Stories:
+class RequestLog:
     """A ring of the most recent requests, bounded in bytes; the oldest go first.
 
     Args:
@@ -115,30 +115,30 @@ class Stories:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._stories: deque[Story] = deque()
+        self._requests: deque[LoggedRequest] = deque()
         self.size_bytes = 0
 
-    def add(self, story: Story, instances: int) -> None:
+    def add(self, logged: LoggedRequest, instances: int) -> None:
         """Remember a request. Of several with the same id, the last counts.
 
         Args:
             instances: how many the fleet has that it will keep with its choice.
         """
-        keys = sum([len(prompt.key) for prompt in story.prompts])
+        keys = sum([len(prompt.key) for prompt in logged.prompts])
         # Prompts of one request have its names between them, each in one object.
-        names = {id(name): name for prompt in story.prompts for name in prompt.namespace if name is not None}
-        texts = size_of(*names.values(), story.record.request_id, story.record.path)
-        story.size_bytes = STORY_BYTES + keys + texts + INSTANCE_BYTES * instances
-        self._stories.append(story)
-        self.size_bytes += story.size_bytes
+        names = {id(name): name for prompt in logged.prompts for name in prompt.namespace if name is not None}
+        texts = size_of(*names.values(), logged.record.request_id, logged.record.path)
+        logged.size_bytes = LOGGED_BYTES + keys + texts + INSTANCE_BYTES * instances
+        self._requests.append(logged)
+        self.size_bytes += logged.size_bytes
         while self.size_bytes > self._max_bytes:
-            self.size_bytes -= self._stories.popleft().size_bytes
+            self.size_bytes -= self._requests.popleft().size_bytes
 
-    def find(self, request_id: str, *, tenant: str | None, admin: bool) -> Story | None:
-        """The story of a request, by its ``x-request-id`` or the id that stands in its answer, if the asker
+    def find(self, request_id: str, *, tenant: str | None, admin: bool) -> LoggedRequest | None:
+        """The logged of a request, by its ``x-request-id`` or the id that stands in its answer, if the asker
         may see it. Ids are the choice of clients, and may be those of others: the asker's own go first."""
         found = None
-        for known in reversed(self._stories):
+        for known in reversed(self._requests):
             record = known.record
             mine = record.caller.tenant == tenant
             if mine and record.request_id == request_id:
@@ -147,21 +147,21 @@ class Stories:
                 found = known
         return found
 
-    def elsewhere(self, story: Story) -> int:
+    def elsewhere(self, logged: LoggedRequest) -> int:
         """Leading tokens that other requests have had in common under another namespace."""
-        return max((_common(story, other) for other in self._stories if other is not story), default=0)
+        return max((_common(logged, other) for other in self._requests if other is not logged), default=0)
 
     def __len__(self) -> int:
-        return len(self._stories)
+        return len(self._requests)
 
     def __repr__(self) -> str:
-        return f"Stories({len(self)}, bytes={self.size_bytes} of {self._max_bytes})"
+        return f"RequestLog({len(self)}, bytes={self.size_bytes} of {self._max_bytes})"
 
 
-def _common(story: Story, other: Story) -> int:
+def _common(logged: LoggedRequest, other: LoggedRequest) -> int:
     """Tokens that prompts of two requests have in common, where only the namespace keeps them apart."""
     most = 0
-    for mine in story.prompts:
+    for mine in logged.prompts:
         for theirs in other.prompts:
             if mine.namespace == theirs.namespace or mine.namespace[:1] != theirs.namespace[:1]:
                 continue
@@ -182,7 +182,7 @@ def _prefix(one: bytes, other: bytes) -> int:
 
 
 def causes(
-    story: Story, evictions: Sequence[Mapping[str, Any]] | None, elsewhere: int, block_size: int
+    logged: LoggedRequest, evictions: Sequence[Mapping[str, Any]] | None, elsewhere: int, block_size: int
 ) -> list[Cause]:
     """What can be said of a request, most telling first.
 
@@ -191,11 +191,11 @@ def causes(
         elsewhere: leading tokens that are known under another namespace.
         block_size: tokens per block.
     """
-    record = story.record
+    record = logged.record
     found: list[Cause] = []
-    if not story.choices:
+    if not logged.choices:
         return found
-    choice = story.choices[-1]
+    choice = logged.choices[-1]
     best = max((match.tokens for match in choice.holders.values()), default=0)
     reused = record.cached_tokens
     if reused is None:
@@ -223,7 +223,7 @@ def causes(
     return found
 
 
-def evictions_of(story: Story, history: History | None) -> list[dict[str, Any]] | None:
+def evictions_of(logged: LoggedRequest, history: History | None) -> list[dict[str, Any]] | None:
     """What left tiers of the blocks of a request's prompts before it came, as JSON."""
     if history is None:
         return None
@@ -235,16 +235,16 @@ def evictions_of(story: Story, history: History | None) -> list[dict[str, Any]] 
             "tokens": event.tokens,
             "still_in": event.still_in,
         }
-        for prompt in story.prompts
+        for prompt in logged.prompts
         if prompt.tokens is not None
         for event in history(prompt.namespace, prompt.key)
-        if event.at <= story.at
+        if event.at <= logged.at
     ]
 
 
-def told(
-    story: Story,
-    stories: Stories,
+def as_json(
+    logged: LoggedRequest,
+    log: RequestLog,
     history: History | None,
     spilled: Callable[[Any, bytes, float], list[dict[str, Any]]],
     *,
@@ -253,26 +253,26 @@ def told(
 ) -> dict[str, Any]:
     """The answer of ``GET /explain/{request_id}``. spilled: tells what other instances were told to keep of a
     prompt's beginning before a time."""
-    record = story.record
+    record = logged.record
 
     def shown(seconds: float) -> float:
         return seconds if admin else record.shown(seconds)
 
-    evictions = evictions_of(story, history)
+    evictions = evictions_of(logged, history)
     # That the same prompt is known under another salt tells of other tenants: for administrators only.
-    elsewhere = stories.elsewhere(story) if admin else 0
+    elsewhere = log.elsewhere(logged) if admin else 0
     return {
         "request_id": record.request_id,
         "answer_id": record.answer_id,
-        "at": story.at,
+        "at": logged.at,
         "endpoint": record.path,
         "tenant": record.caller.tenant,
         "status": record.status,
-        "causes": [cause.value for cause in causes(story, evictions, elsewhere, block_size)],
+        "causes": [cause.value for cause in causes(logged, evictions, elsewhere, block_size)],
         "prompt": {
             "tokens": record.prompt_tokens,
-            "matched_by": "tokens" if all(p.tokens is not None for p in story.prompts) else "text",
-            "prompts": len(story.prompts),
+            "matched_by": "tokens" if all(p.tokens is not None for p in logged.prompts) else "text",
+            "prompts": len(logged.prompts),
         },
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
         "documents": None
@@ -299,11 +299,11 @@ def told(
                 "fetch": None if choice.fetch is None else choice.fetch.as_json(),
                 "estimate": None if choice.estimate is None else choice.estimate.as_json(),
             }
-            for choice in story.choices
+            for choice in logged.choices
         ],
         "evictions": evictions,
         "spilled": [
-            each for prompt in story.prompts for each in spilled(prompt.namespace, prompt.key, story.at)
+            each for prompt in logged.prompts for each in spilled(prompt.namespace, prompt.key, logged.at)
         ],
         "same_prompt_under_another_salt": elsewhere if admin else None,
         "seconds": {
@@ -320,32 +320,32 @@ class Explainer:
     """Explains requests that this router has served.
 
     Args:
-        stories: recent requests.
+        log: recent requests.
         trees: the index, with what it remembers of evictions.
         instances: names of the instances that there are.
-        spilled: see ``told``.
+        spilled: see ``as_json``.
     """
 
     def __init__(
         self,
-        stories: Stories,
+        log: RequestLog,
         trees: Index,
         instances: Callable[[], Iterable[str]],
         spilled: Callable[[Any, bytes, float], list[dict[str, Any]]],
     ) -> None:
-        self._stories = stories
+        self._log = log
         self._trees = trees
         self._instances = instances
         self._spilled = spilled
 
     def explain(self, request_id: str, *, tenant: str | None, admin: bool) -> dict[str, Any] | None:
         """The answer of ``GET /explain/{request_id}``; None for a request that is not known to the caller."""
-        story = self._stories.find(request_id, tenant=tenant, admin=admin)
-        if story is None:
+        logged = self._log.find(request_id, tenant=tenant, admin=admin)
+        if logged is None:
             return None
-        return told(
-            story,
-            self._stories,
+        return as_json(
+            logged,
+            self._log,
             self._history(),
             self._spilled,
             block_size=self._trees.block_size,
@@ -354,8 +354,8 @@ class Explainer:
 
     def _history(self) -> History | None:
         """What the index remembers of evictions; nothing where no instance tells of them."""
-        tells = any(self._trees.tells(name) for name in self._instances())
-        return self._trees.history if tells and self._trees.mode != "approximate" else None
+        reports = any(self._trees.reports(name) for name in self._instances())
+        return self._trees.history if reports and self._trees.mode != "approximate" else None
 
     def __repr__(self) -> str:
-        return f"Explainer({self._stories})"
+        return f"Explainer({self._log})"

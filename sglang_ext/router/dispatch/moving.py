@@ -41,7 +41,7 @@ AT_ONCE: Final = 8
 """Requests that are on their way at a time, so that each one's pause is short."""
 ANSWER_S: Final = 5.0
 """For an instance to stop a request: it has to come to the end of a step."""
-HEARD_S: Final = 2.0
+WATCH_S: Final = 2.0
 """For the other instance's agent to say that it has the state of a request: nobody computes for that."""
 GO_ON_S: Final = 20.0
 LOOK_S: Final = 0.1
@@ -50,11 +50,11 @@ PAUSE_S: Final = 1.0
 WHOLE_EVENT_S: Final = 1.0
 
 
-class GoesOnElsewhere(ConnectionLost):
+class AnswerMoved(ConnectionLost):
     """The instance that was read is not the one that answers any more."""
 
 
-class Leg:
+class OpenAnswer:
     """An answer that an instance gives, while the block runs.
 
     Args:
@@ -63,8 +63,8 @@ class Leg:
     """
 
     __slots__ = (
-        "began_at", "copied_to", "flight", "instance", "load", "mover", "moving", "over", "reader",
-        "response", "rid", "stuck", "taken", "taker", "told",
+        "began_at", "blocked_reason", "copied_to", "flight", "instance", "last_outcome", "load", "mover",
+        "moving", "over", "reader", "response", "rid", "taken_over", "target",
     )  # fmt: skip
 
     def __init__(self, flight: Flight, instance: str, rid: str, load: Load, mover: Mover | None) -> None:
@@ -76,18 +76,18 @@ class Leg:
         self.response: UpstreamResponse | None = None
         """What is being read of a stream that has begun."""
         self.reader: StreamReader | None = None
-        self.taken: asyncio.Task[UpstreamResponse] | None = None
+        self.taken_over: asyncio.Task[UpstreamResponse] | None = None
         """The other instance's answer, once that goes on with the request."""
-        self.taker = ""
+        self.target = ""
         self.moving = self.over = False
-        self.stuck = ""
+        self.blocked_reason = ""
         """Why it ends where it is."""
         self.copied_to = ""
         """Where its prompt's KV was copied ahead."""
-        self.told = ""
+        self.last_outcome = ""
         """What became of the last try."""
 
-    def __enter__(self) -> Leg:
+    def __enter__(self) -> OpenAnswer:
         if self.mover is not None:
             self.mover.begin(self)
         return self
@@ -102,12 +102,12 @@ class Leg:
         Raises:
             ConnectFailed, ConnectionLost: it went away.
         """
-        opening, self.taken = self.taken, None
+        opening, self.taken_over = self.taken_over, None
         assert opening is not None
-        fleet.move(self.load, self.taker)
-        self.instance = self.flight.record.instance = self.taker
+        fleet.move(self.load, self.target)
+        self.instance = self.flight.record.instance = self.target
         self.moving, self.response = False, None
-        self.told = ""
+        self.last_outcome = ""
         try:
             with self.load.until_lost():
                 return await asyncio.shield(opening)
@@ -143,7 +143,7 @@ class Mover:
         self._clock = clock
         self._moves = metrics.counter("moves")
         self._forwarding = forwarding
-        self._legs: dict[str, set[Leg]] = {}
+        self._answers: dict[str, set[OpenAnswer]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._heading: Counter[str] = Counter()
@@ -156,28 +156,28 @@ class Mover:
         movable = flight.sent.dialect.splice is not None and self.calls.known(instance)
         return flight.admitted.rid if movable else ""
 
-    def carrying(self, flight: Flight, at: str, load: Load, *, named: bool) -> Leg:
+    def carrying(self, flight: Flight, at: str, load: Load, *, named: bool) -> OpenAnswer:
         """An instance answers a request while the block runs; one that was told its name can be moved."""
-        return Leg(flight, at, flight.admitted.rid, load, self if named else None)
+        return OpenAnswer(flight, at, flight.admitted.rid, load, self if named else None)
 
-    def begin(self, leg: Leg) -> None:
+    def begin(self, answer: OpenAnswer) -> None:
         """It can be moved from now on."""
-        self._legs.setdefault(leg.began_at, set()).add(leg)
+        self._answers.setdefault(answer.began_at, set()).add(answer)
 
-    def end(self, leg: Leg) -> None:
+    def end(self, answer: OpenAnswer) -> None:
         """It cannot be any more."""
-        leg.over = True
-        for name in (leg.began_at, leg.instance, leg.taker):
-            self._drop(name, leg)
-        if leg.taken is not None:
-            _discard(leg.taken)
+        answer.over = True
+        for name in (answer.began_at, answer.instance, answer.target):
+            self._drop(name, answer)
+        if answer.taken_over is not None:
+            _discard(answer.taken_over)
 
-    def _drop(self, name: str, leg: Leg) -> None:
-        legs = self._legs.get(name)
-        if legs is not None:
-            legs.discard(leg)
-            if not legs:
-                del self._legs[name]
+    def _drop(self, name: str, answer: OpenAnswer) -> None:
+        answers = self._answers.get(name)
+        if answers is not None:
+            answers.discard(answer)
+            if not answers:
+                del self._answers[name]
 
     # -- moving ---------------------------------------------------------------------------------------------
 
@@ -203,52 +203,52 @@ class Mover:
                 row = self._fleet.rows.get(instance)
                 if row is None or row.state is not State.DRAINING:
                     return
-                for leg in list(self._legs.get(instance, ())):
-                    if not leg.moving and not leg.stuck:
-                        leg.moving = True
-                        moves.start(self._moving(leg), name=f"move {leg.rid}")
+                for answer in list(self._answers.get(instance, ())):
+                    if not answer.moving and not answer.blocked_reason:
+                        answer.moving = True
+                        moves.start(self._moving(answer), name=f"move {answer.rid}")
                 await self._clock.sleep(LOOK_S)
         finally:
             await moves.cancel()
 
-    async def _moving(self, leg: Leg) -> None:
+    async def _moving(self, answer: OpenAnswer) -> None:
         async with self._at_once:
             try:
-                what = await self._move(leg)
+                what = await self._move(answer)
             except Exception:
-                logger.exception("request %s is not moved", leg.flight.record.request_id)
+                logger.exception("request %s is not moved", answer.flight.record.request_id)
                 what = "failed"
         if what not in ("moved", AGAIN, "failed", "no_target"):
-            leg.stuck = what
-            logger.info("request %s ends at %s: %s", leg.flight.record.request_id, leg.instance, what)
+            answer.blocked_reason = what
+            logger.info("request %s ends at %s: %s", answer.flight.record.request_id, answer.instance, what)
             what = "stuck"
-        if what != leg.told:
-            logger.info("request %s at %s: %s", leg.flight.record.request_id, leg.instance, what)
+        if what != answer.last_outcome:
+            logger.info("request %s at %s: %s", answer.flight.record.request_id, answer.instance, what)
             # What is tried again and again is counted once.
             self._moves.labels(what).inc()
-        leg.told = what
+        answer.last_outcome = what
         if what == "failed":
             await self._clock.sleep(PAUSE_S)
         if what != "moved":
-            leg.moving = False
+            answer.moving = False
 
-    async def _move(self, leg: Leg) -> str:
+    async def _move(self, answer: OpenAnswer) -> str:
         """Returns what became of it: ``moved``, ``failed``, ``again``, ``no_target``, or why it cannot be."""
-        source, id = leg.instance, uuid.uuid4().hex
+        source, id = answer.instance, uuid.uuid4().hex
         target = self._target(source)
-        if why := _obstacle(leg):
+        if why := _obstacle(answer):
             return why
         if target is None:
             return "no_target"
-        if leg.copied_to != target:
-            leg.copied_to = target
-            await self.calls.copy_ahead(leg.flight, source, target)
+        if answer.copied_to != target:
+            answer.copied_to = target
+            await self.calls.copy_ahead(answer.flight, source, target)
             if not self.calls.known(target):
-                leg.copied_to = ""
+                answer.copied_to = ""
                 return AGAIN
-            if leg.over:
+            if answer.over:
                 return AGAIN
-        parked = await self.calls.ask(source, id, Park(id, leg.rid), ANSWER_S)
+        parked = await self.calls.ask(source, id, Park(id, answer.rid), ANSWER_S)
         if not isinstance(parked, Parked):
             logger.info("%s does not say that it has stopped a request", source)
             self.calls.send(source, Unpark(id, stay=True))
@@ -259,39 +259,39 @@ class Mover:
         handed_over = False
         self._heading[target] += 1
         try:
-            handed_over = await self._hand_over(leg, target, id, parked)
+            handed_over = await self._hand_over(answer, target, id, parked)
         finally:
             self._heading[target] -= 1
             # A client that is gone has taken the request with it.
-            self.calls.send(source, Unpark(id, stay=not handed_over and not leg.over))
+            self.calls.send(source, Unpark(id, stay=not handed_over and not answer.over))
         if handed_over:
             logger.info(
                 "request %s goes on at %s instead of %s after %.0f ms",
-                leg.flight.record.request_id,
+                answer.flight.record.request_id,
                 target,
                 source,
                 (self._clock.monotonic() - began) * 1000,
             )
         return "moved" if handed_over else "failed"
 
-    async def _hand_over(self, leg: Leg, target: str, id: str, parked: Parked) -> bool:
+    async def _hand_over(self, answer: OpenAnswer, target: str, id: str, parked: Parked) -> bool:
         """Have the target go on; whether it does, and its answer is read."""
         if parked.export:
-            await self.calls.have_it_fetched(leg.instance, target, parked)
+            await self.calls.have_it_fetched(answer.instance, target, parked)
         if parked.resume is None:
             return False
         ticket = secrets.token_hex(16)
-        body = _body(leg, parked, ticket)
+        body = _body(answer, parked, ticket)
         with self.calls.expecting(target, id) as running:
             # The state goes where only members of the cluster speak; the body has the ticket alone.
-            watch = Watch(id, leg.rid, ticket, parked.resume)
-            if not isinstance(await self.calls.ask(target, ticket, watch, HEARD_S), Expecting):
+            watch = Watch(id, answer.rid, ticket, parked.resume)
+            if not isinstance(await self.calls.ask(target, ticket, watch, WATCH_S), Expecting):
                 logger.info("%s does not say that it expects a request", target)
                 return False
-            opening = asyncio.ensure_future(self._opened(leg.flight, target, body))
+            opening = asyncio.ensure_future(self._opened(answer.flight, target, body))
             try:
                 async with asyncio.timeout(GO_ON_S):
-                    await self._until_it_runs(leg, target, opening, running)
+                    await self._until_it_runs(answer, target, opening, running)
             except (TimeoutError, ConnectionLost) as error:
                 logger.info("%s does not go on with a request: %s", target, error or "no word of it")
                 _discard(opening)
@@ -299,16 +299,16 @@ class Mover:
             except BaseException:
                 _discard(opening)
                 raise
-        if not await self._at_an_end_of_event(leg) or leg.over:
+        if not await self._at_an_end_of_event(answer) or answer.over:
             _discard(opening)
             return False
-        leg.taken, leg.taker = opening, target
-        self._drop(leg.instance, leg)
-        self._legs.setdefault(target, set()).add(leg)
-        if leg.response is not None:
-            leg.response.interrupt(GoesOnElsewhere(f"the request goes on at {target}"))
+        answer.taken_over, answer.target = opening, target
+        self._drop(answer.instance, answer)
+        self._answers.setdefault(target, set()).add(answer)
+        if answer.response is not None:
+            answer.response.interrupt(AnswerMoved(f"the request goes on at {target}"))
         else:
-            leg.load.give_up(GoesOnElsewhere(f"the request goes on at {target}"))
+            answer.load.give_up(AnswerMoved(f"the request goes on at {target}"))
         return True
 
     async def _opened(self, flight: Flight, target: str, body: bytes) -> UpstreamResponse:
@@ -323,13 +323,13 @@ class Mover:
 
     async def _until_it_runs(
         self,
-        leg: Leg,
+        answer: OpenAnswer,
         target: str,
         opening: asyncio.Future[UpstreamResponse],
         running: asyncio.Future[Running],
     ) -> None:
         while not running.done():
-            if leg.over:
+            if answer.over:
                 raise ConnectionLost("the client is gone")
             if (row := self._fleet.rows.get(target)) is None or row.state not in USABLE:
                 raise ConnectionLost("it is down")
@@ -343,10 +343,10 @@ class Mover:
         if opening.done():
             opening.result()
 
-    async def _at_an_end_of_event(self, leg: Leg) -> bool:
+    async def _at_an_end_of_event(self, answer: OpenAnswer) -> bool:
         """Wait for the rest of an event that the client has a part of. It is on its way."""
         end = self._clock.monotonic() + WHOLE_EVENT_S
-        while leg.reader is not None and leg.reader.in_event:
+        while answer.reader is not None and answer.reader.in_event:
             if self._clock.monotonic() > end:
                 return False
             await self._clock.sleep(0.005)
@@ -369,23 +369,23 @@ class Mover:
         return None if best is None else best.name
 
     def __repr__(self) -> str:
-        return f"Mover({sum(map(len, self._legs.values()))} legs, emptying {sorted(self._tasks)})"
+        return f"Mover({sum(map(len, self._answers.values()))} answers, emptying {sorted(self._tasks)})"
 
 
-def _obstacle(leg: Leg) -> str:
+def _obstacle(answer: OpenAnswer) -> str:
     """Why a stream cannot be gone on with in the middle; empty where it can."""
-    splice, sent = leg.flight.sent.dialect.splice, leg.flight.sent
-    if splice is not None and leg.reader is not None and (why := splice.obstacle(leg.reader)):
+    splice, sent = answer.flight.sent.dialect.splice, answer.flight.sent
+    if splice is not None and answer.reader is not None and (why := splice.obstacle(answer.reader)):
         return why
-    return "tool calls in a stream" if leg.flight.admitted.job.stream and b'"tools"' in sent.body else ""
+    return "tool calls in a stream" if answer.flight.admitted.job.stream and b'"tools"' in sent.body else ""
 
 
-def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
+def _body(answer: OpenAnswer, parked: Parked, ticket: str) -> bytes:
     """The request as the other instance gets it: with its name, the ticket of its state, and where its KV
     is."""
-    flight = leg.flight
+    flight = answer.flight
     payload = orjson.loads(flight.sent.body)
-    payload["rid"] = leg.rid
+    payload["rid"] = answer.rid
     holder = payload
     if name := flight.sent.dialect.custom_params_in:
         holder = payload[name] = dict(payload.get(name) or {})

@@ -64,22 +64,22 @@ class HalfFailed(ConnectionLost):
 
 @asynccontextmanager
 async def beside(
-    leg: Callable[[], Awaitable[None]], may_interrupt: Callable[[], bool]
+    half: Callable[[], Awaitable[None]], may_interrupt: Callable[[], bool]
 ) -> AsyncIterator[None]:
-    """Run ``leg`` beside the block; end it with the block.
+    """Run ``half`` beside the block; end it with the block.
 
     Args:
-        leg: the other half of the request.
-        may_interrupt: whether the block may still be given up when ``leg`` fails.
+        half: the other half of the request.
+        may_interrupt: whether the block may still be given up when ``half`` fails.
 
     Raises:
-        Exception: what ``leg`` raised, if it was before the block had ended and ``may_interrupt`` allowed it.
+        Exception: ``half`` raised it before the block had ended, and ``may_interrupt`` allowed it.
     """
     block = asyncio.current_task()
     if block is None:
         raise ConnectionLost("not in a task")
     before = block.cancelling()
-    task = asyncio.ensure_future(leg())
+    task = asyncio.ensure_future(half())
     failed: list[BaseException] = []
     is_over = False
 
@@ -103,14 +103,14 @@ async def beside(
 
 
 async def run_beside(
-    leg: Callable[[], Awaitable[None]],
+    half: Callable[[], Awaitable[None]],
     block: Callable[[], Awaitable[None]],
     may_interrupt: Callable[[], bool],
 ) -> None:
     """Like ``beside``, with the block as a function. Compiled modules cannot leave an ``async with`` by an
     exception: they must not await while they handle one.
     """
-    async with beside(leg, may_interrupt):
+    async with beside(half, may_interrupt):
         await block()
 
 

@@ -14,7 +14,7 @@ from sglang_ext.router.api.stream_splice import NoContinuation
 from sglang_ext.router.api.usage import StreamReader, Usage, answer_id, read_answer
 from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
-from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
+from sglang_ext.router.dispatch.moving import AnswerMoved, Mover, OpenAnswer
 from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, meeting_point, run_beside
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.fleet.fleet import Fleet, Load
@@ -173,27 +173,27 @@ class Relay:
         with (
             self._fleet.carrying(instance, here) as load,
             sending as first_byte,
-            self._mover.carrying(flight, instance, load, named=bool(name)) as leg,
+            self._mover.carrying(flight, instance, load, named=bool(name)) as answer,
         ):
             goes_on = False
             while True:
                 try:
                     if goes_on:
                         # Nothing was sent to the client: the other answer is as good from its beginning.
-                        response = await leg.take_over(self._fleet)
+                        response = await answer.take_over(self._fleet)
                     else:
                         with load.until_lost():
                             response = await self._forwarding.open(flight, instance, body)
                     try:
                         is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                         if response.status == 200 and is_stream:
-                            await self._stream(flight, placement, response, leg, first_byte)
+                            await self._stream(flight, placement, response, answer, first_byte)
                         else:
                             await self._whole(flight, placement, response, load)
                         return
                     finally:
                         response.close()
-                except GoesOnElsewhere:
+                except AnswerMoved:
                     goes_on = True
                 except ConnectionLost as error:
                     self._lost(flight, flight.record.instance or instance, error)
@@ -201,7 +201,7 @@ class Relay:
 
     def _lost(self, flight: Flight, instance: str, error: Exception) -> None:
         """An attempt has failed; an instance that went away may have ended because of the request."""
-        if not isinstance(error, ConnectionLost) or isinstance(error, HalfFailed | GoesOnElsewhere):
+        if not isinstance(error, ConnectionLost) or isinstance(error, HalfFailed | AnswerMoved):
             return
         row = self._fleet.rows.get(instance)
         if row is None or row.state is not State.DRAINING:  # one that drains may be ended by its operator
@@ -244,12 +244,12 @@ class Relay:
         flight: Flight,
         placement: Placement,
         response: UpstreamResponse,
-        leg: Leg,
+        answer: OpenAnswer,
         first_byte: Callable[[], None],
     ) -> None:
         """Pass on an answer as it comes; until its first byte, another instance can be tried."""
         record, responder = flight.record, flight.responder
-        load = leg.load
+        load = answer.load
         reader = StreamReader(flight.sent.dialect, flight.admitted.job.choices)
         with load.until_lost():
             first = await response.piece()
@@ -263,7 +263,7 @@ class Relay:
         if flight.admitted.dialect.stream_type != EVENT_STREAM_TYPE:
             head["content-type"] = flight.admitted.dialect.stream_type
         await responder.start(response.status, head, _told(flight, first))
-        leg.response, leg.reader = response, reader
+        answer.response, answer.reader = response, reader
         reader.feed(first)
         broken: SglangExtError | None = None
         try:
@@ -274,10 +274,10 @@ class Relay:
                     if told := _told(flight, chunk):
                         await responder.write(told)
                     reader.feed(chunk)
-            except GoesOnElsewhere:
+            except AnswerMoved:
                 goes_on = True
             if goes_on:
-                await self._go_on(flight, leg, reader)
+                await self._go_on(flight, answer, reader)
         except (ConnectionLost, RequestTimeout, NoContinuation) as error:
             broken = error.with_traceback(None)  # which has this frame, and so the request
         if broken is not None:
@@ -299,7 +299,7 @@ class Relay:
         await responder.finish()
         self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
 
-    async def _go_on(self, flight: Flight, leg: Leg, reader: StreamReader) -> None:
+    async def _go_on(self, flight: Flight, answer: OpenAnswer, reader: StreamReader) -> None:
         """Pass on what other instances make of a stream that has begun.
 
         Raises:
@@ -309,18 +309,18 @@ class Relay:
         assert splice is not None  # else it is not moved
         while True:
             seam = splice(reader)
-            response = await leg.take_over(self._fleet)
-            leg.response = response
+            response = await answer.take_over(self._fleet)
+            answer.response = response
             try:
                 while chunk := await response.piece():
-                    leg.load.answered()
+                    answer.load.answered()
                     if rest := seam.feed(chunk):
                         if told := _told(flight, rest):
                             await flight.responder.write(told)
                         reader.feed(rest)
                 seam.check_end()
                 return
-            except GoesOnElsewhere:
+            except AnswerMoved:
                 pass  # and so does the loop
             finally:
                 response.close()

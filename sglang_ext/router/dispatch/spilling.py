@@ -86,7 +86,7 @@ class Spilled:
     end: str | None = None
     moved_tokens: int = 0
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For ``/explain``."""
         return {
             "from": self.source,
@@ -181,7 +181,7 @@ class Spilling:
             conversation = known[spill.prefix.id]
             self._look(conversation, now)
             if conversation.held == spill.prefix.held:  # else the next round sees what has changed
-                self._tell(spill, conversation, now)
+                self._send(spill, conversation, now)
 
     def _memories(self) -> Iterator[Memory]:
         for instance in self._fleet.usable():
@@ -252,7 +252,7 @@ class Spilling:
         durable = max(conversation.held.values(), default=0) if resting else conversation.durable
         return Prefix(conversation.id, conversation.tenant, conversation.held, durable)
 
-    def _tell(self, spill: Spill, conversation: Conversation, now: float) -> None:
+    def _send(self, spill: Spill, conversation: Conversation, now: float) -> None:
         there = self._channels.registration(spill.source)
         assert there is not None
         conversation.again = now + AGAIN_S
@@ -261,7 +261,7 @@ class Spilling:
         id, export = uuid.uuid4().hex, uuid.uuid4().hex
         source = Source(there.endpoints, export)
         span = FetchSpan(source, len(key) // TOKEN_BYTES)
-        told = self._channels.send(
+        sent = self._channels.send(
             spill.source, Export(export, key, extra_key, salt, UNHEARD_S, spills=True)
         ) and self._channels.send(
             spill.target, Fetch(id, key, (span,), extra_key, salt, MOVE_S, for_others=True)
@@ -279,7 +279,7 @@ class Spilling:
         )
         self._told.append(note)
         self._under_way[id] = note
-        if not told:
+        if not sent:
             self._ended(id, "unheard", 0)
 
     # -- what becomes of it -------------------------------------------------------------------------
@@ -332,10 +332,10 @@ class Spilling:
 
     # -- seeing -------------------------------------------------------------------------------------
 
-    def told_of(self, namespace: Any, key: bytes, before: float) -> list[dict[str, Any]]:
+    def copies_of(self, namespace: Any, key: bytes, before: float) -> list[dict[str, Any]]:
         """What was spilled of a prompt's beginning before a time (seconds since the epoch), oldest first."""
         return [
-            spill.told()
+            spill.as_json()
             for spill in self._told
             if spill.at <= before and spill.namespace == namespace and key.startswith(spill.key)
         ]

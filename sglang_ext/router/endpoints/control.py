@@ -79,7 +79,9 @@ class Control:
             if caller.tenant is None:
                 everybody = self._fleet.usable()
                 body = {"rid": "", "abort_all": True}
-                await asyncio.gather(*(self._aborting.tell(instance.name, body) for instance in everybody))
+                await asyncio.gather(
+                    *(self._aborting.abort_at(instance.name, body) for instance in everybody)
+                )
             aborted = await self._shared.abort(None, caller)
         elif rid:
             aborted = await self._shared.abort(rid, caller)

@@ -30,7 +30,7 @@ from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
-from sglang_ext.router.dispatch.explain import Choice, Stories, Story
+from sglang_ext.router.dispatch.explain import Choice, LoggedRequest, RequestLog
 from sglang_ext.router.dispatch.flight import Flight, Flights, home_lost
 from sglang_ext.router.dispatch.pairs import HalfFailed
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
@@ -80,7 +80,7 @@ class Generation:
         suspects: requests that were at an instance's death.
         shared: finds the instances that keep responses.
         queries: to other routers.
-        stories: recent requests, to be explained.
+        log: recent requests, to be explained.
         hinting: takes the hints in requests.
         documents: puts documents that a request names in front of its prompt.
         metrics: counts retries.
@@ -101,7 +101,7 @@ class Generation:
         suspects: Suspects,
         shared: SharedRequests,
         queries: Queries,
-        stories: Stories,
+        log: RequestLog,
         hinting: Hinting,
         documents: Documents,
         metrics: RouterMetrics,
@@ -120,7 +120,7 @@ class Generation:
         self.suspects = suspects
         self._shared = shared
         self._queries = queries
-        self._stories = stories
+        self._log = log
         self._hinting = hinting
         self._documents = documents
         self._retries = metrics.counter("retries")
@@ -196,15 +196,15 @@ class Generation:
             self._hinting.note(admitted.hints, record)
         if len(self.suspects):
             self.suspects.check(flight.digest())
-        story = Story(record, prompts, self._clock.wall())
-        self._stories.add(story, len(self._fleet.rows))
+        logged = LoggedRequest(record, prompts, self._clock.wall())
+        self._log.add(logged, len(self._fleet.rows))
         with self._flights.carrying(flight):
             try:
                 if not self._admission.enter():
                     waiting = Waiting(record.priority, units, record.caller.tenant, record.stream)
                     record.queued_s = await self._admission.wait(waiting)
                 try:
-                    await self._attempts(flight, story)
+                    await self._attempts(flight, logged)
                 finally:
                     self._admission.leave()
             except QueueFull as full:
@@ -226,7 +226,7 @@ class Generation:
 
     # -- attempts ---------------------------------------------------------------------------------
 
-    async def _attempts(self, flight: Flight, story: Story) -> None:
+    async def _attempts(self, flight: Flight, logged: LoggedRequest) -> None:
         excluded: frozenset[str] = frozenset()
         failure: PeerError | None = None
         lost = 0
@@ -240,7 +240,7 @@ class Generation:
             if chosen is None:
                 break
             placement, choice = chosen
-            story.choices.append(choice)
+            logged.choices.append(choice)
             flight.record.attempts += 1
             if flight.record.fetch is not None:
                 await self._chooser.prepared(flight)

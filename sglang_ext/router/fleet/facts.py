@@ -77,7 +77,7 @@ class InstanceFacts:
     """``--allow-auto-truncate``: too long prompts are cut instead of refused."""
     bootstrap_port: int | None = None
     """Of a prefill server: where decode servers ask it for KV."""
-    tells: bool = False
+    reports: bool = False
     """It was started with ``--kv-router``: it will register, and send placement events."""
     events: EventSource | None = None
     """It was started with ``--kv-events-config``, in a way that can be followed."""

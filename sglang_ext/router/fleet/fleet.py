@@ -93,9 +93,9 @@ class Fleet:
         failure_threshold: probes missed in a row that make the verdict.
         silence_s: an instance on another machine counts as lost only after this many seconds without a sign
             of life, too.
-        told: an instance's tokens by the index, whether the index is trusted for it, and whether its snapshot
+        view: an instance's tokens by the index, whether the index is trusted for it, and whether its snapshot
             is awaited.
-        retold: instances whose ``told`` may have changed since the last call; None: any may have.
+        changed: instances whose ``view`` may have changed since the last call; None: any may have.
         pairs: whether requests can be sent to a prefill and a decode instance together.
         now: seconds.
     """
@@ -105,15 +105,15 @@ class Fleet:
         urls: tuple[str, ...] = (),
         *,
         failure_threshold: int = 3,
-        told: Callable[[str], tuple[int, bool, bool]] = lambda name: (0, True, False),
-        retold: Callable[[], Iterable[str]] | None = None,
+        view: Callable[[str], tuple[int, bool, bool]] = lambda name: (0, True, False),
+        changed: Callable[[], Iterable[str]] | None = None,
         pairs: bool = False,
         silence_s: float = 0.0,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._changed: dict[str, InstanceRecord] = {}
+        self._dirty_rows: dict[str, InstanceRecord] = {}
         """Those that policies see differently than ``_standing`` has them."""
-        self.rows = {url: InstanceRecord(url, retold=self._changed) for url in urls}
+        self.rows = {url: InstanceRecord(url, dirty_rows=self._dirty_rows) for url in urls}
         self._usable: dict[str, InstanceRecord] = {}
         """Those that can take requests."""
         self._standing = Standing()
@@ -129,8 +129,8 @@ class Fleet:
         self.happened: Signal[[InstanceRecord, Event, State]] = Signal()
         """An instance, already in its new state, with the event and its state before."""
         self._failure_threshold = failure_threshold
-        self._told = told
-        self._retold = retold or (lambda: list(self._usable))
+        self._view = view
+        self._take_changed = changed or (lambda: list(self._usable))
         self._pairs = pairs
         self._silence_s = silence_s
         self._now = now
@@ -145,19 +145,19 @@ class Fleet:
         row = self.rows.get(name)
         if row is None:
             self.rows[name] = InstanceRecord(
-                name, registration=registration, heard=self._now(), retold=self._changed
+                name, registration=registration, last_seen=self._now(), dirty_rows=self._dirty_rows
             )
             logger.info("instance %s joins", name)
             return State.NEW
-        row.heard = self._now()
+        row.last_seen = self._now()
         before = row.epoch
-        row.tell(row.facts, registration or row.registration)
+        row.update(row.facts, registration or row.registration)
         if row.epoch != before and before:
-            row.tell(None, row.registration)
+            row.update(None, row.registration)
             self.restarted(name)
             return self._apply(row, Event.RESTARTED, "it has a new epoch")
         if row.facts is not None and (problem := _unfit(row.facts, row.registration)) is not None:
-            row.tell(None, row.registration)
+            row.update(None, row.registration)
             return self._apply(row, Event.REJECTED, problem)
         return row.state
 
@@ -205,12 +205,12 @@ class Fleet:
         row = self.rows.get(name)
         if row is None or row.state is State.LEFT:
             return State.LEFT
-        row.heard = self._now()
+        row.last_seen = self._now()
         difference = self._model_difference(facts)
         row.other_model = difference is not None
         problem = _unfit(facts, row.registration) or difference
         if problem is not None:
-            row.tell(None, row.registration)
+            row.update(None, row.registration)
             return self._apply(row, Event.REJECTED, problem)
         if self.model is None or self.model.model.difference(facts.model):
             self.model = facts
@@ -221,7 +221,7 @@ class Fleet:
             facts.weight_version,
         ):
             self.restarted(name)
-        row.tell(facts, row.registration)
+        row.update(facts, row.registration)
         row.misses, row.asked = 0, None
         return self._apply(row, Event.LEARNT, "answers")
 
@@ -242,14 +242,14 @@ class Fleet:
         if row is None:
             return State.LEFT
         row.misses = 0
-        row.heard = self._now()
-        row.asked = row.heard if row.questions else None
+        row.last_seen = self._now()
+        row.asked = row.last_seen if row.questions else None
         return self._apply(row, Event.ALIVE, "answers")
 
-    def heard(self, name: str) -> None:
+    def on_heartbeat(self, name: str) -> None:
         """Its agent gave a sign of life; that its HTTP side answers is for probes to find out."""
         if (row := self.rows.get(name)) is not None:
-            row.heard = self._now()
+            row.last_seen = self._now()
 
     def missed(self, name: str, why: str) -> State:
         """A probe was not answered; enough of them in a row are the verdict."""
@@ -264,7 +264,7 @@ class Fleet:
         return self._apply(row, Event.MISSED, why)
 
     def _is_silent(self, row: InstanceRecord) -> bool:
-        return row.heard is None or self._now() - row.heard >= self._silence_s
+        return row.last_seen is None or self._now() - row.last_seen >= self._silence_s
 
     def unconnected(self, name: str, why: str, *, refused: bool) -> State:
         """No connection could be made. refused: its machine refused the connection, as no process listens
@@ -294,7 +294,7 @@ class Fleet:
             row.state, row.why = following, why
             if following in _USABLE:
                 self._usable[row.name] = row
-                row.retell()
+                row.mark_dirty()
             else:
                 self._out(row.name)
         elif following is not State.LEFT:
@@ -319,13 +319,13 @@ class Fleet:
         cannot hand requests over, so is the other.
         """
         rows = self._usable
-        for name in self._retold():
-            if (told := rows.get(name)) is not None:
-                told.retell()
-        for name, row in self._changed.items():
+        for name in self._take_changed():
+            if (row := rows.get(name)) is not None:
+                row.mark_dirty()
+        for name, row in self._dirty_rows.items():
             if name in rows:
                 self._standing.put(self._see(row))
-        self._changed.clear()
+        self._dirty_rows.clear()
         found = self._standing.fleet()
         if excluded:
             found = tuple([instance for instance in found if instance.name not in excluded])
@@ -337,11 +337,11 @@ class Fleet:
         return frozenset(
             name
             for name, row in self.rows.items()
-            if row.registration is None or row.facts is None or not row.facts.tells
+            if row.registration is None or row.facts is None or not row.facts.reports
         )
 
     def _see(self, row: InstanceRecord) -> Instance:
-        cached, trusted, awaited = self._told(row.name)
+        cached, trusted, awaited = self._view(row.name)
         busy = row.in_flight + row.elsewhere
         return Instance(
             row.name, busy, row.queued_tokens, cached, row.last_picked, row.role, trusted, awaited,
@@ -414,14 +414,14 @@ class Fleet:
         row.sent += 1
         row.sent_tokens += queued_tokens
         row.last_picked = next(self._picks)
-        row.retell()
+        row.mark_dirty()
         return Load(row, queued_tokens)
 
     def end(self, load: Load) -> None:
         """A request is not in flight any more."""
         load.prefilled()
         load.row.in_flight -= 1
-        load.row.retell()
+        load.row.mark_dirty()
         self._look_whether_drained(load.row)
 
     def move(self, load: Load, name: str) -> None:
@@ -437,15 +437,15 @@ class Fleet:
         row.last_picked = next(self._picks)
         load.move(row)
         before.in_flight -= 1
-        before.retell()
-        row.retell()
+        before.mark_dirty()
+        row.mark_dirty()
         self._look_whether_drained(before)
 
     def sent_elsewhere(self, name: str, requests: int) -> None:
         """Other routers have so many requests in flight at an instance."""
         if (row := self.rows.get(name)) is not None:
             row.elsewhere = requests
-            row.retell()
+            row.mark_dirty()
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show how each instance is."""
@@ -461,7 +461,7 @@ class Fleet:
                 in_flight.labels(row.name).set(row.in_flight)
                 queued.labels(row.name).set(row.queued_tokens)
                 up.labels(row.name).set(row.state in USABLE)
-                trusted.labels(row.name).set(self._told(row.name)[1])
+                trusted.labels(row.name).set(self._view(row.name)[1])
 
         metrics.refreshing.subscribe(refresh)
 

@@ -112,7 +112,7 @@ class HealthWatch:
         """The agent of an instance (by URL) lives."""
         row = self._fleet.rows.get(name)
         if row is not None and row.epoch == epoch:
-            self._fleet.heard(name)
+            self._fleet.on_heartbeat(name)
 
     def on_silent(self, name: str) -> None:
         """The agent of an instance (by URL) was silent for too long."""

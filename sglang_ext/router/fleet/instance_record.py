@@ -41,7 +41,7 @@ class InstanceRecord:
     """Pieces of answers that have come from it."""
     fatal: int = 0
     """How many events of ``lifecycle.FATAL`` have happened to it."""
-    heard: float | None = None
+    last_seen: float | None = None
     """When it last gave a sign of life."""
     questions: int = 0
     """Those that it is being asked (``Fleet.asking``)."""
@@ -51,7 +51,7 @@ class InstanceRecord:
     """It was found to serve another model than the fleet."""
     waiting: set[Load] = field(default_factory=set)
     """Requests that give up when the verdict falls."""
-    retold: dict[str, InstanceRecord] = field(default_factory=dict)
+    dirty_rows: dict[str, InstanceRecord] = field(default_factory=dict)
     """Of its fleet, by name: those that policies see differently now."""
 
     role: Role = field(init=False)
@@ -60,19 +60,19 @@ class InstanceRecord:
     """Of a prefill or decode instance, as it registered: `compatibility.hand_over_identity`."""
 
     def __post_init__(self) -> None:
-        self.tell(self.facts, self.registration)
+        self.update(self.facts, self.registration)
 
-    def tell(self, facts: InstanceFacts | None, registration: Registration | None) -> None:
+    def update(self, facts: InstanceFacts | None, registration: Registration | None) -> None:
         """Record its facts and registration."""
         self.facts, self.registration = facts, registration
-        told = facts.role if facts else registration.role if registration else ""
-        self.role = ROLES.get(told, Role.COLOCATED)
+        role = facts.role if facts else registration.role if registration else ""
+        self.role = ROLES.get(role, Role.COLOCATED)
         self.handover = hand_over_identity(registration)
-        self.retell()
+        self.mark_dirty()
 
-    def retell(self) -> None:
+    def mark_dirty(self) -> None:
         """Policies see it differently from now on."""
-        self.retold[self.name] = self
+        self.dirty_rows[self.name] = self
 
     @property
     def epoch(self) -> str:
@@ -108,7 +108,7 @@ class Load:
         """Its prompt has been computed: the first byte of the answer is here. Repeating it is harmless."""
         if self._tokens:
             self._row.queued_tokens -= self._tokens
-            self._row.retell()
+            self._row.mark_dirty()
             self._tokens = 0
 
     def until_lost(self) -> UntilLost:

@@ -154,7 +154,7 @@ class WorkerApi:
             tokenizer_path=str(model.get("tokenizer_path") or model.get("model_path")),
             truncates=bool(server.get("allow_auto_truncate")),
             bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
-            tells=_tells(server.get("launch_command")),
+            reports=_reports(server.get("launch_command")),
             events=_events(url, server),
             changes_role=bool(server.get("enable_pd_role_switch")),
             chat=_chat_facts(model, server),
@@ -224,7 +224,7 @@ def _batching(server: Json) -> Batching:
     )
 
 
-def _tells(launch_command: object) -> bool:
+def _reports(launch_command: object) -> bool:
     """Whether a server's command line names a router to register with."""
     words = launch_command.split() if isinstance(launch_command, str) else []
     return any(word.partition("=")[0] == TELLS_FLAG for word in words)

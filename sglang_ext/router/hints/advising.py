@@ -39,7 +39,7 @@ from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.fetching import Fetching
 from sglang_ext.router.placing.placing import Placement, PlacingOptions, fetches_everywhere, place
-from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
+from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, first_targets
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import assembled, without
 from sglang_ext.router.policies.fleet_queries import decoders_for, named
@@ -322,7 +322,7 @@ class Advisor:
         """Decide where the request will run, and have its KV brought there."""
         hint = entry.hint
         fleet = self._expecting(self._fleet.usable())
-        if not beginners(fleet):
+        if not first_targets(fleet):
             why = self._fleet.obstacle() or "no instance"
             started = self.book.failed(entry, self._clock.monotonic(), why)
             self._ended(entry)
@@ -364,7 +364,7 @@ class Advisor:
             return frozenset()
         decoders = tuple(known for known in fleet if known.role is Role.DECODE)
         crowded: set[str] = set()
-        for kind in (beginners(fleet), decoders):
+        for kind in (first_targets(fleet), decoders):
             expected = {known.name: self.book.promised(known.name, priority) for known in kind}
             most = min(expected.values(), default=0) + slack
             crowded |= {name for name, count in expected.items() if count > most}
@@ -477,7 +477,7 @@ class Advisor:
         """Choose another decode instance, which brings up its own KV."""
         assert entry.instance is not None
         fleet = self._expecting(self._fleet.usable())
-        if all(known.name != entry.instance for known in beginners(fleet)):
+        if all(known.name != entry.instance for known in first_targets(fleet)):
             self.book.failed(entry, self._clock.monotonic(), "no instance is left that decodes")
             self._ended(entry)
             return
@@ -527,7 +527,7 @@ class Advisor:
         (prompt,) = prompts
         self._expire(self._clock.monotonic())
         place = self._claimed(scope, prompt.namespace, prompt.key, session)
-        if place is None or not self._can_take(place.instance, beginners(fleet)):
+        if place is None or not self._can_take(place.instance, first_targets(fleet)):
             return None
         prefill = named(fleet, place.instance)
         decoders = () if prefill is None else tuple(decoders_for(fleet, prefill))

@@ -47,7 +47,7 @@ from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.fetching import Fetching
 from sglang_ext.router.placing.placing import gathering_plan
-from sglang_ext.router.policies import beginners
+from sglang_ext.router.policies import first_targets
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import DocumentNote, Record
 from sglang_ext.router.tenancy.admit import with_salt
@@ -336,7 +336,7 @@ class Documents:
             return
         entry.why = ""
         fleet = self._fleet.usable()
-        usable = [known.name for known in beginners(fleet)]
+        usable = [known.name for known in first_targets(fleet)]
         stay = [name for name in entry.leases if name in usable]
         if len(stay) == min(entry.document.instances, len(usable)) and all(
             entry.leases[name].due > now for name in stay

@@ -91,7 +91,7 @@ class HttpUpstream(Upstream):
                 return response
             except ConnectionLost:
                 response.close()
-                if not kept or connection.heard or method not in REPEATABLE:
+                if not kept or connection.received or method not in REPEATABLE:
                     raise
             except BaseException:
                 response.close()

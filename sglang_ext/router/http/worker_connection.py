@@ -38,9 +38,28 @@ class WorkerConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_chunked", "_failure", "_head_bytes", "_head_only", "_loop", "_on_closed", "_origin", "_parser",
-        "_paused", "_pieces", "_size", "_to_the_end", "_waiter", "answering", "closed", "complete",
-        "headers", "heard", "idle_since", "reusable", "status", "transport",
+        "_chunked",
+        "_failure",
+        "_head_bytes",
+        "_head_only",
+        "_loop",
+        "_on_closed",
+        "_origin",
+        "_parser",
+        "_paused",
+        "_pieces",
+        "_size",
+        "_to_the_end",
+        "_waiter",
+        "answering",
+        "closed",
+        "complete",
+        "headers",
+        "idle_since",
+        "received",
+        "reusable",
+        "status",
+        "transport",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +87,7 @@ class WorkerConnection(asyncio.Protocol):
         self.complete = True
         """The whole answer has; True while idle."""
         self.reusable = False
-        self.heard = False
+        self.received = False
         """Anything of the answer has arrived."""
         self.closed = False
         self.status = 0
@@ -84,7 +103,7 @@ class WorkerConnection(asyncio.Protocol):
         Args:
             head_only: the request is HEAD: its answer has no body, whatever its headers announce.
         """
-        self.complete = self.answering = self.heard = self._to_the_end = self._chunked = False
+        self.complete = self.answering = self.received = self._to_the_end = self._chunked = False
         self.reusable = False
         self._head_only = head_only
         self._failure = None
@@ -158,7 +177,7 @@ class WorkerConnection(asyncio.Protocol):
             self.reusable = False
             self.transport.abort()
             return
-        self.heard = True
+        self.received = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

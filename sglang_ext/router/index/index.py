@@ -73,7 +73,7 @@ class _Known:
 
     replica: Replica | StockReplica
     role: Role
-    heard: bool = False
+    alive: bool = False
     size_bytes: int = 0
     """Estimated memory of the replica at its last change."""
     complete: bool = False
@@ -184,7 +184,7 @@ class Index(PromptTrees):
         self._known[name] = _Known(replica, role)
         if isinstance(replica, StockReplica):
             self._stock.add(name)
-        self._retold.add(name)
+        self._dirty.add(name)
         return replica
 
     def expect(self, name: str) -> None:
@@ -192,14 +192,14 @@ class Index(PromptTrees):
         known = self._known.get(name)
         if self.mode != "approximate" and (known is None or not self._is_trusted(known)):
             self._awaited[name] = self._clock.monotonic() + self._wait_s
-            self._retold.add(name)
+            self._dirty.add(name)
 
     def awaited(self, name: str) -> bool:
         """Whether an instance's first snapshot is still expected, or a snapshot is arriving."""
         if self.mode == "approximate":
             return False
         known = self._known.get(name)
-        state = known.replica.state if known is not None and known.heard else None
+        state = known.replica.state if known is not None and known.alive else None
         if state is State.FILLING:
             return True
         until = self._awaited.get(name)
@@ -208,14 +208,14 @@ class Index(PromptTrees):
         if self._clock.monotonic() < until:
             return True
         del self._awaited[name]
-        self._retold.add(name)
+        self._dirty.add(name)
         return False
 
     def detach(self, name: str) -> None:
         """Drop the replica of an instance that has no agent any more, or is gone."""
         self._awaited.pop(name, None)
         self._stock.discard(name)
-        self._retold.add(name)
+        self._dirty.add(name)
         known = self._known.pop(name, None)
         if known is not None:
             self._replica_bytes -= known.size_bytes
@@ -233,7 +233,7 @@ class Index(PromptTrees):
         known = self._known.get(name)
         return known.replica if known is not None and isinstance(known.replica, StockReplica) else None
 
-    def tells(self, name: str) -> bool:
+    def reports(self, name: str) -> bool:
         """Whether an instance reports its cache, by an agent or by KV events."""
         return name in self._known
 
@@ -254,7 +254,7 @@ class Index(PromptTrees):
         known = self._known[name]
         before, known.size_bytes = known.size_bytes, known.replica.size_bytes
         self._replica_bytes += known.size_bytes - before
-        self._retold.add(name)
+        self._dirty.add(name)
         tellers = self._trees[known.role].name_tellers
         if known.replica.named:
             tellers[known.replica.holder] = known
@@ -298,20 +298,20 @@ class Index(PromptTrees):
         self._bound()
         return True
 
-    def heard(self, name: str, *, alive: bool) -> None:
+    def on_heartbeat(self, name: str, *, alive: bool) -> None:
         """Record whether the agent of an instance is alive."""
         if (known := self._known.get(name)) is not None:
-            known.heard = alive
-            self._retold.add(name)
+            known.alive = alive
+            self._dirty.add(name)
 
-    def told(self, name: str) -> tuple[int, bool, bool]:
+    def holdings_of(self, name: str) -> tuple[int, bool, bool]:
         """``tokens_of``, ``trusted`` and ``awaited`` of an instance, which each request needs of all."""
         if name not in self._known and name not in self._awaited:
             return self._blocks.get(name, 0) * self.block_size, self.mode != "exact", False
         return self.tokens_of(name), self.trusted(name), self.awaited(name)
 
-    def retold(self) -> set[str]:
-        found = super().retold()
+    def take_changed(self) -> set[str]:
+        found = super().take_changed()
         return found.union(self._stock, self._awaited) if self._stock or self._awaited else found
 
     def trusted(self, name: str) -> bool:
@@ -324,12 +324,12 @@ class Index(PromptTrees):
 
     @staticmethod
     def _is_trusted(known: _Known) -> bool:
-        return known.heard and known.replica.trusted
+        return known.alive and known.replica.trusted
 
     @staticmethod
     def _tells_truth(known: _Known) -> bool:
         """Whether the replica is up to date, be it complete or a part of a snapshot."""
-        return known.heard and known.replica.state in _TRUE
+        return known.alive and known.replica.state in _TRUE
 
     # -- prefixes inferred from requests ------------------------------------------------------------
 

@@ -91,8 +91,8 @@ class PromptTrees:
         generations of forgotten instances."""
         self._blocks: dict[str, int] = {}
         """Instance -> different blocks that its counted generations hold."""
-        self._retold: set[str] = set()
-        """Instances whose index may have changed since the last ``retold``."""
+        self._dirty: set[str] = set()
+        """Instances whose index may have changed since the last ``take_changed``."""
         self._next_expiry = math.inf
         self._placed_blocks = 0
         self._unique_blocks = 0
@@ -135,7 +135,7 @@ class PromptTrees:
         for holder in [holder for holder, name in self._counted.items() if name == instance]:
             del self._counted[holder]
         self._blocks.pop(instance, None)
-        self._retold.add(instance)
+        self._dirty.add(instance)
 
     def clear(self) -> None:
         """Drop the entries of all instances: the fleet serves another model."""
@@ -188,9 +188,9 @@ class PromptTrees:
         """Tokens that ``instance`` holds by inference, including expired ones that are still in the tree."""
         return self._blocks.get(instance, 0) * self._tree.block_size
 
-    def retold(self) -> set[str]:
+    def take_changed(self) -> set[str]:
         """Instances whose index may have changed since the last call."""
-        found, self._retold = self._retold, set()
+        found, self._dirty = self._dirty, set()
         return found
 
     # -- memory and time --------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class PromptTrees:
         self._unique_blocks += sum(node.blocks for node in result.added if len(node.placements) == 1)
         new = sum(node.blocks for node in result.added if not self._held_otherwise(node, instance, holder))
         self._blocks[instance] = self._blocks.get(instance, 0) + new
-        self._retold.add(instance)
+        self._dirty.add(instance)
         while self.size_bytes > self._max_bytes and self._make_room():
             pass
 
@@ -266,7 +266,7 @@ class PromptTrees:
                 self._blocks[instance] -= evicted.blocks
         self._placed_blocks -= taken
         if instance is not None:
-            self._retold.add(instance)
+            self._dirty.add(instance)
         return taken
 
     def _holder(self, instance: str, is_guess: bool, now: float) -> Holder:

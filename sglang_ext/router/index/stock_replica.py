@@ -289,7 +289,7 @@ class StockReplica:
             place = self._pages.get(before)
             if place is None:
                 if not self.partial:
-                    raise ValueError("a page continues one that was never told")
+                    raise ValueError("a page continues one that was never stored")
                 return False
             segment, index = place
             is_end = index + 1 == len(segment.names) and not segment.branches and segment.page == page

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from sglang_ext.errors import ConfigError
 from sglang_ext.own_functions import load_function
 from sglang_ext.router.policies.assembly import assembled, guarded
 from sglang_ext.router.policies.base import (
@@ -19,7 +22,7 @@ from sglang_ext.router.policies.base import (
     Role,
 )
 from sglang_ext.router.policies.cost import auto, cost
-from sglang_ext.router.policies.fleet_queries import beginners
+from sglang_ext.router.policies.fleet_queries import first_targets
 from sglang_ext.router.policies.prompt_tree import prompt_tree
 from sglang_ext.router.policies.simple import least_load, random_choice, round_robin, session
 
@@ -35,6 +38,14 @@ POLICIES: dict[str, Policy] = {
 
 SIGNATURE = "(prompt, fleet, matches, costs, options) -> router.policies.Decision"
 _FIELD = "--policy"
+RENAMED = {"beginners": "first_targets", "questions": "fleet_queries"}
+"""Former names in this package that custom policies may still use -> their names now."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in RENAMED:
+        raise ImportError(f"{__name__}.{name} is named {RENAMED[name]} now")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def policy_named(name: str) -> Policy:
@@ -48,7 +59,19 @@ def policy_named(name: str) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]
-    return guarded(load_function(name, POLICIES, SIGNATURE, field=_FIELD), name, POLICIES["least-load"])
+    try:
+        function = load_function(name, POLICIES, SIGNATURE, field=_FIELD)
+    except ConfigError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        package, _, module = (missing or "").rpartition(".")
+        if package == __name__ and module in RENAMED:
+            raise ConfigError(
+                f"cannot import {name.partition(':')[0]!r}: {missing} is named {RENAMED[module]} now",
+                field=_FIELD,
+                hint=f"Import {package}.{RENAMED[module]}",
+            ) from error
+        raise
+    return guarded(function, name, POLICIES["least-load"])
 
 
 __all__ = [
@@ -65,8 +88,8 @@ __all__ = [
     "Prompt",
     "Reason",
     "Role",
-    "beginners",
     "cost",
+    "first_targets",
     "least_load",
     "policy_named",
     "prompt_tree",

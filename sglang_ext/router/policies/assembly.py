@@ -30,8 +30,8 @@ from sglang_ext.router.policies.base import (
 from sglang_ext.router.policies.fleet_queries import (
     all_colocated,
     all_trusted,
-    beginners,
     decoders_for,
+    first_targets,
     for_want_of,
     load_of,
     matched_tokens,
@@ -91,7 +91,7 @@ def assembled(rule: Policy) -> Policy:
         prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
     ) -> Decision:
         known = trusted_matches(fleet, matches)
-        candidates = beginners(fleet)
+        candidates = first_targets(fleet)
         decision = rule(prompt, candidates, known, costs, options)
         reason = for_want_of(decision.reason, candidates)
         if reason is not decision.reason:
@@ -162,7 +162,7 @@ def invalid_reason(decision: object, fleet: Fleet) -> str | None:
     """Why a decision is invalid; None when it is valid."""
     if not isinstance(decision, Decision):
         return f"it returned {type(decision).__name__} instead of a Decision"
-    first = {instance.name for instance in beginners(fleet)}
+    first = {instance.name for instance in first_targets(fleet)}
     if decision.instance not in first:
         return f"it chose {decision.instance!r}, which is none of {', '.join(sorted(first))}"
     prefill = named(fleet, decision.instance)

@@ -41,7 +41,7 @@ from sglang_ext.router.policies.base import (
     Reason,
     Role,
 )
-from sglang_ext.router.policies.fleet_queries import beginners, for_want_of, load_of
+from sglang_ext.router.policies.fleet_queries import first_targets, for_want_of, load_of
 from sglang_ext.router.policies.plan import Pricing
 from sglang_ext.router.policies.prompt_tree import prompt_tree
 from sglang_ext.router.policies.spans import fetches_of, price_at
@@ -69,7 +69,7 @@ class Price:
 def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
     """Choose by the rule in the module's docstring; scores are negative seconds."""
     known = trusted_matches(fleet, matches)
-    candidates = beginners(fleet)
+    candidates = first_targets(fleet)
     emptiest = min(instance.cached_tokens for instance in candidates)
     holders = tuple(instance for instance in fleet if known.get(instance.name, NOTHING).tokens)
     prices = [

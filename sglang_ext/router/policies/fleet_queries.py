@@ -52,7 +52,7 @@ def named(fleet: Fleet, name: str) -> Instance | None:
     return None
 
 
-def beginners(fleet: Fleet) -> Fleet:
+def first_targets(fleet: Fleet) -> Fleet:
     """The instances that a request can be sent to first: colocated instances, and prefill instances that fit
     a decode instance. Empty when the fleet cannot answer any request."""
     if all_colocated(fleet):

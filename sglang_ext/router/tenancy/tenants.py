@@ -126,7 +126,7 @@ class Meter:
             RequestRefused: as ``request``.
         """
         self._take()
-        self._tell()
+        self._notify()
 
     def _take(self) -> None:
         if self._requests is not None and (wait := self._requests.take(self._clock.monotonic())):
@@ -181,19 +181,19 @@ class Meter:
     def carrying(self) -> Iterator[None]:
         """Count one request as running while the block runs, without asking whether it may."""
         self.running += 1
-        self._tell()
+        self._notify()
         try:
             yield
         finally:
             self.running -= 1
-            self._tell()
+            self._notify()
 
     def charge(self, tokens: int) -> None:
         """Tokens were used; use beyond the limit delays later requests."""
         if self._tokens is not None and tokens > 0:
             self._tokens.charge(self._clock.monotonic(), tokens)
             self._charged += tokens
-            self._tell()
+            self._notify()
 
     @property
     def is_limited(self) -> bool:
@@ -201,7 +201,7 @@ class Meter:
         limits = (self._requests, self._tokens, self._entry.concurrent)
         return any(limit is not None for limit in limits)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.is_limited:
             self._used(self)
 
@@ -211,7 +211,7 @@ class Meter:
         left = (None if bucket is None else bucket.level(now) for bucket in (self._requests, self._tokens))
         return Use(self.running, self._taken, self._charged, *left)
 
-    def heard(self, router: str, use: Use) -> None:
+    def on_remote_use(self, router: str, use: Use) -> None:
         """Take in the use that another router has reported."""
         now = self._clock.monotonic()
         before = self._others.get(router)

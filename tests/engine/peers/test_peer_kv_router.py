@@ -237,7 +237,7 @@ async def test_what_a_full_instance_is_about_to_evict_an_idle_one_keeps(
             await until(lambda: router.trees.match(TENANT, keys[0]).keys() == {keeper.url}, nodes, "eviction")
             await until(lambda: any(map(kept, keys[1:])), nodes, "the next")
             assert kept(keys[-1]) == 0
-            (told,) = router.spilling.told_of(TENANT, keys[0], float("inf"))
+            (told,) = router.spilling.copies_of(TENANT, keys[0], float("inf"))
             assert (told["end"], told["moved_tokens"]) == ("done", 20 * BLOCK)
             for node in nodes:
                 node.rank.check()

@@ -288,7 +288,7 @@ async def test_a_prefix_that_requests_share_is_computed_once(rig: Rig) -> None:
         prompt, cached = after[0] - before[0], after[1] - before[1]
         assert cached >= 0.8 * prompt, (path, cached, prompt)
         # The router counts the tokens of its prompts as the server does.
-        record = rig.router.stories.find(headers["x-request-id"], tenant=None, admin=True).record  # type: ignore[union-attr]
+        record = rig.router.request_log.find(headers["x-request-id"], tenant=None, admin=True).record  # type: ignore[union-attr]
         assert record.prompt_tokens == prompt
         assert int(headers["x-kv-matched-tokens"]) >= 0.8 * prompt / 2
 
@@ -396,7 +396,7 @@ async def test_an_encoder_without_a_cache_is_served(client: aiohttp.ClientSessio
                 async with client.post(router.url + "/v1/rerank", json=body) as answer:
                     assert answer.status == 200
                     got = ranked(await answer.json())
-                    record = router.stories.find(answer.headers["x-request-id"], tenant=None, admin=True)
+                    record = router.request_log.find(answer.headers["x-request-id"], tenant=None, admin=True)
                 assert differs(expected, got) == ""
                 scores += [each["score"] for each in got]
                 # Pairs are tokenized as the server does.

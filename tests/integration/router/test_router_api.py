@@ -172,7 +172,7 @@ async def test_messages_have_the_tokens_that_the_server_gives_them(
         ) as answer:
             assert answer.status == 200, await answer.text()
             usage = (await answer.json())["usage"]
-        story = router.stories.find(name, tenant=None, admin=True)
+        story = router.request_log.find(name, tenant=None, admin=True)
         assert story is not None
         theirs = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
         assert [prompt.tokens for prompt in story.prompts] == [theirs], body
@@ -213,7 +213,7 @@ async def test_responses_have_the_tokens_that_the_server_gives_them(
             assert answer.status == 200, await answer.text()
             response = await answer.json()
             usage = response["usage"]
-        story = router.stories.find(response["id"], tenant=None, admin=True)
+        story = router.request_log.find(response["id"], tenant=None, admin=True)
         assert story is not None
         assert story.record.request_id == name
         assert [prompt.tokens for prompt in story.prompts] == [usage["input_tokens"]], body

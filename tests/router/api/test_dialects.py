@@ -328,7 +328,7 @@ async def test_they_are_routed_as_well_as_chat(
         assert int(answer.headers["x-kv-matched-tokens"]) > 48
         if path == "/v1/messages" or not stream:
             assert int(answer.headers["x-kv-cached-tokens"]) > 48
-    told = router.stories.find(answer.headers["x-request-id"], tenant=None, admin=True)
+    told = router.request_log.find(answer.headers["x-request-id"], tenant=None, admin=True)
     assert told.record.completion_tokens == 8
     assert all(prompt.tokens is not None for prompt in told.prompts)
 
@@ -384,7 +384,7 @@ async def test_what_was_cached_is_asked_for_without_clients_noticing(
             raw = await answer.read()
             assert answer.status == 200
         assert not stream or b"sglext" not in raw
-        record = router.stories.find(f"q{number}", tenant=None, admin=True).record
+        record = router.request_log.find(f"q{number}", tenant=None, admin=True).record
         if path != "/v1/messages":
             assert bool(record.cached_tokens) == bool(number)
             assert record.tiers == ({"hbm": record.cached_tokens} if number else {})
@@ -569,7 +569,7 @@ async def test_cached_tokens_stand_where_people_look_first(
         values = [json.loads(event) for event in events] if stream else [json.loads(raw)]
         (usage,) = [value["usage"] for value in values if value.get("usage")]
         found.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
-        record = router.stories.find(name, tenant=None, admin=True).record
+        record = router.request_log.find(name, tenant=None, admin=True).record
         assert record.cached_tokens == found[-1]
     assert found[0] == 0
     assert found[1] > 0

@@ -145,7 +145,7 @@ async def test_it_is_served(
         assert answer.headers["x-kv-route-reason"] == "prefix"
         matched = int(answer.headers["x-kv-matched-tokens"])
     length = len(tokenizer(QUESTION)["input_ids"])
-    record = router.stories.find(answer.headers["x-request-id"], tenant=None, admin=True).record
+    record = router.request_log.find(answer.headers["x-request-id"], tenant=None, admin=True).record
     assert matched >= length
     assert record.prompt_tokens == len(tokenizer(body["question"])["input_ids"])
     assert record.completion_tokens == 6

@@ -285,7 +285,7 @@ async def test_they_are_routed_by_prefix(path: str, start_pooling, start_router,
     async with client.get(f"{router.url}/explain/{answer.headers['x-request-id']}") as told:
         assert told.status == 200
         assert home.url in await told.text()
-    record = router.stories.find(answer.headers["x-request-id"], tenant=None, admin=True).record
+    record = router.request_log.find(answer.headers["x-request-id"], tenant=None, admin=True).record
     assert record.prompt_tokens == len(ids)
     async with client.get(router.url + "/metrics") as metrics:
         text = await metrics.text()

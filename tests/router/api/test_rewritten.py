@@ -178,7 +178,7 @@ async def test_they_are_served_by_prefix(path: str, stream: bool, start_worker, 
     assert answer.headers["x-kv-route-reason"] == "prefix"
     assert len(set(homes)) == 1
     name = answer.headers["x-request-id"]
-    record = router.stories.find(name, tenant=None, admin=True).record
+    record = router.request_log.find(name, tenant=None, admin=True).record
     assert record.completion_tokens == 4
     assert record.cached_tokens > 40
     async with client.get(f"{router.url}/explain/{name}") as told:
@@ -212,7 +212,7 @@ async def test_tenants_are_kept_apart(path: str, start_worker, start_router, cli
         async with client.post(router.url + path, json=BODIES[path], headers=headers) as answer:
             assert answer.status == 200
             await answer.read()
-        record = router.stories.find("mine", tenant=tenant, admin=False).record
+        record = router.request_log.find("mine", tenant=tenant, admin=False).record
         cached.append(bool(record.cached_tokens))
     assert cached == [False, True, False, True]
     assert len({body["cache_salt"] for _, body, _ in worker.requests}) == 2

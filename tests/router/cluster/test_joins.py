@@ -22,15 +22,15 @@ class Rig:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.fleet = Fleet(now=self.clock.monotonic, pairs=True)
-        self.heard: set[str] = set()
+        self.alive: set[str] = set()
         self.takes = True
         self.said: list[tuple[str, tuple[PrefillServer, ...]]] = []
         self.joins = Joins(self.fleet.rows, self, self.clock, router="r")
-        self.fleet.happened.subscribe(lambda *_: self.joins.tell())
+        self.fleet.happened.subscribe(lambda *_: self.joins.announce())
 
     def registration(self, name: str) -> Registration | None:
         row = self.fleet.rows.get(name)
-        return row.registration if row is not None and name in self.heard else None
+        return row.registration if row is not None and name in self.alive else None
 
     def send(self, name: str, message: ToAgent) -> bool:
         if not self.takes:
@@ -43,7 +43,7 @@ class Rig:
     def join(self, url: str, role: str, epoch: int = 1, port: int | None = 9000) -> None:
         name = url.rpartition(":")[2]
         self.fleet.join(url, registration(name, url, epoch, role=role))
-        self.heard.add(url)
+        self.alive.add(url)
         self.fleet.learnt(url, replace(FACTS, role=role, bootstrap_port=port, identity=f"{url} {epoch}"))
 
     def take(self) -> list[tuple[str, tuple[PrefillServer, ...]]]:
@@ -82,11 +82,11 @@ def test_what_is_known_is_said_again_only_after_a_while(rig: Rig) -> None:
     rig.join(D, "decode")
     rig.take()
     for _ in range(3):
-        rig.joins.tell()
+        rig.joins.announce()
     assert rig.take() == []
     rig.clock.advance(PREFILLS_AGAIN_S)
-    rig.joins.tell()
-    rig.joins.tell()
+    rig.joins.announce()
+    rig.joins.announce()
     assert rig.take() == [(D, (server(P),))]
 
 
@@ -94,10 +94,10 @@ def test_an_agent_that_is_not_heard_is_told_when_it_is(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(D, "decode")
     rig.take()
-    rig.heard.discard(D)
-    rig.joins.tell()
-    rig.heard.add(D)
-    rig.joins.tell()
+    rig.alive.discard(D)
+    rig.joins.announce()
+    rig.alive.add(D)
+    rig.joins.announce()
     assert rig.take() == [(D, (server(P),))]
 
 
@@ -106,7 +106,7 @@ def test_what_was_not_taken_is_sent_again(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(D, "decode")
     rig.takes = True
-    rig.joins.tell()
+    rig.joins.announce()
     assert rig.take() == [(D, (server(P),))]
 
 
@@ -139,7 +139,7 @@ def test_a_change_of_roles_is_followed(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(D, "decode")
     rig.take()
-    rig.fleet.rows[P].tell(rig.fleet.rows[P].facts, registration("1001", P, role="decode"))
+    rig.fleet.rows[P].update(rig.fleet.rows[P].facts, registration("1001", P, role="decode"))
     rig.fleet.learnt(P, replace(FACTS, role="decode", identity="changed"))
     assert rig.take() == [(D, ())]
 

@@ -107,7 +107,7 @@ class Store(EmbeddedMembership):
     def publish(self, member: Member) -> None:
         self.published.append(member)
 
-    def tell(self, status: RouterStatus) -> None:
+    def share_status(self, status: RouterStatus) -> None:
         self.told.append(status)
 
 
@@ -406,9 +406,9 @@ def test_heartbeats_count_for_the_epoch_that_registered(rig: Rig) -> None:
     rig.join(agent="tcp://127.0.0.1:5000")
     rig.clock.advance(10.0)
     rig.watch.on_heartbeat(A, f"{2:032x}")
-    assert rig.view().heard_s == 10.0
+    assert rig.view().last_seen_s == 10.0
     rig.watch.on_heartbeat(A, f"{1:032x}")
-    assert rig.view().heard_s == 0.0
+    assert rig.view().last_seen_s == 0.0
     rig.watch.on_heartbeat("http://nobody", f"{1:032x}")
 
 

@@ -82,17 +82,17 @@ async def test_what_no_member_has_signed_is_not_believed(redis: RedisServer) -> 
     try:
         for stranger in strangers:
             stranger.publish(false)
-            stranger.tell(RouterStatus("false"))
+            stranger.share_status(RouterStatus("false"))
             stranger.remember("session", "false")
             stranger.share(document("false"))
         await until(lambda: shared.refused >= 2)
         other.publish(good)
-        other.tell(RouterStatus("two"))
+        other.share_status(RouterStatus("two"))
         other.remember("session", "good")
         other.share(document("good"))
 
         def told() -> bool:
-            shared.tell(RouterStatus("one"))
+            shared.share_status(RouterStatus("one"))
             return (
                 bool(ear.others) and ear.roster.get("good") is not None and bool(ear.sessions and ear.known)
             )
@@ -125,10 +125,10 @@ async def test_redis_dies_and_comes_back_empty(redis: RedisServer, make_shared: 
     try:
         one.roster.merge(member("a"))
         first.publish(member("a"))
-        second.tell(RouterStatus("two"))
+        second.share_status(RouterStatus("two"))
 
         def all_seen() -> bool:
-            first.tell(RouterStatus("one"))
+            first.share_status(RouterStatus("one"))
             return two.roster.get("a") is not None and "two" in one.others
 
         await until(all_seen)
@@ -270,7 +270,7 @@ async def test_rubbish_in_redis_harms_nobody(redis: RedisServer, make_shared: Ma
         await store.start(ear)
         try:
             await client.xadd(f"{base}events", {"m": b"1 {}"})
-            store.tell(RouterStatus("one"))
+            store.share_status(RouterStatus("one"))
             store.publish(member("a"))
             good = make_shared("two")
             other = Ear()

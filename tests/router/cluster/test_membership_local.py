@@ -70,7 +70,7 @@ async def test_nobody_waits_for_a_router_that_was_killed(folder: Path) -> None:
     path = left_behind(folder, "dead")
     async with router(folder, "one") as one:
         await until(lambda: not path.exists())
-        one.store.tell(RouterStatus("one"))
+        one.store.share_status(RouterStatus("one"))
         async with router(folder, "two") as two:
             two.publish(member())
             await until(lambda: one.ear.roster.get("a") is not None)
@@ -145,14 +145,14 @@ async def test_a_router_that_says_nothing_any_more_is_left_out(folder: Path) -> 
     await one.start(ear)
     await two.start(Ear())
     try:
-        two.tell(RouterStatus("two"))
+        two.share_status(RouterStatus("two"))
         await until(lambda: "two" in ear.others)
-        one.tell(RouterStatus("one"))
+        one.share_status(RouterStatus("one"))
         assert "two" in one.others
         clock.advance(ROUTER_TTL_S + 1)
-        one.tell(RouterStatus("one"))
+        one.share_status(RouterStatus("one"))
         assert one.others == {} == ear.others
-        two.tell(RouterStatus("two"))
+        two.share_status(RouterStatus("two"))
         await until(lambda: "two" in ear.others)
     finally:
         await one.stop()
@@ -173,9 +173,9 @@ async def test_rubbish_harms_nobody(folder: Path, rubbish: bytes) -> None:
             await until(lambda: isinstance(one.store, LocalMembership) and one.store.refused > 0)
             two.publish(member())
             await until(lambda: one.ear.roster.get("a") is not None)
-            one.store.tell(RouterStatus("one"))
+            one.store.share_status(RouterStatus("one"))
             await until(lambda: one.store.refused + two.store.refused >= 2)
-            one.store.tell(RouterStatus("one"))
+            one.store.share_status(RouterStatus("one"))
             assert len(told) == 2, "it is not asked again for what was refused"
     finally:
         server.close()

@@ -190,7 +190,7 @@ async def test_what_is_not_taken_ends_where_it_is(
     trouble: str, rig: Rig, client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_ext.router.dispatch.moving.ANSWER_S", 0.1)
-    monkeypatch.setattr("sglang_ext.router.dispatch.moving.HEARD_S", 0.1)
+    monkeypatch.setattr("sglang_ext.router.dispatch.moving.WATCH_S", 0.1)
     path, body = "/generate", {**BODIES["/generate"], "stream": True}
     async with client.post(rig.target.url + path, json=body) as answer:
         expected = await answer.read()

@@ -218,10 +218,10 @@ def test_what_only_idle_instances_hold_hides_nothing(rig: Rig) -> None:
 def test_explain_tells_it(rig: Rig) -> None:
     rig.said()
     rig.ended(rig.round())
-    (told,) = rig.spilling.told_of(NS, KEY + b"more", rig.clock.wall())
+    (told,) = rig.spilling.copies_of(NS, KEY + b"more", rig.clock.wall())
     assert (told["from"], told["to"], told["end"], told["moved_tokens"]) == ("a", "b", "done", 640)
-    assert rig.spilling.told_of(("tokens", None, None, "other"), KEY, rig.clock.wall()) == []
-    assert rig.spilling.told_of(NS, KEY[:40], rig.clock.wall()) == []
+    assert rig.spilling.copies_of(("tokens", None, None, "other"), KEY, rig.clock.wall()) == []
+    assert rig.spilling.copies_of(NS, KEY[:40], rig.clock.wall()) == []
 
 
 @pytest.mark.parametrize("deaf", ["a", "b"])

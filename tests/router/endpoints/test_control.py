@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.keys import encode_tokens
-from sglang_ext.router.dispatch.explain import Cause, Choice, Stories, Story, causes, told
+from sglang_ext.router.dispatch.explain import Cause, Choice, LoggedRequest, RequestLog, as_json, causes
 from sglang_ext.router.index.history import Departure
 from sglang_ext.router.policies import Instance, Match
 from sglang_ext.router.telemetry.record import Record
@@ -186,7 +186,7 @@ async def test_what_one_worker_is_asked(start_worker, start_router, client) -> N
 # -- explanations ---------------------------------------------------------------------------------
 
 
-def story(
+def logged(
     *,
     total: int | None = 100,
     cached: int | None = 0,
@@ -194,12 +194,12 @@ def story(
     reason: str = "no-prefix",
     holders: dict[str, int] | None = None,
     untrusted: tuple[str, ...] = (),
-) -> Story:
+) -> LoggedRequest:
     record = Record("r", "POST", "/generate", 0.0)
     record.prompt_tokens, record.cached_tokens = total, cached
     held = {name: Match(tokens) for name, tokens in (holders or {}).items()}
     fleet = tuple(Instance(name, 0, 0, 0, 0, trusted=False) for name in untrusted)
-    return Story(record, [], 0.0, [Choice("i", reason, matched, held, {}, fleet)])
+    return LoggedRequest(record, [], 0.0, [Choice("i", reason, matched, held, {}, fleet)])
 
 
 EVICTION = [{"instance": "i", "tier": "hbm", "at": 1.0, "tokens": 96, "still_in": ""}]
@@ -209,48 +209,48 @@ DEMOTION = [{**EVICTION[0], "still_in": "dram"}]
 @pytest.mark.parametrize(
     ("told", "evictions", "elsewhere", "expected"),
     [
-        (story(cached=96, matched=96), [], 0, [Cause.HIT]),
-        (story(cached=99, matched=0), None, 0, [Cause.HIT]),
-        (story(), [], 0, [Cause.NEVER_STORED]),
-        (story(), None, 0, [Cause.HISTORY_UNKNOWN]),
-        (story(), EVICTION, 0, [Cause.EVICTED]),
-        (story(), DEMOTION, 0, [Cause.NEVER_STORED]),
-        (story(), [], 64, [Cause.OTHER_SALT, Cause.NEVER_STORED]),
-        (story(untrusted=("j",)), [], 0, [Cause.INDEX_NOT_TRUSTED, Cause.NEVER_STORED]),
-        (story(matched=96, holders={"i": 96}), [], 0, [Cause.BELIEVED_ONLY]),
-        (story(reason="short-prefix", holders={"j": 16}), [], 0, [Cause.BELOW_THRESHOLD]),
-        (story(reason="rebalanced", holders={"j": 96}), [], 0, [Cause.OTHER_INSTANCE]),
-        (story(cached=None, matched=96), [], 0, [Cause.HIT, Cause.NOT_REPORTED]),
+        (logged(cached=96, matched=96), [], 0, [Cause.HIT]),
+        (logged(cached=99, matched=0), None, 0, [Cause.HIT]),
+        (logged(), [], 0, [Cause.NEVER_STORED]),
+        (logged(), None, 0, [Cause.HISTORY_UNKNOWN]),
+        (logged(), EVICTION, 0, [Cause.EVICTED]),
+        (logged(), DEMOTION, 0, [Cause.NEVER_STORED]),
+        (logged(), [], 64, [Cause.OTHER_SALT, Cause.NEVER_STORED]),
+        (logged(untrusted=("j",)), [], 0, [Cause.INDEX_NOT_TRUSTED, Cause.NEVER_STORED]),
+        (logged(matched=96, holders={"i": 96}), [], 0, [Cause.BELIEVED_ONLY]),
+        (logged(reason="short-prefix", holders={"j": 16}), [], 0, [Cause.BELOW_THRESHOLD]),
+        (logged(reason="rebalanced", holders={"j": 96}), [], 0, [Cause.OTHER_INSTANCE]),
+        (logged(cached=None, matched=96), [], 0, [Cause.HIT, Cause.NOT_REPORTED]),
     ],
 )
-def test_causes(told: Story, evictions: Any, elsewhere: int, expected: list[Cause]) -> None:
+def test_causes(told: LoggedRequest, evictions: Any, elsewhere: int, expected: list[Cause]) -> None:
     assert causes(told, evictions, elsewhere, 16) == expected
 
 
 def test_stories_are_bounded_and_the_oldest_go() -> None:
-    stories = Stories(20_000)
+    log = RequestLog(20_000)
     key = encode_tokens(range(500))
     for number in range(50):
         record = Record(f"r{number}", "POST", "/generate", 0.0)
-        stories.add(Story(record, [Encoded(("tokens",), key, 500)], 0.0), 4)
-        assert stories.size_bytes <= 20_000
-    assert 0 < len(stories) < 10
-    assert stories.find("r49", tenant=None, admin=True) is not None
-    assert stories.find("r0", tenant=None, admin=True) is None
-    assert stories.size_bytes == sum(s.size_bytes for s in stories._stories)
+        log.add(LoggedRequest(record, [Encoded(("tokens",), key, 500)], 0.0), 4)
+        assert log.size_bytes <= 20_000
+    assert 0 < len(log) < 10
+    assert log.find("r49", tenant=None, admin=True) is not None
+    assert log.find("r0", tenant=None, admin=True) is None
+    assert log.size_bytes == sum(s.size_bytes for s in log._requests)
     other = Record("r49", "POST", "/generate", 0.0, caller=Caller("b", admin=False))
-    stories.add(Story(other, [], 0.0), 4)
-    of_b = stories.find("r49", tenant="b", admin=False)
+    log.add(LoggedRequest(other, [], 0.0), 4)
+    of_b = log.find("r49", tenant="b", admin=False)
     assert of_b is not None
     assert of_b.record is other
-    assert stories.find("r49", tenant="c", admin=False) is None
-    mine = stories.find("r49", tenant=None, admin=True)
+    assert log.find("r49", tenant="c", admin=False) is None
+    mine = log.find("r49", tenant=None, admin=True)
     assert mine is not None
     assert mine.record is not other
-    stories.add(Story(record, [], 0.0), 1000)  # each keeps the fleet that it was chosen from
-    assert 0 < len(stories) < 3
-    none = Stories(0)
-    none.add(Story(record, [], 0.0), 4)
+    log.add(LoggedRequest(record, [], 0.0), 1000)  # each keeps the fleet that it was chosen from
+    assert 0 < len(log) < 3
+    none = RequestLog(0)
+    none.add(LoggedRequest(record, [], 0.0), 4)
     assert len(none) == 0
 
 
@@ -313,7 +313,7 @@ async def test_an_estimate_is_told_beside_what_was_observed(start_worker, start_
 
 def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None:
     key = encode_tokens(range(96))
-    missed = story()
+    missed = logged()
     missed.prompts = [Encoded(("tokens", None, None, None), key, 96)]
     missed.at = 100.0
 
@@ -325,12 +325,12 @@ def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None
         assert (namespace, asked, before) == (("tokens", None, None, None), key, 100.0)
         return [{"to": "j"}]
 
-    stories = Stories(1 << 20)
+    log = RequestLog(1 << 20)
     for moment, expected in ((50.0, "evicted"), (150.0, "never-stored")):
-        value = told(missed, stories, history, spilled, block_size=16, admin=True)
+        value = as_json(missed, log, history, spilled, block_size=16, admin=True)
         assert value["causes"] == [expected]
         tiers = [event["tier"] for event in value["evictions"]]
         assert tiers == (["hbm", "dram"] if moment < 100 else ["hbm"])
-    value = told(missed, stories, None, spilled, block_size=16, admin=True)
+    value = as_json(missed, log, None, spilled, block_size=16, admin=True)
     assert value["causes"] == ["history-unknown"]
     assert value["spilled"] == [{"to": "j"}]

@@ -242,7 +242,7 @@ def test_salts_are_for_those_that_registered_and_still_tell() -> None:
     fleet.learnt("b", FACTS)
     fleet.join("a", registration())
     assert fleet.without_salts() == {"a", "b"}
-    fleet.learnt("a", replace(FACTS, tells=True))
+    fleet.learnt("a", replace(FACTS, reports=True))
     assert fleet.without_salts() == {"b"}
     fleet.learnt("a", replace(FACTS, identity="start-2"))
     assert fleet.without_salts() == {"a", "b"}
@@ -297,12 +297,12 @@ def test_a_drain_can_be_taken_back() -> None:
 def test_what_changed_while_an_instance_drained_is_seen_when_it_is_taken_back() -> None:
     told, changed = {"a": (16, True, False)}, set[str]()
 
-    def retold() -> set[str]:
+    def take_changed() -> set[str]:
         found = set(changed)
         changed.clear()
         return found
 
-    fleet = Fleet(("a",), told=told.__getitem__, retold=retold)
+    fleet = Fleet(("a",), view=told.__getitem__, changed=take_changed)
     fleet.learnt("a", FACTS)
     with fleet.carrying("a", 10):
         assert fleet.usable()[0].cached_tokens == 16
@@ -362,7 +362,7 @@ def test_what_is_unknown_is_no_error() -> None:
     for call in (fleet.missed, fleet.lost, fleet.rejected, fleet.drained, fleet.leave):
         assert call("a", "why") is State.LEFT
     assert (fleet.alive("a"), fleet.resume("a")) == (State.LEFT, State.LEFT)
-    fleet.heard("a")
+    fleet.on_heartbeat("a")
     assert fleet.obstacle().startswith("no instance has joined")
 
 

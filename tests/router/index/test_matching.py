@@ -71,7 +71,7 @@ def told(index: Index, prompt: bytes) -> dict[str, Match]:
     found = {}
     for name, known in index._known.items():
         replica = known.replica
-        if not known.heard or replica.state not in (State.LIVE, State.FILLING) or not known.covers(TENANT):
+        if not known.alive or replica.state not in (State.LIVE, State.FILLING) or not known.covers(TENANT):
             continue
         tree = index._trees[known.role].tree
         held = held_by(tree, TENANT, [replica.holder])
@@ -184,7 +184,7 @@ class Scene:
                 teller.half()
                 self.filling.add(teller.name)
             case 7:
-                self.index.heard(teller.name, alive=rng.random() < 0.8)
+                self.index.on_heartbeat(teller.name, alive=rng.random() < 0.8)
             case 8 | 9:
                 stock.store(decode_tokens(prompt).tolist())
             case 10 if rng.random() < 0.5:

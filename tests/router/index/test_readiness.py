@@ -59,7 +59,7 @@ class Telling:
         self._stream = EventStream(name, name.encode()[-16:].rjust(16), self._index.block_size, NAMING)
         self._index.attach(name, role)
         self._index.expect(name)
-        self._index.heard(name, alive=True)
+        self._index.on_heartbeat(name, alive=True)
         sends, number = self._stream.hello(b"r", Hello("r"))
         assert number is not None
         self._number = number

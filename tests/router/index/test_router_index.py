@@ -60,7 +60,7 @@ class Told:
         self.log = PlacementLog(self.tree, {self.hbm: Tier.HBM.bit, self.dram: Tier.DRAM.bit}, self._tenant)
         self.stream = EventStream(name, random.Random(name).randbytes(16), index.block_size, naming)
         index.attach(name, role)
-        index.heard(name, alive=True)
+        index.on_heartbeat(name, alive=True)
         sends, number = self.stream.hello(b"r", Hello("r"))
         assert number is not None
         self._receive([*sends, *self.stream.begin(number), *self.stream.end(number)])
@@ -128,10 +128,10 @@ def test_who_is_not_trusted_does_not_attract(index: Index) -> None:
     told = Told(index, "a")
     told.insert(key(1, 2))
     assert index.trusted("a")
-    index.heard("a", alive=False)
+    index.on_heartbeat("a", alive=False)
     assert not index.trusted("a")
     assert index.match(NS, key(1, 2)) == {}
-    index.heard("a", alive=True)
+    index.on_heartbeat("a", alive=True)
     assert index.match(NS, key(1, 2)) == {"a": Match(8, own=True)}
     gap = Events(told.stream.epoch, told.stream.next + 5, (NamesStored(Tier.DISK.level, b""),))
     assert index.apply("a", gap) is Outcome.BROKEN
@@ -311,7 +311,7 @@ def test_too_much_for_the_memory_is_known_in_part_and_never_more_than_there_is(c
 def test_the_estimate_of_memory_is_near_the_truth(clock: FakeClock, instances: int) -> None:
     index = Index(clock, block_size=16)
     told = [Told(index, f"instance-{number}") for number in range(instances)]
-    streams = [[data for each in prompts(400) for data in _tells(instance, each)] for instance in told]
+    streams = [[data for each in prompts(400) for data in _reports(instance, each)] for instance in told]
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -324,7 +324,7 @@ def test_the_estimate_of_memory_is_near_the_truth(clock: FakeClock, instances: i
     assert 0.9 < index.size_bytes / real < 1.6
 
 
-def _tells(instance: Told, prompt: bytes) -> list[bytes]:
+def _reports(instance: Told, prompt: bytes) -> list[bytes]:
     """What an instance would send on an insertion."""
     instance.tree.insert((None, None), prompt, instance.hbm)
     return [data for _, data in instance.stream.publish(instance.log.take())]
@@ -400,11 +400,11 @@ def test_matches_are_what_each_tree_would_say(clock: FakeClock) -> None:
 FACTS = InstanceFacts(ModelFacts("m", "a", 32_000, 4096), "1", "x", "colocated", "")
 
 
-def watched_fleet(clock: FakeClock, retold: Callable[[Index], Callable[[], set[str]]]) -> None:
+def watched_fleet(clock: FakeClock, take_changed: Callable[[Index], Callable[[], set[str]]]) -> None:
     """A fleet over an index to which everything happens that can, checked after each step."""
     rng = random.Random(5)
     index = Index(clock, block_size=BLOCK, ttl_s=20.0, max_bytes=40_000, wait_s=1.0)
-    fleet = Fleet(told=index.told, retold=retold(index))
+    fleet = Fleet(view=index.holdings_of, changed=take_changed(index))
     told: dict[str, Told] = {}
     names = ["a", "b", "c", "d"]
     for name in names:
@@ -426,7 +426,7 @@ def watched_fleet(clock: FakeClock, retold: Callable[[Index], Callable[[], set[s
             case 4 | 5 if (replica := index.replica(name)) is not None and replica.trusted:
                 told[name].insert(prompt, dram=rng.random() < 0.3)
             case 6:
-                index.heard(name, alive=rng.random() < 0.7)
+                index.on_heartbeat(name, alive=rng.random() < 0.7)
             case 7 if rng.random() < 0.3:
                 index.lost_touch(name)
             case 8 if rng.random() < 0.3:
@@ -445,12 +445,12 @@ def watched_fleet(clock: FakeClock, retold: Callable[[Index], Callable[[], set[s
 
 
 def test_policies_see_what_the_index_tells_whatever_happens(clock: FakeClock) -> None:
-    watched_fleet(clock, lambda index: index.retold)
+    watched_fleet(clock, lambda index: index.take_changed)
 
 
 def test_a_change_that_is_not_said_is_found(clock: FakeClock) -> None:
     def forgetful(index: Index) -> Callable[[], set[str]]:
-        return lambda: index.retold() - {"c"}
+        return lambda: index.take_changed() - {"c"}
 
     with pytest.raises(InternalError, match="policies see"):
         watched_fleet(clock, forgetful)

@@ -37,7 +37,7 @@ class Stock:
         self.replica = index.attach_stock(name, Role.COLOCATED)
         self.replica.began()
         self.replica.caught_up()
-        index.heard(name, alive=True)
+        index.on_heartbeat(name, alive=True)
         self.held: dict[tuple[Any, ...], int] = {}
         self.number = 0
         self.names = iter(range(1, 1_000_000))
@@ -232,7 +232,7 @@ def test_an_instance_with_too_many_pages_is_followed_no_more(clock: FakeClock) -
         if index.stock("s") is None:
             break
         stock.store(list(range(start, start + 40)))
-    assert not index.tells("s")
+    assert not index.reports("s")
     assert index.size_bytes < 64 << 10
     assert index.learns_of(NS, "s")
     index.check()

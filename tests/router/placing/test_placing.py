@@ -25,7 +25,7 @@ from sglang_ext.router.policies import (
     policy_named,
 )
 from sglang_ext.router.policies.assembly import trusted_matches
-from sglang_ext.router.policies.fleet_queries import beginners, decoders_for, named
+from sglang_ext.router.policies.fleet_queries import decoders_for, first_targets, named
 from sglang_ext.router.policies.spans import fetches_of, price_at
 from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.tiers import Tier
@@ -124,7 +124,9 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     )
     announced = None
     if draw(st.booleans()):
-        announced = Decision(draw(st.sampled_from([one.name for one in beginners(fleet)])), Reason.ADVISED)
+        announced = Decision(
+            draw(st.sampled_from([one.name for one in first_targets(fleet)])), Reason.ADVISED
+        )
     return {
         "prompt": Prompt(TOKENS, draw(st.sampled_from([None, "s"])), request_id="r"),
         "fleet": fleet,
@@ -169,7 +171,7 @@ def check_plan(placed: Placement, request: dict[str, Any]) -> None:
 @given(requests())
 def test_every_placement_is_possible_and_its_estimates_are_its_plans_sums(request: dict[str, Any]) -> None:
     placed, fleet, costs = place(**request), request["fleet"], request["costs"]
-    assert placed.instance in {one.name for one in beginners(fleet)}
+    assert placed.instance in {one.name for one in first_targets(fleet)}
     chosen = named(fleet, placed.instance)
     assert chosen is not None
     decoders = [one.name for one in decoders_for(fleet, chosen)] if chosen.role is Role.PREFILL else [None]

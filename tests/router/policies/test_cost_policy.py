@@ -26,7 +26,7 @@ from sglang_ext.router.policies import (
     Prompt,
     Reason,
     Role,
-    beginners,
+    first_targets,
     policy_named,
 )
 from sglang_ext.router.policies.simple import rendezvous
@@ -276,7 +276,7 @@ def test_every_policy_names_an_instance_to_decode(policy) -> None:
     ],
 )
 def test_who_can_begin(fleet, names) -> None:
-    assert "".join(i.name for i in beginners(fleet)) == names
+    assert "".join(i.name for i in first_targets(fleet)) == names
 
 
 @pytest.mark.parametrize("policy", ["cost", "prompt-tree", "auto"])
@@ -412,6 +412,25 @@ def test_what_is_no_policy_is_refused(module, name, why) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from sglang_ext.router.policies import beginners", "first_targets"),
+        ("from sglang_ext.router.policies import questions", "fleet_queries"),
+        ("from sglang_ext.router.policies.questions import named", "fleet_queries"),
+        ("import sglang_ext.router.policies.questions", "fleet_queries"),
+    ],
+)
+def test_a_policy_that_uses_a_former_name_is_refused_with_the_new_one(
+    tmp_path, monkeypatch, source: str, name: str
+) -> None:
+    (tmp_path / "a_policy_of_last_year.py").write_text(f"{source}\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"is named {name} now"):
+        policy_named("a_policy_of_last_year:policy")
+    assert "a_policy_of_last_year" not in sys.modules
+
+
+@pytest.mark.parametrize(
     ("answer", "said"),
     [
         pytest.param(lambda: 1 / 0, "division by zero", id="an exception"),
@@ -461,7 +480,9 @@ instances = st.builds(
     role=roles,
     trusted=st.booleans(),
 )
-fleets = st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name).map(tuple).filter(beginners)
+fleets = (
+    st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name).map(tuple).filter(first_targets)
+)
 some_matches = st.dictionaries(
     st.sampled_from("abcdefg"),
     st.builds(
@@ -488,7 +509,7 @@ def test_every_decision_can_be_followed(policy, prompt, fleet, matches, costs) -
     decision = choose(fleet, matches, costs, prompt, policy)
     by_name = {i.name: i for i in fleet}
     chosen = by_name[decision.instance]
-    assert chosen in beginners(fleet)
+    assert chosen in first_targets(fleet)
     assert (decision.decode is not None) == (chosen.role is Role.PREFILL)
     assert decision.decode is None or by_name[decision.decode].role is Role.DECODE
     trusted = {name: m for name, m in matches.items() if name in by_name and by_name[name].trusted}

@@ -22,7 +22,7 @@ from sglang_ext.router.policies import (
     Prompt,
     Reason,
     Role,
-    beginners,
+    first_targets,
     least_load,
     prompt_tree,
     round_robin,
@@ -309,7 +309,7 @@ def test_a_pair_is_made_of_halves_that_fit() -> None:
         Instance("d2", 0, 0, 0, 0, Role.DECODE, handover="2"),
         Instance("p3", 0, 0, 0, 0, Role.PREFILL, handover="3"),
     )
-    assert [known.name for known in beginners(halves)] == ["p1", "p2"]
+    assert [known.name for known in first_targets(halves)] == ["p1", "p2"]
     for name, policy in POLICIES.items():
         for number in range(20):
             decision = policy(Prompt(100, request_id=f"{name} {number}"), halves, {}, COSTS, OPTIONS)
@@ -320,4 +320,4 @@ def test_a_pair_is_made_of_halves_that_fit() -> None:
     decision = own_choice(Prompt(100), halves, {}, COSTS, OPTIONS)
     assert (decision.decode, decision.reason) == ("d1", Reason.POLICY_FAILED)
     unknown = (halves[0], Instance("d", 0, 0, 0, 0, Role.DECODE))
-    assert [known.name for known in beginners(unknown)] == ["p1"]
+    assert [known.name for known in first_targets(unknown)] == ["p1"]

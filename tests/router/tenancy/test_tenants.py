@@ -179,7 +179,7 @@ def test_what_other_routers_let_through_is_used() -> None:
 
     def tell(name: str, *others: str) -> None:
         for other in others:
-            meters[other].heard(name, meters[name].use())
+            meters[other].on_remote_use(name, meters[name].use())
 
     tell("x", "y")
     with meters["x"].request(), meters["x"].request():
