@@ -24,7 +24,7 @@ SECONDS = 10.0
 
 
 class Engine:
-    """Hands slots out anew once nobody locks them, and writes to them. It knows nothing of generations."""
+    """Reuses slots as soon as they are unlocked, and overwrites them. It does not track generations."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

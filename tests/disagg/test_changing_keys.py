@@ -42,7 +42,7 @@ class KeyFile:
         self.key: ClusterKey = read_cluster_key(path)
 
     def write(self, *keys: str) -> None:
-        # Replaced as an administrator would: nobody reads half of it.
+        # Replace the key file atomically, as an administrator would, so that a reader never sees half of it.
         new = self._path.with_suffix(".new")
         new.touch(0o600)
         new.write_text("\n".join(keys))

@@ -189,7 +189,8 @@ async def test_two_stalls_of_our_own_put_the_verdict_off_by_little() -> None:
         instance.links[0].client.ask = stalled  # type: ignore[method-assign]
         with Stopwatch() as verdict:
             await until(lambda: instance.gone, 10)
-        # Two intervals and stalls, then the time of the verdict to its next interval, and one that had begun.
+        # Two intervals and stalls, the verdict, its wait for the next interval, and an interval already
+        # begun.
         assert verdict.seconds < 2 * (0.4 + 0.3) + 1.2 + 0.4 + 0.4
 
 
@@ -275,7 +276,7 @@ async def test_a_restarted_owner_is_another() -> None:
 
 
 async def test_memory_with_another_epoch_is_not_believed() -> None:
-    """The owner's process is there, its memory is another's: what a recycled pid looks like."""
+    """The owner's pid is alive, but its memory is another process's, as after a pid was recycled."""
     async with reader(TransportName.CMA) as me, reader(TransportName.CMA) as owner:
         owner.owned.seal(np.arange(64))
         instance = await me.endpoint.connect([owner.endpoint.address])
@@ -288,7 +289,8 @@ async def test_memory_with_another_epoch_is_not_believed() -> None:
 
 @pytest.mark.parametrize("moment", ["while it opens", "with one rank of two"])
 async def test_closing_ends_what_connects_meanwhile(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Else its lanes, sockets and mapped memory would be nobody's: the leak guard would find them here."""
+    """Otherwise its lanes, sockets and mapped memory would have no owner: the leak guard would report
+    them."""
     made, reached, go = [], threading.Event(), threading.Event()
     async with reader() as owner, reader() as me:
         connector = me.endpoint._connector

@@ -1,6 +1,6 @@
-"""Grants: how long they live, and that nothing is written under one that is over, over every transport.
+"""Grants: their lifetime, and that no write happens under an expired grant, over every transport.
 
-The races are placed: a writer is held at the moment between its last look and its first byte.
+Races are forced: a writer is stopped between its last check of the grant and its first byte.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Two:
 
     @property
     def bytes(self) -> set[int]:
-        """What there is in the receiver's pool."""
+        """The distinct byte values in the receiver's pool."""
         return set(np.unique(self.receiver.pool.bytes).tolist())
 
 
@@ -176,7 +176,8 @@ async def test_a_late_writer_is_refused_before_its_first_byte(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_writer_that_was_told_writes_nothing_more(transport: TransportName) -> None:
-    """What it has queued and what it is asked for later; what is under way is waited for."""
+    """A stopped writer drops queued writes and refuses later ones; the receiver waits for a write under
+    way."""
     async with two(transport, grant_ttl=600.0, lanes=1, coalescing=False) as pair:
         held, other = await pair.reserve(4, 5), await pair.reserve(8)
         channel, begun, go = pair.link.peer.channel, threading.Event(), threading.Event()
@@ -287,7 +288,7 @@ async def test_a_reservation_that_fails_gives_its_blocks_back(monkeypatch: pytes
             await pair.link.ask(reserve(7), 5)
         assert receiver.aside == {7, 8}
         monkeypatch.setattr(owner_module, "MAX_GRANTS", 9)
-        # What the receiver lets go is sealed, against the rules: it has it back all the same.
+        # The receiver breaks the rules and releases a sealed block: the block still returns to it.
         owned.seal(np.array([7]))
         with pytest.raises(RefusedError):
             await pair.link.ask(reserve(7), 5)
@@ -324,7 +325,7 @@ def test_each_grant_has_a_guard_of_its_own() -> None:
         assert readable(guard.address, 5)
         assert not readable(guard.address, 2)
         assert not readable(guard.address, 0)
-        guard.bar(2)  # again, and what was never admitted
+        guard.bar(2)  # a second time, and a block that was never admitted
         guard.bar(3)
         guard.close()
         assert not readable(guard.address, 5)

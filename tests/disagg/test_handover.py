@@ -1,4 +1,4 @@
-"""The hand-over's table: every pair of state and event, and what must be true of all of them."""
+"""The hand-over's table: every pair of state and event, and the invariants that hold for all of them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_facts_are_complete_and_nothing_that_is_lost_stays_pinned() -> None:
     for state in (SenderState.LOST, SenderState.RELEASED, ReceiverState.FAILED):
         assert ended(state)
         assert not pins(state)
-    # A death is noticed, and what it pinned is free, within five seconds; nothing else is waited for.
+    # A death is noticed, and its pinned pages are free, within five seconds, whatever else goes on.
     assert VERDICT_SECONDS < 5
 
 

@@ -29,7 +29,7 @@ CUT_S = 3.0
 
 @contextmanager
 def endpoint(host: Host, **options: Any) -> Iterator[Endpoint]:
-    """An endpoint on a host, and what it says when it serves."""
+    """An endpoint on a host, with the first line that it prints once it serves."""
     command = [sys.executable, "-m", "sglang_ext.testing.transfer.owner", json.dumps(options)]
     process = host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -99,7 +99,7 @@ def test_hosts_reach_each_other_where_they_say(
 
 
 def test_a_network_that_fails_over_ends_nothing(key_file: Path) -> None:
-    """Who writes goes on when the network is back; where the other side is hasty, its session is over."""
+    """The patient writer continues when the network is back; with the hasty peer, the session has ended."""
     if reason := why_not():
         pytest.skip(reason)
     with Lab("a", "b", shared=[key_file], families=(4,)) as lab, ExitStack() as stack:

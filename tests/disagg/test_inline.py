@@ -1,4 +1,4 @@
-"""Small reads that the event loop's own thread makes, and what may come between `transfer` and `landed`."""
+"""Small reads made on the event loop's own thread, and events between `transfer` and `landed`."""
 
 from __future__ import annotations
 

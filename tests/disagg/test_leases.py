@@ -128,7 +128,7 @@ def test_several_writers_may_fill_the_blocks_of_one_request() -> None:
             table.grant(request, "hbm", np.array(pool_blocks), deadline=10.0, writer=writer)
     assert table.written(first.number, b"w") == first
     assert table.sharing("r", "hbm", blocks) == (second,)
-    # Once one of them was stopped, what it left out will not come: nobody joins the others.
+    # Once a writer was stopped, the blocks that it left out will not arrive: no writer may join the others.
     table.quarantine(second.number)
     with pytest.raises(RangeError, match="already granted"):
         table.grant("r", "hbm", blocks, deadline=10.0, writer=b"y")

@@ -67,7 +67,7 @@ def test_the_node_of_memory_that_is_there_is_known() -> None:
     node = node_of(memory.ctypes.data, memory.nbytes)
     nodes = [int(entry.name[4:]) for entry in Path("/sys/devices/system/node").glob("node[0-9]*")]
     assert node in (nodes or [0])
-    # What was never written has no memory anywhere yet.
+    # Pages that were never written have no physical memory on any node yet.
     with mmap.mmap(-1, 1 << 20) as untouched:
         address = np.frombuffer(untouched, np.uint8).ctypes.data
         assert node_of(address, 1 << 20) == -1

@@ -1,4 +1,4 @@
-"""Which RDMA adapter a rank takes, by files as sysfs has them: no adapter is needed."""
+"""The choice of a rank's RDMA adapter, from files laid out as in sysfs: no adapter is needed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_gpu_has_an_adapter_of_its_own_on_its_switch(sysfs: Sysfs) -> None:
     rails = [choose(found, pci_place(gpu, sysfs.root), rank) for rank, gpu in enumerate(gpus)]
     assert [rail.nic.name for rail in rails] == [f"mlx5_{n}" for n in (5, 4, 10, 2, 7, 6, 1, 0)]
     assert {rail.why for rail in rails} == {"on the PCI switch of its GPU; one of 2, by rank"}
-    # What doctor shows: the GPUs, in the order of the bus.
+    # ``doctor`` lists the GPUs in the order of the bus.
     assert found.gpus == tuple(pci_place(gpu, sysfs.root) for gpu in gpus)
 
 

@@ -1,6 +1,4 @@
-"""Which bytes of which rank: every (layer, head, token) must arrive, for TP n to m, PP n to m, any order of
-dims.
-"""
+"""Resharding plans: every (layer, head, token) must arrive, for TP n to m, PP n to m, any order of dims."""
 
 import itertools
 import random
@@ -80,7 +78,7 @@ def ranks(tp: int, pp: int, tokens: int, order: str, *, mla: bool = False) -> li
 
 
 def move(remotes: list[RankPool], local: RankPool, plans, remote_ids, local_ids, layers=None) -> int:
-    """Do what the plan says, byte by byte; returns the bytes moved."""
+    """Carry out the plan byte by byte; returns the bytes moved."""
     moved = 0
     for p in plans.ranks:
         for rr, ro, lr, lo, n in p.runs(np.array(remote_ids), np.array(local_ids), layers).tolist():

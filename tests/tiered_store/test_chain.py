@@ -1,4 +1,4 @@
-"""What a chain of tiers does beyond the contract: one part fails, and the others go on."""
+"""Behaviour of a chain of tiers beyond the contract: one part fails, and the others go on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_one_part_does_not_take_another_does(what: str, first: bool) -> Non
 
 @pytest.mark.parametrize("what", ["put_layer", "complete_puts"])
 def test_a_put_is_not_done_where_only_a_tier_that_forgets_has_it(what: str) -> None:
-    """Durable is what the chain promises: what its durable part did not take was not put."""
+    """The chain is durable, so a put that its durable part has not stored must not count as done."""
     durable, forgetful = Failing(what), MemoryTier(LAYOUT, 50)
     durable.durable = True
     tier = TierChain([forgetful, durable])

@@ -1,4 +1,4 @@
-"""Writers killed with SIGKILL: what was reported durable is there, and nothing unverified is served."""
+"""Writers killed with SIGKILL: durable blocks are still there, and no unverified block is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failing medium turns into: misses with a counted reason, never wrong bytes, never a crash."""
+"""A failing medium causes misses with a counted reason, never wrong bytes, never a crash."""
 
 from __future__ import annotations
 
@@ -420,7 +420,7 @@ def test_a_write_error_fails_the_put_and_nothing_else(tmp_path: Path, method: st
 
 
 def test_nothing_is_added_to_a_segment_whose_sync_failed(tmp_path: Path) -> None:
-    """The kernel may have dropped what it could not write, and report the next sync as a success."""
+    """The kernel may have dropped pages that it failed to write, and report the next sync as a success."""
     files = FaultyFiles()
     tier = open_tier(tmp_path, files)
     put_all(tier, NAMESPACE, prefix_keys(0, 5))
@@ -496,7 +496,8 @@ def test_a_disk_that_turns_read_only_is_still_read(tmp_path: Path, caplog: pytes
 def test_random_errors_never_give_wrong_bytes(
     tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Everything fails now and then. What is found is right; when the disk is well again, so is the tier."""
+    """Every operation fails at random. Blocks that are found are right, and the tier recovers with the
+    disk."""
     caplog.set_level(logging.CRITICAL, "sglang_ext")
     choose = random.Random(seed)
     files, clock = FaultyFiles(seed=seed), FakeClock()
@@ -753,7 +754,7 @@ def test_a_directory_that_is_not_safe_to_use_is_left_alone_until_it_is(
 def test_a_disk_that_is_not_mounted_any_more_is_not_written_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is left is the folder that it was mounted at, on another file system."""
+    """Only the folder of the mount point is left, on another file system."""
     tier = open_tier(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")
     tier._place = dataclasses.replace(tier._place, device=tier._place.device + 1)

@@ -200,7 +200,7 @@ def test_keys_lead_to_runs(index: Index) -> None:
     assert index.find(NAMESPACE, prefix_keys(1, 5)) == [(1, 0), (1, 1), (1, 2), None, None]
     assert index.find(OTHER, prefix_keys(1, 1)) == [None]
     assert index.find_prefix(NAMESPACE, prefix_keys(1, 5)) == [(1, 0), (1, 1), (1, 2)]
-    # Another run with the same keys serves only what is new.
+    # Another run with the same keys serves only the new keys.
     assert index.commit(Change(add=[(row(2, 5), prefix_keys(1, 5))])) == {2: 2}
     assert index.commit(Change(add=[(row(3, 5), prefix_keys(1, 5))])) == {3: 0}
     assert index.blocks == 5
@@ -324,7 +324,7 @@ def test_use_and_living_blocks_count() -> None:
     assert choose([segment(1, run(1, age=900, hits=8)), segment(2, run(2, age=500))]) == [(2, ())]
     assert choose([segment(1, run(1, age=500)), segment(2, run(2, age=400, alive=0.2))]) == [(2, ())]
     assert choose([segment(1, run(1, age=500)), segment(2)]) == [(2, ())]
-    # However often it was used: nobody has asked for it for long.
+    # A run that was used often goes first all the same when its last use is long ago.
     assert choose([segment(1, run(1, age=9000, hits=10**6)), segment(2, run(2, age=100))]) == [(1, ())]
 
 

@@ -1,4 +1,4 @@
-"""What the disk tells of blocks that come and go: whoever started with a listing has what is there."""
+"""The disk's events for added and removed blocks: a listing plus all later events gives its content."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_private_memory_lies_on_huge_pages_where_the_kernel_allows() -> None:
 
 
 def flags_of(address: int) -> set[str]:
-    """What the kernel has noted of the mapping at an address (``VmFlags``)."""
+    """The kernel's ``VmFlags`` of the mapping at an address."""
     is_it = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         first, *rest = line.split()
@@ -191,7 +191,7 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 
 
 class Cuda:
-    """What torch.cuda.cudart() offers of cudaHostRegister, answering with `code`."""
+    """The part of torch.cuda.cudart() for cudaHostRegister, answering with `code`."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -1,4 +1,4 @@
-"""What the layer cache adds to a tier: lowest layers without a read, and nothing that is not sound."""
+"""The layer cache above a tier: it serves the lowest layers without a read, and never a damaged one."""
 
 from __future__ import annotations
 
