@@ -13,7 +13,7 @@ from sglang_ext.stages import StageTimes
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server generated for one prompt, and what it reused."""
+    """A server's answer to one prompt: the generated tokens and the reused KV."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -27,7 +27,7 @@ class Answer:
     stages: StageTimes | None = None
     """Where that went, where the server tells it."""
     durability: str | None = None
-    """With what its end was told, where that waits for the disk."""
+    """The durability reported with the answer's end, if that waited for the disk."""
     margins: list[float] = field(default_factory=list)
     """How far each token's log probability is above the second best; empty when that was not asked for."""
 
@@ -64,8 +64,8 @@ class Answer:
 def assert_same(expected: Answer, got: Answer, *, atol: float = 1e-4) -> int:
     """Fail unless both have the same tokens and log probabilities within ``atol``.
 
-    Rounding may decide where the best two tokens are equally good, to ``atol`` in both answers; what follows
-    such a place has no meaning and is not compared. A random model comes to one in about 30,000 tokens.
+    Rounding may decide where the best two tokens are equally good, to ``atol`` in both answers; tokens after
+    such a place have no meaning and are not compared. A random model comes to one in about 30,000 tokens.
 
     Returns:
         How many tokens were compared: all of them, unless there is a tie.
@@ -110,7 +110,7 @@ def random_conversations(
     systems: int = 2,
     vocabulary: tuple[int, int] = (100, 30_000),
 ) -> list[list[list[int]]]:
-    """Conversations as what the user adds in each turn, in token ids.
+    """Conversations as the token ids that the user adds in each turn.
 
     Args:
         seed: same seed, same conversations.

@@ -1,8 +1,8 @@
-"""A writer that is killed, and what must be true afterwards.
+"""A writer that is killed, and the checks of the directory that it leaves.
 
 `python -m tests.support.crash DIRECTORY ...` puts blocks into a disk tier as fast as it can, and prints
 a line after each put that the tier has reported durable. `CrashTest` runs it, kills it with SIGKILL at a
-random moment or at a named step of the tier, and then verifies what the directory holds.
+random moment or at a named step of the tier, and then verifies the content of the directory.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(line: str) -> None:
-    os.write(1, line.encode() + b"\n")  # no buffer: what was said before the kill is heard
+    os.write(1, line.encode() + b"\n")  # no buffer: each line reaches the pipe before the kill
 
 
 @dataclass
 class CrashTest:
     """A directory whose writers are killed, one after the other.
 
-    durable: prefix -> blocks that some writer was told are durable.
+    durable: prefix -> blocks that a writer has reported as durable.
     """
 
     path: Path
@@ -136,7 +136,7 @@ class CrashTest:
         return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
     def _listen(self, child: subprocess.Popen[bytes], lines: int | None) -> None:
-        """Note what the writer reports: that many lines, or all until it ends."""
+        """Record the writer's reports: that many lines, or all until it ends."""
         assert child.stdout is not None
         while lines is None or lines > 0:
             line = child.stdout.readline()
@@ -149,7 +149,8 @@ class CrashTest:
             lines = None if lines is None else lines - 1
 
     def verify(self) -> None:
-        """Open what was left: all that was durable is there, every byte of it is right, and it can go on.
+        """Open the directory: all durable blocks are there, every byte of them is right, and the tier can be
+        used.
 
         With a small limit, older prefixes may have been evicted, each as a whole, but never the one in use.
         """

@@ -1,11 +1,11 @@
-"""What a test leaves behind: threads, child processes, open files, shared memory, temporary files.
+"""Resources that a test leaks: threads, child processes, open files, shared memory, temporary files.
 
-`Resources.take` is a picture of what this process holds now. A `LeakGuard` compares pictures: what a test has
-left is a leak, unless a longer-lived owner (a session's fixture, a pool of servers) took it over with
-`adopting`. What was taken over has to be gone in the end.
+`Resources.take` is a picture of the resources of this process now. A `LeakGuard` compares pictures: a
+resource that a test has left is a leak, unless a longer-lived owner (a session's fixture, a pool of servers)
+adopted it with `adopting`. Adopted resources must be gone in the end.
 
-A process whose parent has ended is below this one no more. Once `mark_processes` was called, what is started
-from then on carries a mark in its environment, and is found by it wherever it hangs.
+A process whose parent has ended is below this one no more. After `mark_processes`, every new process carries
+a mark in its environment and is found by it even when its parent has ended.
 
 Linux only: it reads /proc.
 """
@@ -26,10 +26,10 @@ from pathlib import Path
 from sglang_ext.cluster.guard import below
 
 SETTLE_SECONDS = 3.0
-"""How long what is already on its way out (a joined thread's exit, a reaped process) may take."""
+"""Longest time for resources that are already being released (a joined thread's exit, a reaped process)."""
 ORPHANED_SECONDS = 20.0
-"""The same of shared memory: that of servers that tests beside these have killed is held by nobody until
-their guards remove it."""
+"""The same for shared memory: segments of servers killed by concurrent tests have no holder until their
+guards remove them."""
 POLL_SECONDS = 0.01
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,11 +42,11 @@ IGNORED_TEMPORARY = ("torchinductor_",)
 
 
 MARK = "SGLANG_EXT_TEST_RUN"
-"""The variable that tells which run of tests started a process. A run in a run adds to what it inherits."""
+"""The variable that tells which run of tests started a process. A nested run appends its own mark."""
 
 
 def mark_processes() -> None:
-    """Mark what this process starts from now on, so that it is ours though its parent ends."""
+    """Mark the processes started from now on, so that they count as ours even when orphaned."""
     os.environ[MARK] = f"{os.environ.get(MARK, '')}/{os.getpid()}-{os.urandom(4).hex()}"
 
 
@@ -60,7 +60,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Process:
-    """A process below this one, or one that was. `started` tells it from a later one with the same id."""
+    """A process below this one, now or earlier. `started` tells it from a later one with the same id."""
 
     pid: int
     started: int
@@ -70,7 +70,7 @@ class Process:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file descriptor and what it refers to, as /proc shows it."""
+    """A file descriptor and its target, as /proc shows it."""
 
     descriptor: int
     target: str
@@ -78,7 +78,7 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Resources:
-    """What this process holds at one moment."""
+    """The resources of this process at one moment."""
 
     threads: frozenset[Thread] = frozenset()
     processes: frozenset[Process] = frozenset()
@@ -126,7 +126,7 @@ def _names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Stat:
-    """What /proc/PID/stat says of a process."""
+    """The fields of /proc/PID/stat used here."""
 
     state: bytes
     parent: int
@@ -164,8 +164,8 @@ def _processes() -> Iterator[Process]:
 
 
 def _ours(stats: Mapping[int, _Stat]) -> list[int]:
-    """What is below this process, and what was: processes with its mark whose parent has ended, and what is
-    below them, which may have written over its environment (a server's processes do, with their titles)."""
+    """Processes below this one, and orphans: processes with its mark whose parent has ended, and their
+    descendants, which may have overwritten their environment (a server's processes do, with their titles)."""
     by_parent: dict[int, list[int]] = {}
     for pid, stat in stats.items():
         by_parent.setdefault(stat.parent, []).append(pid)
@@ -174,8 +174,8 @@ def _ours(stats: Mapping[int, _Stat]) -> list[int]:
     if mark is None:
         return found
     known = {os.getpid(), *found}
-    # Whoever adopts what has lost its parent is above this process, or not to be seen from here. And only
-    # what was started since this process can have its mark: the environment of the rest need not be read.
+    # Orphans are adopted by a process above this one, or by a process that is not visible from here. Only
+    # processes younger than this one can have its mark, so the environment of the rest need not be read.
     oldest = stats[os.getpid()].started
     for parent in _above(os.getpid(), stats):
         for pid in by_parent.get(parent, ()):
@@ -221,7 +221,7 @@ def _shared_memory() -> Iterator[str]:
 
 
 def _without_others(resources: Resources) -> Resources:
-    """Less the shared memory that processes of somebody else's hold: /dev/shm does not say who made it."""
+    """Leave out shared memory that processes outside this run hold: /dev/shm does not say who made it."""
     if not resources.shared_memory:
         return resources
     ours = {p.pid for p in _processes()} | {os.getpid()}
@@ -255,10 +255,7 @@ class LeakError(AssertionError):
 
 
 class LeakGuard:
-    """Knows what is allowed to live longer than a test.
-
-    Used by one thread, the one that runs the tests.
-    """
+    """Tracks the resources that may live longer than a test. Used only by the thread that runs the tests."""
 
     def __init__(self) -> None:
         self._first = Resources.take()
@@ -270,7 +267,7 @@ class LeakGuard:
 
     @contextmanager
     def adopting(self) -> Iterator[None]:
-        """What comes into being inside the block belongs to an owner that outlives the test."""
+        """Resources created inside the block belong to an owner that outlives the test."""
         before = Resources.take()
         try:
             yield
@@ -291,12 +288,12 @@ class LeakGuard:
         self._compare(left_behind, seconds)
 
     def check_end(self, since: Resources | None = None, *, seconds: float = SETTLE_SECONDS) -> None:
-        """Compare with the guard's beginning; what was adopted has to be gone.
+        """Compare with the guard's beginning; adopted resources must be gone.
 
         Args:
             since: a picture of when everything was imported; nothing that is not in it may be there either,
                 adopted or not. A test that was skipped or a fixture's end may have left it.
-            seconds: what is on its way out has so long.
+            seconds: time for resources that are still being released.
 
         Raises:
             LeakError: some of it is still there.
@@ -310,7 +307,7 @@ class LeakGuard:
         self._compare(left_behind, seconds)
 
     def _adopted_and_below(self, now: Resources) -> Resources:
-        """What was adopted, and the processes that adopted processes have started since."""
+        """Adopted resources, and the processes that adopted processes have started since."""
         by_parent: dict[int, list[int]] = {}
         for process in now.processes:
             by_parent.setdefault(process.parent, []).append(process.pid)

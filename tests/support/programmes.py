@@ -1,9 +1,9 @@
-"""Programmes for a small fleet: what a test has it do, one step after another, drawn from a seed.
+"""Programmes for a small fleet: the steps of a test, one after another, drawn from a seed.
 
-A programme crosses what other tests try alone: hints, the disk, requests that move, roles that change, two
-tenants and updates of the weights, all with prefill and decode apart. It is plain data, drawn without looking
-at a clock or a server, so that its seed says all of it. Whoever runs one (`tests/integration/crossings.py`)
-compares every answer with a stock server's.
+A programme combines mechanisms that other tests try alone: hints, the disk, requests that move, roles that
+change, two tenants and updates of the weights, all with prefill and decode apart. It is plain data, drawn
+without looking at a clock or a server, so that its seed determines all of it. The runner
+(`tests/integration/crossings.py`) compares every answer with a stock server's.
 
 The fleet has the instances `INSTANCES`, in the roles `ROLES` at the start of a programme.
 """
@@ -35,7 +35,7 @@ STEPS = 24
 
 
 class Mechanism(StrEnum):
-    """What a conversation's KV can meet between two of its turns, or in a turn."""
+    """A mechanism that a conversation's KV can go through between two of its turns, or in a turn."""
 
     HINT = "hint"
     """Its turn was announced."""
@@ -116,7 +116,7 @@ Step: TypeAlias = Hint | Ask | Fill | ChangeRole | Update | Flush
 
 @dataclass(frozen=True)
 class Programme:
-    """What a fleet is to do.
+    """The steps of a fleet.
 
     conversations: of each, the token ids that each of its turns adds.
     policy: of the router.
@@ -173,13 +173,13 @@ def shortened(programme: Programme, *steps: Step) -> Programme:
 
 
 def fill_prompts(seed: int, number: int, *, count: int, tokens: int) -> list[list[int]]:
-    """What a `Fill` sends."""
+    """The prompts of a `Fill`."""
     rng = random.Random(f"fill {seed} {number}")
     return [[rng.randrange(*VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
 
 def draw(seed: int, steps: int = STEPS) -> Programme:
-    """The programme of a seed; of more steps, one that begins alike."""
+    """The programme of a seed; programmes of one seed with more steps begin alike."""
     rng = random.Random(f"programme {seed}")
 
     def text(length: int) -> tuple[int, ...]:
@@ -253,8 +253,8 @@ class _Drawing:
                 self.steps.append(Flush())
 
     def _turns(self) -> tuple[Turn, ...]:
-        """Next turns of some conversations, those first that a hint has announced; now and then also as the
-        other tenant asks them, or what it has not asked yet."""
+        """Next turns of some conversations, those first that a hint has announced; now and then the other
+        tenant also asks the same turn or the turn before, which may be new to it."""
         order = sorted(self.open, key=lambda each: (each not in self.hinted, self.rng.random()))
         turns: list[Turn] = []
         for conversation in order[: self.rng.randint(1, 3)]:
@@ -277,7 +277,7 @@ def _count(roles: dict[str, RoleName], role: RoleName) -> int:
 
 
 def crossings(programme: Programme) -> set[frozenset[Mechanism]]:
-    """Which two mechanisms meet in a turn whose conversation has KV, both since the turn before."""
+    """Pairs of mechanisms that meet in a turn whose conversation has KV, both since the turn before."""
     found: set[frozenset[Mechanism]] = set()
     met: dict[tuple[int, int], set[Mechanism]] = {}
     for step in programme.steps:
@@ -325,8 +325,8 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class MayBeCached:
-    """What of a prompt may be cached anywhere: what the same tenant has sent, or was answered, under the same
-    weights since the last flush. Whoever finds more has found somebody else's KV."""
+    """The prefixes that may be cached: prompts and answers of the same tenant under the same weights since
+    the last flush. A longer hit has used another tenant's KV."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[int, bool], list[Sequence[int]]] = {}
@@ -342,10 +342,10 @@ class MayBeCached:
     def most(
         self, tenant: int, tuned: bool, prompt: Sequence[int], *, beside: Sequence[Sequence[int]] = ()
     ) -> int:
-        """So many tokens of a prompt's beginning.
+        """The most tokens of a prompt's beginning that may be cached.
 
         prompt: is not added yet: its own tokens are no evidence.
-        beside: what the tenant says at the same time.
+        beside: prompts of the tenant that are sent at the same time.
         """
         said = [*self._said.get((tenant, tuned), []), *beside]
         return max((_shared(each, prompt) for each in said), default=0)

@@ -1,4 +1,4 @@
-"""What a tiny model computes according to transformers: a second opinion on SGLang's answers."""
+"""A tiny model run by transformers: a second opinion on SGLang's answers."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 `pytest_plugins = ["tests.support.strict"]` in the top conftest.py. Needs pytest-timeout for the limits.
 
-- A test that passes and leaves threads, processes (also those whose parent has ended), open files, shared
-  memory or temporary files behind is an error. Fixtures of a wider scope may keep what they set up, until the
-  end of the run; what they set up later, inside a test, they mark with the `leak_guard` fixture's
-  `adopting()`.
-- What is there at the run's end and was not when the tests began fails the run: what fixtures of a wider
-  scope set up and did not take down, what they left as they did, and what skipped tests have left. Where a
-  test has failed, only the first is looked for: its traceback keeps its objects alive.
+- A test that passes and leaves threads, processes (orphans too), open files, shared memory or temporary files
+  behind is an error. Fixtures of a wider scope may keep their resources until the end of the run; for
+  resources that they set up later, inside a test, they use the `leak_guard` fixture's `adopting()`.
+- Resources that exist at the run's end and did not when the tests began fail the run: those that fixtures of
+  a wider scope set up and did not take down, those left by the fixtures' own tear-down, and those left by
+  skipped tests. Where a test has failed, only resources that fixtures set up and did not take down are looked
+  for: its traceback keeps its objects alive.
 - Temporary files of the run go to a folder of its own, which is removed.
 - pytest-timeout fails a test that runs too long and shows every stack. Where it cannot, because a C call does
   not return to the interpreter, the run ends `HANG_GRACE_SECONDS` later, with every stack on stderr.
@@ -62,7 +62,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What is imported stays. To look through it for garbage after a test takes half a second with SGLang.
+    # Imported modules stay. Looking through them for garbage after a test takes half a second with SGLang.
     gc.collect()
     gc.freeze()
     session.config.stash[_IMPORTED] = Resources.take()

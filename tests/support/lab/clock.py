@@ -2,8 +2,8 @@
 
 It covers every program that asks the C library for the time of day (Python, OpenSSL, Redis, ``date``), and
 waits until a time of day. It does not cover programs that are linked statically or call the kernel
-themselves, and what the kernel writes: the times of files. Clocks that count from a start, by which timeouts
-are measured, are right, as they are on a machine whose time of day is wrong.
+themselves, nor the kernel's own time stamps: the times of files. Clocks that count from a start, by which
+timeouts are measured, are right, as they are on a machine whose time of day is wrong.
 """
 
 from __future__ import annotations
@@ -94,5 +94,5 @@ def built(folder: Path) -> Path:
 
 
 def environment(library: Path, seconds: float) -> dict[str, str]:
-    """What processes are started with whose clock is off by so much."""
+    """The environment for processes whose clock is off by so many seconds."""
     return {"LD_PRELOAD": str(library), "LAB_CLOCK_OFF": str(round(seconds))}

@@ -16,10 +16,10 @@ from pathlib import Path
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 OWN_FILES = {"hosts": "/etc/hosts", "resolv.conf": "/etc/resolv.conf", "boot_id": BOOT_ID}
-"""What the host has its own of, by name among the facts."""
+"""Files of which the host has its own copy, by name among the facts."""
 OWN_FOLDERS = ("/tmp", "/dev/shm")
 OLD = "/mnt"
-"""Where a folder of the machine stays visible until what is shared of it has been bound."""
+"""Where a folder of the machine stays visible until its shared parts have been bound."""
 
 
 def mount(*words: str) -> None:
@@ -27,7 +27,7 @@ def mount(*words: str) -> None:
 
 
 def hide(folder: str, shared: list[str]) -> None:
-    """Put an empty file system over a folder, with what is shared of it where it was."""
+    """Put an empty file system over a folder, with its shared parts in their places."""
     mount("--rbind", folder, OLD)
     mount("-t", "tmpfs", "-o", "mode=1777", "lab", folder)
     for path in shared:
@@ -56,7 +56,7 @@ def set_up(facts: dict[str, object], shared: list[str]) -> None:
 
 
 def reap(*_: object) -> None:
-    """Wait for what has ended: processes whose parent has gone are this one's children."""
+    """Reap ended processes: processes whose parent has gone are this one's children."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -3,11 +3,11 @@
     with Lab("a", "b") as lab:
         server = lab["b"].popen([...], log=folder / "b.log")
         with lab["a"].network():
-            ...                      # what this thread connects now, host a connects
+            ...                      # this thread connects from host a now
         lab.cut("a", "b")
 
-Needs root, or what it may do with namespaces; ``why_not`` says what is missing. Nothing is left of a lab when
-it ends, nor when the process that made it does: its hosts are namespaces without names.
+Needs root, or its rights on namespaces; ``why_not`` names the missing one. Nothing is left of a lab when it
+ends, nor when the process that made it ends: its hosts are namespaces without names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.lab.switch import enter_network
 
 HERE: Final = Path(__file__).parent
 NEEDED = (*(Path(each) for each in (sys.base_prefix, sys.prefix)), ROOT)
-"""What Python and this code are read from, which may lie below a folder that a host has its own of."""
+"""Folders of Python and of this code, which may lie below a folder that the host replaces by its own."""
 NAMESPACES: Final = ("--net", "--uts", "--ipc", "--mount", "--pid")
 STOP_SECONDS: Final = 10.0
 
@@ -52,11 +52,11 @@ class Host:
     """One host of a lab.
 
     Args:
-        name: what the lab calls it.
+        name: the lab's name for it.
         number: its place among the hosts, from 1: the last part of its addresses.
-        hostname: what it calls itself.
+        hostname: its own host name.
         shared: files and folders of /tmp and /dev/shm that it sees too.
-        families: 4, 6 or both: what addresses it has.
+        families: 4, 6 or both: IP versions of its addresses.
         networks: their names.
         environment: of its processes, on top of what each is given.
     """
@@ -105,7 +105,7 @@ class Host:
         return hosts[0] if family is None else next(each for each in hosts if (":" in each) == (family == 6))
 
     def ports(self) -> list[dict[str, object]]:
-        """What the switch plugs in: a device per network, named as the network."""
+        """The devices that the switch plugs in: one per network, named as the network."""
         return [
             {
                 "host": self.name,
@@ -119,7 +119,7 @@ class Host:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """What this thread opens inside the block, it opens on this host's network."""
+        """Sockets that this thread opens inside the block are on this host's network."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             enter_network(f"/proc/{self.pid}/ns/net")
@@ -158,7 +158,7 @@ class Host:
         return process
 
     def run(self, *command: str, seconds: float = 30.0) -> str:
-        """Run a program on this host to its end. Returns what it prints.
+        """Run a program on this host to its end. Returns its standard output.
 
         Raises:
             CalledProcessError: it failed. TimeoutExpired: it did not end.
@@ -185,11 +185,10 @@ class Lab:
 
     Args:
         names: of its hosts.
-        hostnames: what they call themselves, if not so; several may have the same.
+        hostnames: their own host names, if they differ from `names`; several may have the same.
         shared: see ``Host``; the same for all.
-        families: which addresses they have: 4, 6.
-        networks: each host has a device of that name on each; the first is the one that is meant
-            where none is named.
+        families: IP versions of their addresses: 4, 6.
+        networks: each host has a device of that name on each; the first is the default.
         seed: of the packets that get lost.
         clocks: by how many seconds the clocks of hosts are off (`clock`); those of others are right.
     """
@@ -260,7 +259,7 @@ class Lab:
         """Set how packets go from one host to another from now on; and back, with ``both``.
 
         Args:
-            network: which; all unless named.
+            network: all networks by default.
             delay_s, loss, bytes_per_s, cut: see ``switch.Wire``.
         """
         settings = {"delay_s": delay_s, "loss": loss, "bytes_per_s": bytes_per_s, "cut": cut}
@@ -293,7 +292,7 @@ class Lab:
 
 
 def stop(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
-    """Signal a process of a host and what it started, and wait for its end; what does not end is killed."""
+    """Signal a process of a host and its process group; kill them after `STOP_SECONDS`."""
     for each in (number, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, each)

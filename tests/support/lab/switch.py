@@ -2,11 +2,13 @@
 
 Run as a script, without the package. Each host has a device per network, opened inside its namespace; a
 packet goes to the device of the same network that has its destination, over the wire of that direction, which
-may delay, lose and drop packets and pass so many bytes per second. What no device has is dropped in silence.
+may delay, lose and drop packets and pass so many bytes per second. Packets without a device at their
+destination are dropped in silence.
 
-A host may be behind an address that is not its own (``mask``): packets that leave it come from there, what
-is sent there is passed on to it, port by port, and nobody reaches its own address. A host may have its ports
-closed but for some: nobody else opens a TCP connection to the others, and no datagram arrives there.
+A host may be behind an address that is not its own (``mask``): packets that leave it carry that address,
+packets to that address are passed on to it, port by port, and its own address cannot be reached. A host may
+have its ports closed but for some: other hosts can open no TCP connection to the closed ports, and no
+datagram arrives there.
 
 Standard input takes a line of JSON per order, each answered by a line; at its end, the switch ends.
 """
@@ -35,7 +37,7 @@ CLONE_NEWNET = 0x40000000
 MTU = 9000
 """Jumbo frames, as networks for KV have: a packet costs the switch about 15 us whatever its size."""
 QUEUE_S = 0.2
-"""Of bytes that wait for a wire with a bandwidth; what comes on top is dropped, as by any queue."""
+"""Queue of a wire with a bandwidth, in seconds of its bytes; packets beyond it are dropped."""
 
 
 @dataclass
@@ -128,7 +130,7 @@ class Switch:
         self._wires: dict[tuple[str, str, str], Wire] = {}
         """(network, from, to)."""
         self._masks: dict[tuple[str, str], tuple[bytes, bytes]] = {}
-        """(network, host) -> its own address, and the one that others know."""
+        """(network, host) -> (its own address, the address that other hosts see)."""
         self._open: dict[str, frozenset[int]] = {}
         """Of hosts whose other ports are closed."""
         self._due: list[tuple[float, int, int, bytes]] = []
@@ -149,7 +151,7 @@ class Switch:
         self._ports[descriptor] = port
 
     def wire(self, network: str, source: str, target: str, **settings: float) -> None:
-        """Set how one direction is from now on; what is under way arrives as it would have."""
+        """Set the properties of one direction from now on; packets under way keep the old ones."""
         self._wires[network, source, target] = Wire(**settings)  # type: ignore[arg-type]
 
     def mask(self, network: str, host: str, address: str) -> None:
@@ -165,7 +167,7 @@ class Switch:
         self._open[host] = frozenset(but)
 
     def handle_command(self, order: dict[str, Any]) -> None:
-        """Do what a line says."""
+        """Carry out the command of one line."""
         doing: dict[str, Callable[..., None]] = {
             "wire": self.wire,
             "mask": self.mask,
@@ -237,7 +239,7 @@ class Switch:
 
 
 def send(descriptor: int, packet: bytes) -> None:
-    """Give a packet to a host; one that cannot take it loses it."""
+    """Write a packet to a host's device; the packet is lost if the device cannot take it."""
     try:
         os.write(descriptor, packet)
     except OSError:

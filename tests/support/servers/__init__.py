@@ -1,1 +1,1 @@
-"""Servers and stand-ins that tests start, and what they must not leave behind."""
+"""Servers and stand-ins that tests start, and the resources that they must not leave behind."""

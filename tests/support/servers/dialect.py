@@ -1,4 +1,4 @@
-"""What an SGLang server's answers look like: recorded from a real one, and compared with stand-ins.
+"""The shapes of an SGLang server's answers: recorded from a real one, and compared with stand-ins.
 
 An answer is reduced to its shape: keys and the kinds of their values, with the values themselves only where a
 reader decides by them (`KEPT`). A stream is the sequence of its events' shapes, in which a run of equal ones
@@ -51,7 +51,7 @@ class Exchange:
 
 
 EXCHANGES = (
-    # In this order: what comes first has nothing cached, which the second of a kind has.
+    # In this order: the first exchange of a kind has nothing cached, the second has.
     Exchange("flush", "/flush_cache", {}),
     Exchange("health", "/health"),
     Exchange(
@@ -166,7 +166,8 @@ def shape_of(value: Any, depth: int = 12, key: str = "") -> Any:
 
 
 def differences(real: Any, stand_in: Any, where: str = "") -> list[str]:
-    """In what a stand-in's recording says something else than a server's, or lacks what readers decide by."""
+    """Differences between a stand-in's recording and a server's: other values, or fields missing by which
+    readers decide."""
     if isinstance(real, dict) and isinstance(stand_in, dict):
         found = [f"{where}/{key}: no server says it" for key in stand_in.keys() - real.keys()]
         found += [

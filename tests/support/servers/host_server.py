@@ -46,7 +46,7 @@ class HostServer(ServerProcess):
 
     @contextmanager
     def _own_port(self) -> Iterator[None]:
-        """Nobody else is on the host."""
+        """No other process uses ports of the host."""
         yield
 
     def _launch(self) -> None:
@@ -56,7 +56,7 @@ class HostServer(ServerProcess):
         self._process = self.host.popen(command, log=self.log, environment=environment)
 
     def stop(self) -> None:
-        """End it and everything it started: who takes its port and its disk next finds them free."""
+        """End it and everything it started, so that its port and its disk are free for the next server."""
         if isinstance(self._process, Popen):
             below = descendants(self._process.pid)
             with suppress(ProcessLookupError, TimeoutExpired):

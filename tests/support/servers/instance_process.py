@@ -2,7 +2,8 @@
 
     python -m tests.support.servers.instance_process NAME ROUTER-URL,... TOKENIZER-FOLDER [ADDRESS KEY-FILE]
 
-It says on standard output where it is, and whom it was told to be dead, a JSON object per line.
+It writes a JSON object per line to standard output: its own address, and each instance that a router reports
+as dead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BLOCK = 16
 
 
 class Gauges:
-    """An instance whose fill nobody asks for."""
+    """An instance whose fill is never read."""
 
     def load(self) -> Load:
         return Load()
@@ -40,7 +41,7 @@ class Gauges:
 
 
 class Telling(StandInWorker):
-    """Tells what it has cached, as a scheduler does: into the tree that its agent's feed watches."""
+    """Publishes its cached prefixes as a scheduler does: into the tree that its agent's feed watches."""
 
     def __init__(self, tree: RadixTree, holder: Holder, feed: PlacementFeed, tokenizer_path: str) -> None:
         super().__init__(tokenizer_path=tokenizer_path)
@@ -61,7 +62,7 @@ def say(**what: Any) -> None:
 
 
 def heard(reader: object, message: object) -> None:
-    """What routers say to the agent."""
+    """Handle a router's messages to the agent."""
     if isinstance(message, PeerDead):
         say(dead=message.instance, epoch=message.epoch.hex())
 
@@ -90,7 +91,7 @@ async def main(
         agent.start()
         Registrar(router.split(","), registration, key, agent.silent_s).start()
         say(url=worker.url, epoch=epoch.hex())
-        while True:  # as a scheduler goes round; only then a router is answered what is held
+        while True:  # as a scheduler goes round; the agent answers a router's snapshot request only then
             feed.publish()
             await asyncio.sleep(0.005)
 

@@ -1,4 +1,4 @@
-"""Prefill and decode servers for tests and benchmarks, and what a router does between them: send a request to
+"""Prefill and decode servers for tests and benchmarks, and the router's part between them: send a request to
 one of each.
 """
 
@@ -61,7 +61,7 @@ class PdServers:
         return [*(each.server for each in self.prefill), *self.decode]
 
     def pair(self, prefill: int = 0) -> dict[str, Any]:
-        """What a router adds to a request, the same for both servers."""
+        """The fields that a router adds to a request, the same for both servers."""
         return {
             "bootstrap_host": self.prefill[prefill].server.address,
             "bootstrap_port": self.prefill[prefill].bootstrap_port,

@@ -58,6 +58,6 @@ _free_ports = _FreePorts()
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on now, and that is given neither by the system to who asks for
-    any nor by this function to another process. The first call opens a socket that stays open."""
+    """A free port on loopback, which neither the system (for port 0) nor this function (to another process)
+    hands out again. The first call opens a socket that stays open."""
     return _free_ports.next()

@@ -1,16 +1,16 @@
 """A process that has imported SGLang, and from which servers for tests are forked.
 
-Importing torch, transformers and SGLang is most of what a tiny server's start costs, and tests start many.
+Importing torch, transformers and SGLang takes most of a tiny server's start, and tests start many.
 `Preloaded` does it once. A server that is forked from it runs the same main module with the same arguments
-under the same guard (``cluster.guard``) as one that is started afresh; what it does not prove is that the
-imports work in their usual order and that SGLang loads the plugin in time, which the tests of the command
-line, of the stock launcher and of the demo do.
+under the same guard (``cluster.guard``) as a server started afresh. Forked servers do not prove that the
+imports work in their usual order and that SGLang loads the plugin in time; the tests of the command line, of
+the stock launcher and of the demo do.
 
 `use` is for a whole run of tests; without it, servers are started afresh.
 
 The parts, each the parent of the next: the tests - the preloaded process - a guard for each server - the
 server. Requests go over a socket, as JSON beside three descriptors: the guard's watch pipe, the server's log,
-and a socket on which the server's end is told.
+and a socket that reports the server's end.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ SAFE_VARIABLES = (
     "SGLANG_EXT_",
     "SGLANG_TEST_RETRACT",
 )
-"""Beginnings of what a server's environment may set for it to be forked: nothing reads these as modules are
+"""Prefixes of the environment variables that a forked server may have: nothing reads these as modules are
 imported, but for the thread counts and the forced retraction; `_use_threads` and `_retract` make up for them.
 """
 
 
 class Handle(Protocol):
-    """What tests need of a process they have started: this much of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that tests need of a process they have started."""
 
     @property
     def pid(self) -> int: ...
@@ -195,13 +195,14 @@ MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
-    # Each scheduler would import all models: a fifth of what its start costs.
+    # Each scheduler would import all models, a fifth of the time of its start.
     "sglang.srt.models.registry",
-    # What the plugin imports when a scheduler builds its cache and its end of a transfer.
+    # Modules that the plugin imports when a scheduler builds its cache and its end of a transfer.
     "sglang_ext.patches.adapter.build",
     "sglang_ext.patches.adapter.kv_manager",
 )
-"""What is imported ahead, with all that it imports. By name: this module itself has no use for any of it.
+"""Modules that are imported ahead, with all their imports. By name: this module itself has no use for any of
+it.
 
 Not prometheus_client, which looks at the environment as it is imported: SGLang sets that first.
 """
@@ -211,7 +212,7 @@ CALLS = (
     # With the first of our kernels, numba loads what all of them need.
     ("sglang_ext.compiled", "fence"),
 )
-"""What is called ahead, too."""
+"""Functions that are called ahead, too."""
 
 
 def _import_all() -> None:
@@ -226,7 +227,7 @@ def _import_all() -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """What ``python ARGV...`` would run, as ``__main__``."""
+    """Run ``python ARGV...`` in this process, as ``__main__``."""
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -304,7 +305,7 @@ def _prepared() -> tuple[str, ...]:
 
 
 def _serve(requests: socket.socket) -> None:
-    """Fork what is asked for and tell how it ended, until the tests close their end."""
+    """Fork a server per request and report how it ended, until the tests close their end."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -351,14 +352,14 @@ def main(argv: Sequence[str]) -> None:
     gc.freeze()
     with socket.socket(fileno=int(argv[0])) as requests:
         _serve(requests)
-    # Guards whose parent is gone know nothing of it: they are told.
+    # Guards do not notice the end of their parent: signal them.
     for pid in guard.children_by_parent().get(os.getpid(), []):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     with suppress(ChildProcessError):
         while True:
             os.wait()
-    # At once: what SGLang imports complains when the interpreter takes it down piece by piece.
+    # At once: SGLang's imports complain when the interpreter takes them down piece by piece.
     os._exit(0)
 
 

@@ -34,8 +34,8 @@ class RayNodes:
     """``with RayNodes(2, 2, 2) as ray`` runs nodes at 127.0.0.2, .3 and .4, the first its head.
 
     Args:
-        cores: that each says it has.
-        lab: whose hosts are the nodes, in their order; without one, nodes are of this machine.
+        cores: of each node, as it reports them.
+        lab: its hosts are the nodes, in their order; without a lab, nodes run on this machine.
     """
 
     def __init__(self, *cores: int, lab: Lab | None = None) -> None:

@@ -38,10 +38,10 @@ REQUEST_SECONDS = 180.0
 LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
 GRACE_SECONDS = 1.0
-"""SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
+"""SGLang checks only every 5 s for a signal to end; an idle server has nothing to lose."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """For torch, of a server that shares a machine with others: threads spin while they wait for one another's
-share of a tiny operator, and where others want the cores, that is most of what they do."""
+share of a tiny operator, and where other processes want the cores, spinning takes most of their time."""
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -61,14 +61,14 @@ class ServerDiedError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What to start. Equal specs can share a server.
+    """The model, flags and environment of a server. Equal specs can share a server.
 
     Args:
         model: name of a tiny model (``testing.models``).
         dtype: of the weights and of the KV cache.
         flags: SGLang's flags, and ours.
         environment: on top of the test's own.
-        run: what Python runs: a module behind ``-m``, or a script.
+        run: arguments of Python: a module behind ``-m``, or a script.
     """
 
     model: str = "tiny"
@@ -82,7 +82,7 @@ class ServerSpec:
             *(sys.executable, *self.run),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
             *("--host", host, "--port", str(port)),
-            # SGLang chooses one that the system gives to connections, and listens there much later.
+            # SGLang's default is a port that the system also gives to connections, and is bound much later.
             *("--nccl-port", str(free_port()), *self.flags),
         ]
 
@@ -91,9 +91,9 @@ class ServerProcess:
     """One server. ``with ServerProcess(spec) as server: ...``, or ``start`` and ``stop``.
 
     Args:
-        spec: what to start.
+        spec: model, flags and environment of the server.
         grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
-        port: where it listens; without one, where nobody does.
+        port: the port that it listens on; a free one by default.
         address: at which it is reached.
         keep_open: whether connections to it stay open for 3 s after a request, as a router's do.
     """
@@ -155,7 +155,7 @@ class ServerProcess:
 
     @contextmanager
     def _own_port(self) -> Iterator[None]:
-        """Hold the port until it is listened on, so that nobody else is given it while the server starts."""
+        """Reserve the port until the server listens on it, so that no other process gets it meanwhile."""
         with Ports() as ports:
             ports.take(LOOPBACK, self.port, "--port")
             yield
@@ -248,7 +248,7 @@ class ServerProcess:
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, stream: bool = False, **fields: Any
     ) -> Answer:
-        """The greedy answer to token ids, with log probabilities and what was reused.
+        """The greedy answer to token ids, with log probabilities and the tokens reused.
 
         Args:
             prompt: token ids.
@@ -351,8 +351,8 @@ def threads_of(pid: int) -> list[str]:
 
 
 def ports_and_contexts(scheduler: int) -> tuple[int, int]:
-    """What a scheduler process has open to others: TCP ports on which it listens, and ZeroMQ contexts, which
-    have two threads each. Without torch's own: each loop of gloo has a port, and so has the store."""
+    """A scheduler process's open TCP ports, and its ZeroMQ contexts, which have two threads each. Without
+    torch's own: each loop of gloo has a port, and so has the store."""
     inodes = set()
     for link in Path(f"/proc/{scheduler}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -394,11 +394,11 @@ class ServerPool:
         self._servers: OrderedDict[ServerSpec, ServerProcess] = OrderedDict()
 
     def get(self, spec: ServerSpec) -> ServerProcess:
-        """A running server of this spec: one that runs already, or a new one.
+        """A running server of this spec: the pooled one, or a new one.
 
         Raises:
             ServerStartError: it did not come up.
-            ServerDiedError: the one that ran has ended. The next call starts a new one.
+            ServerDiedError: the pooled server has ended. The next call starts a new one.
         """
         server = self._servers.pop(spec, None)
         if server is not None and not server.running:

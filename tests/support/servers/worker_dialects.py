@@ -14,7 +14,7 @@ _serial = itertools.count(1)
 
 
 class Worker(Protocol):
-    """What of a stand-in its dialects use (`workers.StandInWorker`)."""
+    """The members of a stand-in that its dialects use (`workers.StandInWorker`)."""
 
     requests: list[tuple[str, Json, dict[str, str]]]
     rids_aborted: list[Json]
@@ -51,7 +51,7 @@ def _conversation(body: Json) -> list[Json]:
 
 
 def told_on_the_side(body: Json, details: Json | None) -> Json:
-    """What ``return_cached_tokens_details`` puts into an answer."""
+    """The answer's field for ``return_cached_tokens_details``."""
     if not body.get("return_cached_tokens_details") or details is None:
         return {}
     return {"sglext": {"cached_tokens_details": details}}
@@ -113,7 +113,7 @@ async def count_tokens(worker: Worker, request: web.BaseRequest) -> web.StreamRe
 
 
 async def responses(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
-    """``/v1/responses``; what it answers is kept."""
+    """``/v1/responses``; each response is kept under its ID."""
     body: Json = json.loads(await request.content.read())
     worker.requests.append((request.path, body, headers_of(request)))
     previous = body.get("previous_response_id")
@@ -126,7 +126,7 @@ async def responses(worker: Worker, request: web.BaseRequest) -> web.StreamRespo
     prompt = worker.render([*system, *({**m, "content": plain(m["content"])} for m in said)])
     output, cached = worker.generate(prompt, body.get("max_output_tokens") or 4, body)
     name, item_id = f"resp_{next(_serial)}", f"msg_{next(_serial)}"
-    # The "model" never ends by itself: a limit ends it, or what the stand-in takes for none.
+    # The "model" never ends by itself: ``max_output_tokens`` or the stand-in's default ends it.
     status = "incomplete" if body.get("max_output_tokens") else "completed"
     part: Json = {"type": "output_text", "text": worker.text(output), "annotations": []}
     item: Json = {

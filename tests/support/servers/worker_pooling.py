@@ -20,7 +20,7 @@ _serial = itertools.count(1)
 
 
 class Worker(Protocol):
-    """What of a stand-in is used here (`workers.StandInWorker`)."""
+    """The members of a stand-in that are used here (`workers.StandInWorker`)."""
 
     requests: list[tuple[str, Json, dict[str, str]]]
     model_info: Json

@@ -1,10 +1,10 @@
 """A stand-in for an SGLang server: its HTTP surface without a model, on the test's own event loop.
 
 It answers as SGLang does where a router can tell: the facts it reports, the shapes of answers and
-streams, prompt and cached token counts, aborting when the client goes away. The "model" counts on from
-the last token of the prompt, within the last 1000 entries of the vocabulary (whole words, in the tiny
-models' tokenizer, so that its answers tokenize to what it generated). Tests hold it at a moment with a
-``Gate``, and make it die or refuse.
+streams, prompt and cached token counts, aborting when the client goes away. The "model" counts on from the
+last token of the prompt, within the last 1000 entries of the vocabulary (whole words, in the tiny models'
+tokenizer, so that its answers tokenize to the generated tokens). Tests hold it at a moment with a ``Gate``,
+and make it die or refuse.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gate:
         await asyncio.wait_for(self._reached.wait(), timeout_s)
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
+        """Let all requests through, from now on."""
         self._open.set()
 
 
@@ -57,7 +57,7 @@ class StandInWorker:
 
     Args:
         tokenizer: of transformers; without one a text is a token per byte.
-        vocab_size, context_length, name: what it reports.
+        vocab_size, context_length, name: the values that it reports.
         generates: whether its model does; otherwise a request to generate ends it.
     """
 
@@ -130,11 +130,11 @@ class StandInWorker:
         """``/tokenize`` waits here, and so does ``/model_info``: SGLang tokenizes in its event loop."""
         self.refuses_tools = False
         self.skew_tokens = False
-        """``/v1/tokenize`` answers something else than what is served."""
+        """``/v1/tokenize`` answers with other tokens than those that are served."""
         self.told_at_end: dict[str, int | str] = {}
-        """What answers tell of their requests at the end: stages, for example."""
+        """Fields that answers add about their requests at the end: stages, for example."""
         self.role_refusals: list[str] = []
-        """What ``/pd_role_switch`` is answered with before it does what it is asked for."""
+        """Refusals with which ``/pd_role_switch`` answers before it changes the role."""
         self.before_switch: Gate | None = None
         """``/pd_role_switch`` waits here."""
         self.switched: Signal[[str]] = Signal()
@@ -151,7 +151,7 @@ class StandInWorker:
         self.kept: dict[str, Json] = {}
         """Responses of ``/v1/responses``, by id."""
         self.in_background: dict[str, Json] = {}
-        """What those with ``background`` will be: a test puts them into ``kept``."""
+        """Later responses to requests with ``background``: a test puts them into ``kept``."""
         self.targets: list[str] = []
         """Path and query of every request, as sent."""
         self.aborted = 0
@@ -214,7 +214,7 @@ class StandInWorker:
     # -- endpoints --------------------------------------------------------------------------------
 
     def handler(self) -> Callable[[web.BaseRequest], Any]:
-        """What serves all requests."""
+        """The handler of all requests."""
         routes: dict[str, Callable[[web.BaseRequest], Any]] = {
             "/health": self._health,
             "/model_info": self._model_info,
