@@ -1,4 +1,4 @@
-"""What the tests of the engine share: SGLang importable on a CPU, and no thread left behind."""
+"""Fixtures of all tests of the engine: SGLang importable on a CPU, and no thread left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 
 runtime.prepare_process(os.environ)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
+    warnings.simplefilter("ignore")  # SGLang and its imports warn about kernels that a CPU has not
     paged_allocator.apply()
     import sglang.srt.managers.scheduler  # noqa: F401
 
@@ -39,7 +39,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def sglang_config() -> None:
-    """What SGLang's functions read from the process's configuration: the defaults of a CPU server."""
+    """The process's configuration for SGLang's functions: the defaults of a CPU server."""
     from engine_pools import publish_server_args
 
     publish_server_args()

@@ -82,15 +82,15 @@ class GatedCopier:
 
 
 class HandMover:
-    """A mover without a thread: it copies when it has to, or when told.
+    """A mover without a thread: it copies when it must, or on a test's command.
 
     It does no more than its contract says: ``wait_layer`` brings in that layer of the loads up to the ticket
-    and nothing else. What is under way otherwise moves at random, when somebody asks how far it is.
+    and nothing else. Other copies under way move at random, each time that their progress is read.
 
     Args:
         copier: copies; ``None`` for a mover that only counts.
         n_layers: layers of an operation.
-        pace: decides how many layers are copied when somebody asks; ``None`` for none.
+        pace: decides how many layers are copied at each read; ``None`` for none.
     """
 
     def __init__(self, copier: LayerCopier | None, n_layers: int, pace: random.Random | None = None) -> None:
@@ -122,7 +122,7 @@ class HandMover:
         return self._loads_done + len(self._loads) - 1
 
     load_bytes_per_second: float | None = None
-    """What it says of its own speed."""
+    """The speed that it reports."""
 
     def bring(self, slots: Slots, blocks: BlockIds) -> int:
         self._writes.append([self._plan(slots, blocks), 0, "inwards"])
@@ -132,7 +132,7 @@ class HandMover:
         return None if self._copier is None else self._copier.plan(np.array(slots), np.array(blocks))
 
     def _near(self, slots: Slots, blocks: BlockIds, near: Sequence[Near]) -> dict[int, Any]:
-        """By layer: what is copied within HBM, and the plan for the rest."""
+        """By layer: copies within HBM, and the plan for the rest."""
         if self._copier is None:
             return {}
         rows, blocks = np.array(slots), np.array(blocks)

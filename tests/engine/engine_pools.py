@@ -28,7 +28,7 @@ Hashes = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint64]
 
 MODEL = SimpleNamespace(vocab_size=1000, is_encoder_decoder=False)
-"""What SGLang's batches ask of a model's configuration."""
+"""The fields of a model's configuration that SGLang's batches read."""
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -141,7 +141,7 @@ class Pools:
         )
 
     def params(self) -> CacheInitParams:
-        """What SGLang hands a cache."""
+        """The parameters that SGLang passes to a cache."""
         return CacheInitParams(
             disable=False,
             req_to_token_pool=self.requests,
@@ -183,7 +183,7 @@ class Oracle:
         return rows
 
     def write(self, slots: npt.NDArray[np.int64], chain: Hashes, layer: int) -> None:
-        """Compute one layer's KV of some tokens: what a forward pass does."""
+        """Compute one layer's KV of some tokens, as a forward pass does."""
         for plane, view in enumerate(self._planes[layer]):
             view[slots] = self.expected(chain, layer, plane)
 
@@ -207,7 +207,7 @@ class Oracle:
             )
 
     def spoil(self, slots: npt.NDArray[np.int64]) -> None:
-        """Overwrite slots that nobody may read."""
+        """Overwrite slots that must not be read."""
         for planes in self._planes:
             for view in planes:
                 view[slots] = np.uint64(0xDEADDEADDEADDEAD)

@@ -1,11 +1,11 @@
 """SGLang's scheduler without a server: its own requests, batches, admission and release around our cache.
 
-What is real: ``Req``, ``ScheduleBatch``, ``PrefillAdder``, ``alloc_for_extend`` and ``alloc_for_decode``,
-``retract_decode``, ``release_kv_cache``, the pools and the allocators. What stands in: the model (the oracle
+Real are ``Req``, ``ScheduleBatch``, ``PrefillAdder``, ``alloc_for_extend`` and ``alloc_for_decode``,
+``retract_decode``, ``release_kv_cache``, the pools and the allocators. Simulated are the model (the oracle
 writes and reads rows layer by layer, where a forward pass would), and the scheduler's loop, which follows
 ``Scheduler.event_loop_normal`` and ``event_loop_overlap``, ``get_next_batch_to_run`` and
-``process_batch_result_prefill`` and ``_decode`` of SGLang with everything left out that a plain
-generation server does not use.
+``process_batch_result_prefill`` and ``_decode`` of SGLang without the parts that a plain generation server
+does not use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sglang_ext.patches.seams import current
 
 @dataclass
 class Served:
-    """What the simulation knows of a request besides SGLang's own ``Req``."""
+    """The simulation's state of a request besides SGLang's own ``Req``."""
 
     namespace: Hashable = None
     """Where its KV belongs: the weights in use when it was last matched, its extra key and its salt."""
@@ -195,7 +195,7 @@ class SimulatedScheduler:
         self.cache.weights_changed()
 
     def begin_to_change_weights(self) -> None:
-        """From here on they are others; they stand still once the cache is told."""
+        """Begin to replace the weights; they are final once ``weights_changed`` is called."""
         self.cache.weights_changing()
         self.weights += 2  # as the cache counts: one number is theirs while they change
 
@@ -263,7 +263,7 @@ class SimulatedScheduler:
         self.last_batch = batch
 
     def _run(self, batch: ScheduleBatch) -> list[int]:
-        """A forward pass. What it reads may be wrong as long as the cache says so afterwards."""
+        """A forward pass. It may read wrong KV if the cache reports that afterwards."""
         self._forwards += 1
         batch.forward_iter = self._forwards
         wrong: WrongKvError | None = None
@@ -494,7 +494,7 @@ class SimulatedScheduler:
                     tokens.append(token_at(req, start))
             del served.chain[start:]
             if served.chain and served.weights != self.weights:
-                # What these weights make of KV of others is like nothing else.
+                # KV computed by these weights from KV of other weights equals no other KV.
                 tail = [served.chain[-1] ^ (self.weights << 32)]
                 extend_chain(tail, served.namespace, tokens[len(served.chain) : end])
                 served.chain += tail[1:]
@@ -560,5 +560,5 @@ class SimulatedScheduler:
 
 
 def token_at(req: Req, position: int) -> int:
-    """What the model says at a position: equal prompts get equal answers."""
+    """The model's token at a position: equal prompts get equal answers."""
     return (position * 7 + sum(req.origin_input_ids[:8])) % 4

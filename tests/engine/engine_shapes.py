@@ -1,4 +1,4 @@
-"""What SGLang's scheduler does with requests and matches where versions differ: the other side of
+"""The scheduler's calls for requests and matches where SGLang's versions differ: the other side of
 `patches/seams/`, for tests that stand in for the scheduler."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ if hasattr(common, "checkpoint_kv_cache"):
     from sglang.srt.mem_cache.common import checkpoint_kv_cache, match_kv_cache
 
     def publish(req: Any, cache: Any) -> None:
-        """Others may use what a request has computed so far."""
+        """Publish the KV that a request has computed so far."""
         checkpoint_kv_cache(req, cache)
 
     def look_up(req: Any, cache: Any, tokens: Any) -> Any:
-        """Match a request's tokens, and put what is found on it."""
+        """Match a request's tokens, and put the match on it."""
         return match_kv_cache(req, cache, tokens)
 
     def found_tokens(match: Any) -> int:
@@ -38,11 +38,11 @@ else:
     from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 
     def publish(req: Any, cache: Any) -> None:
-        """Others may use what a request has computed so far."""
+        """Publish the KV that a request has computed so far."""
         maybe_cache_unfinished_req(req, cache)
 
     def look_up(req: Any, cache: Any, tokens: Any) -> Any:
-        """Match a request's tokens, and put what is found on it."""
+        """Match a request's tokens, and put the match on it."""
         return match_prefix_for_req(cache, req, tokens, include_req=True)
 
     def found_tokens(match: Any) -> int:

@@ -1,4 +1,4 @@
-"""Random traffic over the simulated scheduler, and what must be true after each step."""
+"""Random traffic over the simulated scheduler, and the invariants after each step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Scenario:
     policy: str = "lru"
     load_min_tokens: int = 0
     threaded: bool = False
-    """Copies by the real mover instead of one that the simulation moves."""
+    """Copies by the real mover instead of the simulated one."""
     rows: int = 6
     tenants: bool = True
     """Requests carry an extra key or a salt at times."""
@@ -89,11 +89,11 @@ class Scenario:
     admission: str = "first-layer"
     """``--kv-disk-admission``."""
     weigh: bool = False
-    """Load from disk only what is expected to be slower to compute."""
+    """Load blocks from disk only if computing them is expected to be slower."""
     prefetch: float = 0.0
-    """Share of the passes before which somebody says which prompt is about to come."""
+    """Share of the passes before which a hint announces a prompt."""
     layers: int | None = 0
-    """Most bytes of HBM for the lowest layers of announced sessions; None for what is worth it."""
+    """Most bytes of HBM for the lowest layers of announced sessions; None: as many as pay off."""
     pressure: str = "weakest-first"
     """``--kv-pressure-policy``."""
     for_others: int = 0
@@ -271,7 +271,7 @@ class Rank:
         self.expects_faults = False
         """Calls of the cache fail, because a test has them do so."""
         self.look_inside = True
-        """Compare everything in every tier after each step, not only what a forward pass reads."""
+        """Compare everything in every tier after each step, not only the blocks that a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
 
     @staticmethod
@@ -325,7 +325,7 @@ class Rank:
         if self.arena is not None:
             self.arena.close()
 
-    # -- what must be true ----------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------
 
     def check(self) -> None:
         """Verify everything that must be true between two passes of the loop."""
@@ -336,7 +336,7 @@ class Rank:
         self._check_owners(owned)
         if self.look_inside:
             self._check_contents()
-        # What nobody owns holds garbage from here on, so that reading it cannot go unnoticed.
+        # Free slots hold garbage from here on, so that a read of them cannot go unnoticed.
         self.pools.oracle.spoil(self.pools.free_slots())
 
     def _check_counts(self) -> None:
@@ -380,7 +380,7 @@ class Rank:
         assert not nobody.size, f"slots {nobody[:8]} are owned by nobody"
 
     def _check_contents(self) -> None:
-        """Everything the tree promises to be readable now is what the oracle says."""
+        """All blocks that the tree lists as readable now equal the oracle's."""
         loading = self._loading()
         in_hbm: list[_Held] = []
         in_dram: list[_Held] = []
@@ -445,10 +445,10 @@ class Rank:
 
 
 class Traffic:
-    """Draws what happens next; equal seeds give equal traffic.
+    """Draws the next event; equal seeds give equal traffic.
 
-    Prompts continue or fork what was asked before, over a vocabulary of four, so that prefixes part in the
-    middle of a block and come together again.
+    Prompts continue or fork earlier prompts, over a vocabulary of four, so that prefixes part in the middle
+    of a block and come together again.
     """
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
@@ -485,13 +485,13 @@ class Traffic:
             self._count("retract all")
             scheduler.retract_all()
         elif draw < 0.357:
-            self._lull = True  # nobody asks anything until the server is idle, and somebody flushes it
+            self._lull = True  # no request arrives until the server is idle, and then it is flushed
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
     def _hint(self, scheduler: SimulatedScheduler) -> None:
-        """Somebody will ask this soon, or never."""
+        """Announce a prompt that will be sent soon, or never."""
         prefetcher = scheduler.cache.prefetcher
         assert prefetcher is not None
         rnd = self._hints
@@ -568,7 +568,7 @@ def run(
 
 
 def all_of_dram(rank: Rank) -> Reservation:
-    """Somebody has all of DRAM, until it is aborted."""
+    """Reserve all of DRAM for another owner, until the reservation is aborted."""
     assert rank.tier is not None
     key = encode_tokens(range(rank.tier.n_blocks * rank.tree.block_size))
     taken = rank.store.reserve(Tier.DRAM, "nobody's", key, Use.FETCH, whole=True)

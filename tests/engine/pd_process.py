@@ -1,8 +1,8 @@
 """One side of hand-overs in a process of its own, for tests that kill or stop it: `pd_process.py JSON`.
 
-Reads commands from stdin, a line each, and answers each with a line: what the hand-over's state is then.
-rank, ranks: which of its server's ranks it is. `hold` keeps what it writes from then on from its first byte;
-`go` lets it go on. `deaf`: it hears no COMPLETE from then on.
+Reads commands from stdin, a line each, and answers each with a line: the hand-over's new state. rank, ranks:
+its rank, and the number of its server's ranks. `hold` stops later writes before their first byte; `go` lets
+it go on. `deaf`: it ignores every later COMPLETE.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agents over random pools in one process: what `kv_manager.py` puts over SGLang, without SGLang."""
+"""Agents over random pools in one process: the part of `kv_manager.py` without SGLang."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Side:
     first_head: int = 0
 
     def kv(self, pages: Sequence[int], page: int) -> npt.NDArray[np.float32]:
-        """What lies in pages: shape (planes, tokens, heads, WIDTH)."""
+        """The KV in pages: shape (planes, tokens, heads, WIDTH)."""
         slots = (np.asarray(pages)[:, None] * page + np.arange(page)).ravel()
         return np.stack([plane[slots] for plane in self.planes.values()])
 
@@ -231,7 +231,7 @@ def rig(
             bootstrap.address,
             page,
         )
-        # pytest keeps what a fixture has yielded; the agents' memory has to go with the rig.
+        # pytest keeps the yielded value; the agents' memory has to go with the rig.
         stack.callback(servers.prefill.clear)
         stack.callback(servers.decode.clear)
         yield servers

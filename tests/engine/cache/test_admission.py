@@ -1,4 +1,4 @@
-"""Which families of models are admitted, by SGLang's own configuration of each: no server, no weights."""
+"""The model families that are admitted, by SGLang's own configuration of each: no server, no weights."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_the_time_comes_once_when_something_expires(command_queue: RankCommandQu
 
 
 def test_a_command_survives_the_way_over_the_ranks() -> None:
-    """SGLang broadcasts with pickle; what arrives has to be equal."""
+    """SGLang broadcasts with pickle: the received command must equal the sent one."""
     command = KvCommand(payload=bytes(range(256)))
     assert pickle.loads(pickle.dumps([command])) == [command]
 
@@ -135,7 +135,7 @@ def test_commands_precede_what_sglang_received(
     requests: list[Any] = ["a request"]
     commands.after_pull(requests, None)
     assert requests == [KvCommand(payload=b"one", at=7.0), "a request"]
-    commands.after_pull(None, None)  # a rank that is told by others
+    commands.after_pull(None, None)  # a rank that gets its requests from other ranks
 
 
 def test_a_command_goes_to_the_cache_and_is_answered_by_nobody(hooked: tuple[Any, Cache]) -> None:
@@ -174,7 +174,7 @@ def test_a_command_wakes_an_idle_scheduler(
     commands.before_sleep(scheduler)
     assert scheduler.idle_sleeper.poller.poll(0) == []
     del scheduler.idle_sleeper
-    commands.before_sleep(scheduler)  # one that does not sleep
+    commands.before_sleep(scheduler)  # a scheduler that does not sleep
 
 
 # -- hints ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Every place where SGLang looks at ``--enable-hierarchical-cache``, and what stands there for our cache.
+"""Every place where SGLang looks at ``--enable-hierarchical-cache``, and the equivalent for our cache.
 
-What SGLang refuses, turns off or waits for beside HiCache, it does not beside ours, which leaves that flag
-off. The list is held to SGLang's source: a place that is new, or gone, has to be judged here first.
+Our cache leaves that flag off, so SGLang does not refuse, turn off or wait for the same things beside it. The
+list is compared with SGLang's source: a place that is new, or gone, has to be judged here first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCE = Path(sglang.srt.__path__[0])
 
 @dataclass(frozen=True)
 class Judged:
-    """What stands for one function's looks at the flag."""
+    """Our equivalent of one function's uses of the flag."""
 
     times: int | tuple[int, ...]
     """How often it names the flag; where supported versions differ, how often each may (0: it has no such

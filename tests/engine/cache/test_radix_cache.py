@@ -138,7 +138,7 @@ def test_insert_tells_what_was_there_and_keeps_it(make_rank: MakeRank) -> None:
         rank.pools.oracle.write(other.numpy(), chain, layer)
     result = rank.cache.insert(InsertParams(key=key(TOKENS), value=other))
     assert result.prefix_len == 16
-    rank.pools.allocator.free(other[:16])  # what was there before stays the caller's
+    rank.pools.allocator.free(other[:16])  # the tree had the first 16 already, so the caller keeps its own
     assert found_slots(match(rank, TOKENS), rank.cache).tolist() == [*first.tolist(), *other[16:].tolist()]
     rank.check()
 
@@ -169,7 +169,7 @@ def test_namespaces_do_not_match_each_other(make_rank: MakeRank) -> None:
 def test_of_a_request_that_saw_the_weights_change_nothing_more_is_cached(
     make_rank: MakeRank, steps: int, overlap: bool
 ) -> None:
-    """After a chunk, at the end of its prefill, and while it decodes. What was cached before stays."""
+    """After a chunk, at the end of its prefill, and while it decodes. Earlier cached KV stays."""
     rank = make_rank(settings=Settings(chunk=8, overlap=overlap))
     rank.scheduler.submit(TOKENS, new_tokens=8)
     for _ in range(steps):
@@ -430,7 +430,7 @@ def test_a_later_request_finds_what_is_being_loaded_and_waits_for_it(make_rank: 
 
 
 def test_loads_split_and_join_at_forks(make_rank: MakeRank) -> None:
-    """Two prompts part after 8 tokens; each loads what it lacks."""
+    """Two prompts part after 8 tokens; each loads the tokens that it lacks."""
     rank = make_rank()
     other = TOKENS[:8] + [9] * 16
     chain = np.array(chain_of((0, None, None), other), np.uint64)

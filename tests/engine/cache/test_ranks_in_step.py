@@ -33,14 +33,14 @@ class DriftedApart(AssertionError):
 
 
 class Together:
-    """What ranks do together: agree on the smallest number, and compare what they see."""
+    """The ranks' common operations: agree on the smallest number, and compare their views."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(RANKS, timeout=DEADLINE_S)
         self._said: list[Any] = [None] * RANKS
 
     def everyone(self, rank: int, what: Any) -> list[Any]:
-        """What every rank says at the same point of its program."""
+        """Each rank's value at the same point of its program."""
         self._said[rank] = what
         try:
             self._barrier.wait()
@@ -61,12 +61,12 @@ class TooManyComparisons(AssertionError):
 class LateLayers(WrappedTier):
     """Brings the lowest layer at once, and every other one when a pass streams or `PASSES` passes have begun
     since: in the scheduler's own time, however long a pass takes on a busy machine. It is a part of the rank,
-    which is how it hears of passes.
+    and so its pass hooks are called.
     """
 
     PASSES = 40
     IDLE_S = 10.0
-    """As long without a pass, the scheduler waits for what is being read, or has ended."""
+    """Seconds without a pass after which the scheduler is waiting for reads, or has ended."""
 
     def __init__(self, inner: BlockTier) -> None:
         super().__init__(inner)
@@ -232,7 +232,7 @@ def serve(
         assert not rank.is_alive()
     errors = [rank.error for rank in ranks if rank.error is not None]
     for error in errors:
-        if not isinstance(error, DriftedApart):  # which the others see when one gives up
+        if not isinstance(error, DriftedApart):  # the other ranks raise it when one gives up
             raise error
     if errors:
         raise errors[0]

@@ -63,7 +63,7 @@ BODIES: dict[Dialect, Any] = {
     SCORE: openai.ScoringRequest,
     RERANK: openai.V1RerankReqInput,
 }
-"""What SGLang makes of a body."""
+"""SGLang's class for the body of each API."""
 
 REWRITTEN: dict[Dialect, Any] = {
     OLLAMA_CHAT: ollama.OllamaChatRequest,
@@ -76,7 +76,7 @@ LATER = {
     *("mm_processor_kwargs", "watermark", "return_flat_raw_output_top_logprobs", "max_long_side_pixel"),
     "decision_layout",
 }
-"""What not every supported version of SGLang takes; others leave it aside, or refuse it themselves."""
+"""Fields that only some supported versions of SGLang accept; the other versions ignore or refuse them."""
 
 
 def fields_of(kind: Any) -> set[str]:
@@ -103,7 +103,7 @@ def test_every_endpoint_is_judged() -> None:
 
 @pytest.mark.parametrize("dialect", REWRITTEN, ids=repr)
 def test_every_field_of_a_rewritten_body_is_known(dialect: Dialect) -> None:
-    """A new one is to be put into the other API's body, or named as one that SGLang ignores."""
+    """A new field must go into the other API's body, or be listed as a field that SGLang ignores."""
     notes = {"rid", "http_worker_ipc"} & fields_of(REWRITTEN[dialect])
     assert fields_of(REWRITTEN[dialect]) - set(FIELDS) - notes == dialect.own_fields
 
@@ -286,7 +286,7 @@ def test_nobody_stands_for_an_adapter() -> None:
     for fields in ({"extra_key": id}, {"extra_key": "mine" + id}, {"extra_key": ["mine", id]}):
         ((field, why),) = forbidden(fields, GENERATE, tenant=False, trusted=frozenset())
         assert (field, "LoRA adapter" in why) == ("extra_key", True)
-    # The twin: what is refused is what SGLang would confuse.
+    # The twin: SGLang would confuse the two requests whose fields are refused.
     plain = SamplingParams(max_new_tokens=1)
     adapted, base = (
         Req("1", "", array("q", [1]), plain, lora_id=id, extra_key="mine"),

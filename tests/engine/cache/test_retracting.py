@@ -141,7 +141,7 @@ def test_who_would_go_on_otherwise_is_left_running(make_rank: MakeRank) -> None:
 
 
 def test_weights_that_changed_under_a_request_leave_it_running(make_rank: MakeRank) -> None:
-    """Its KV is nobody's then, and would be computed again by other weights."""
+    """Its KV then belongs to no weights in use, and other weights would compute it again."""
     rank = make_rank()
     req = start(rank, LOW)
     rank.scheduler.change_weights()
@@ -152,7 +152,7 @@ def test_weights_that_changed_under_a_request_leave_it_running(make_rank: MakeRa
 
 
 def test_one_that_could_not_be_admitted_after_all_loses_nobody(make_rank: MakeRank) -> None:
-    """SGLang queues those it has preempted only if somebody was admitted in their place."""
+    """SGLang queues the requests that it has preempted only if another was admitted in their place."""
     rank = make_rank(disk_blocks=100, threaded=True)
     req = start(rank, LOW)
     high = rank.scheduler.submit(HIGH, new_tokens=4, priority=5)

@@ -144,7 +144,7 @@ def test_the_choice_is_enough_allowed_and_without_excess(seed: int) -> None:
         assert not any(enough(fewer) for fewer in itertools.combinations(chosen, len(chosen) - 1))
 
 
-# -- what it goes by ----------------------------------------------------------------------------------------
+# -- inputs of the decision ---------------------------------------------------------------------------------
 
 
 def request(**about: Any) -> Any:
@@ -239,7 +239,7 @@ def test_ranks_agree_on_the_step_before_they_decide() -> None:
     retraction = Retraction(0.5, ranks, clock)
     steps(retraction, clock, 1.0, STEP)
     ranks.each_pass()
-    assert not said  # nothing is compared until somebody waits
+    assert not said  # numbers are compared only once a request waits
     assert retraction.judge(place(), [low()], 0) is None
     ranks.each_pass()
     assert said[0][2] == 10_000_000

@@ -74,7 +74,7 @@ class _FreesNothing:
 
 
 class FreesTooMuch(GlobalRadixCache):
-    """Takes what the tree owned before for the request's own."""
+    """Takes blocks that the tree owned before for the request's own."""
 
     def _insert_row(self, req: Any, tokens: Any) -> tuple[Node, int]:
         req.kv.cache_protected_len = max(0, req.kv.cache_protected_len - self.block_size)
@@ -118,7 +118,7 @@ class WaitsForTheLoadBefore(GlobalRadixCache):
 
 
 class DoesNotWaitForWrites(GlobalRadixCache):
-    """Evicts what is being copied without waiting for the copy."""
+    """Evicts blocks that are being copied without waiting for the copy."""
 
     def evict(self, params: EvictParams) -> EvictResult:
         assert self.dram is not None

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 class Slots:
-    """What the room asks of SGLang's allocator."""
+    """The part of SGLang's allocator that the room uses."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -77,7 +77,7 @@ def test_random_reservations_leave_every_block_where_it_was_written(
 
 
 class GivesBackTheWrongHalf(Store):
-    """What was not filled stays, and what was is free."""
+    """Keeps the blocks that were not filled, and frees the filled ones."""
 
     def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
         if 0 < blocks < reservation.blocks:
@@ -89,7 +89,7 @@ class GivesBackTheWrongHalf(Store):
 
 
 class LosesWhatIsContinued(Store):
-    """What a reservation continues is not kept for it."""
+    """Does not lock the prefix that a reservation continues."""
 
     def reserve_behind(self, level: Tier, *args: Any, **options: Any) -> Any:
         reservation = super().reserve_behind(level, *args, **options)

@@ -1,8 +1,9 @@
-"""HBM, DRAM and disk of a rank against a dict of what was computed, over a disk that fails at random.
+"""HBM, DRAM and disk of a rank against a dict of the computed blocks, over a disk that fails at random.
 
 A block that a request has computed is in HBM, in DRAM or on disk until the caches are emptied, unless
 something that the caches count has taken its copies: DRAM had no room for it, or the disk refused it or lost
-it. What is in any tier is right, always: `Rank.check` compares every row with the oracle after each pass.
+it. The content of every tier is right, always: `Rank.check` compares every row with the oracle after each
+pass.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def key_of(node: Node) -> bytes:
 
 
 def note_refusals(writes: DiskWrites, refused: set[Name]) -> None:
-    """Remember what the disk did not take."""
+    """Record the blocks that the disk refused."""
     complete = writes._complete
 
     def noting(write: Any, durable: int) -> None:
@@ -171,7 +172,7 @@ class StoreModel(RuleBasedStateMachine):
         assert self.rank.scheduler.flush()
         self.kept.clear()
 
-    # -- what must be true ----------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------
 
     @invariant()
     def never_nowhere(self) -> None:
@@ -219,7 +220,7 @@ class HealthyStoreModel(StoreModel):
 
 
 class ForgetfulStoreModel(HealthyStoreModel):
-    """Lets DRAM go of what is not on disk, and tells nobody."""
+    """Drops blocks of DRAM that are not on disk, without reporting it."""
 
     def start(self, seed: int, rate: float, dram: int, stream: bool) -> None:
         super().start(seed, rate, dram, stream)

@@ -1,4 +1,4 @@
-"""What the global backend refuses, by name and with the way out."""
+"""Configurations that the global backend refuses, by name and with the way out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAIN = SimpleNamespace(
     is_multimodal=False,
     linear_attn_registry_result=None,
 )
-"""What ``admission`` reads of a plain model's ``ModelConfig``."""
+"""The fields of a plain model's ``ModelConfig`` that ``admission`` reads."""
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"is_hybrid_swa": True}, ("sliding-window", "Start without --radix-cache-backend global")),

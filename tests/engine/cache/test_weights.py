@@ -40,7 +40,7 @@ BLOCKS = 25
 
 
 class DropsNothing(GlobalRadixCache):
-    """The twin: what is on its way when the weights change arrives."""
+    """The twin: blocks in flight when the weights change still arrive."""
 
     def drop_in_flight(self) -> None:
         pass
@@ -238,7 +238,8 @@ def updated_while_it_decodes(rank: Rank) -> None:
 
 
 def test_what_new_weights_computed_is_not_on_disk_under_the_old_ones_name() -> None:
-    """A request ran through the update. After a restart with the old weights, what they computed is found."""
+    """A request ran through the update. After a restart with the old weights, only blocks that the old
+    weights computed are found."""
     with restarted(updated_while_it_decodes) as rank:
         answer = rank.serve(PROMPT, new_tokens=24)
         assert rank.scheduler.disk_tokens == BLOCKS * 4
@@ -283,7 +284,7 @@ def test_new_kv_under_the_old_name_would_be_seen() -> None:
 
 
 def answer_of(rank: Rank) -> list[int]:
-    """What the model says to ``PROMPT``, whose KV no rank keeps."""
+    """The model's answer to ``PROMPT``, whose KV no rank keeps."""
     with_nothing = Rank(SCENARIO)
     try:
         return list(with_nothing.serve(PROMPT, new_tokens=24).output_ids)
@@ -292,7 +293,7 @@ def answer_of(rank: Rank) -> list[int]:
 
 
 def test_weights_that_come_back_find_their_kv_on_disk() -> None:
-    """They are known by what they are, not by how often they were changed."""
+    """Weights are identified by their content, not by the number of changes."""
     with on_disk_only(SCENARIO) as (rank, _):
         rank.scheduler.change_weights()
         rank.serve(QUESTION)

@@ -1,5 +1,5 @@
-"""Agent and router over real sockets: what changes in a tree is known to the router's index at once, and what
-is lost, late or of another epoch never makes it lie."""
+"""Agent and router over real sockets: the router's index follows a tree's changes at once, and messages that
+are lost, late or of another epoch never make it wrong."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ async def test_time_in_which_the_router_stands_still_is_no_silence() -> None:
         assert not side.listener.silent
         assert side.index.trusted(NAME)
         instance.close()
-        # What it had sent may arrive in the middle of a silence, which then begins again, once.
+        # Messages sent before may arrive in the middle of a silence, which then begins again, once.
         for _ in range(round(2 * (VERDICT_S + HEARTBEAT_S) / 0.5)):
             await clock.pass_time(0.5)
         assert side.listener.silent == 1
@@ -323,7 +323,7 @@ async def test_dropped_events_are_noticed_by_the_next_beat() -> None:
         instance.feed.publish()
         instance.feed._limit = 100
         await until(lambda: side.match([2] * 8) == Match(8, own=True), instance)
-        await until(lambda: side.index.trusted(NAME), instance)  # it may be used before all is told
+        await until(lambda: side.index.trusted(NAME), instance)  # usable before the snapshot is complete
         assert side.agents.counters()[NAME].gaps == 1
         assert side.agents.counters()[NAME].snapshots == 2
 

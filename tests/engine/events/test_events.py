@@ -1,5 +1,5 @@
-"""What routers are told of a server's tiers, under a whole server's traffic: after each pass, a reader has
-exactly what is in the tree, but for copies under way."""
+"""The events that routers get of a server's tiers, under a whole server's traffic: after each pass, a reader
+has the same blocks as the tree, except for copies under way."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_a_router_that_answers_in_another_protocol_is_left_alone_by_name(
 async def test_an_agent_of_another_protocol_is_not_believed_and_is_named(
     rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It serves; what it holds is not known."""
+    """It serves; its cached blocks are unknown."""
     router, instance, registrar = rig
     caplog.set_level(logging.WARNING)
     spoken = agent_link.AGENT_PROTOCOL

@@ -113,7 +113,7 @@ async def metrics_of(router: Router) -> dict[str, float]:
 
 
 def tells(router: Router, worker: StandInWorker) -> bool:
-    """Whether the router believes what the instance's agent tells."""
+    """Whether the router trusts the events of the instance's agent."""
     replica = router.trees.replica(worker.url)
     return replica is not None and router.trees.trusted(worker.url)
 
@@ -192,7 +192,7 @@ async def test_an_instance_with_another_key_is_refused_and_nobody_is_harmed(
     wrong = ClusterKey(b"wrong" * 10)
     instance = Instance(key=wrong, url=worker.url)
     port = free_port()
-    # With the right time: the router's is told to members only.
+    # With the right time: the router sends its time to members only.
     registrar = Registrar([f"http://127.0.0.1:{port}"], instance.registration, wrong, instance.agent.silent_s)
     try:
         async with router_at(port, key_file) as router:

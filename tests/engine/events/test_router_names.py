@@ -22,7 +22,7 @@ NAME = "dns+http://routers.example:30000"
 
 
 class Dns:
-    """Answers with what it is told to."""
+    """Answers with the addresses that the test has set."""
 
     def __init__(self, *answer: str) -> None:
         self.answer: Sequence[str] | OSError = answer

@@ -102,7 +102,7 @@ def test_what_sglang_records_of_its_own_nodes_is_what_is_known() -> None:
 
 
 class Publisher:
-    """SGLang's own publisher, and what was told through it."""
+    """SGLang's own publisher, and the events published through it."""
 
     def __init__(self, ports: tuple[int, int], *, buffer_steps: int = 1000) -> None:
         self._ends = [f"tcp://*:{port}" for port in ports]
@@ -137,7 +137,7 @@ class Publisher:
         return tokens
 
     def publish_all(self) -> None:
-        """Wait until its thread has sent what was told: who subscribes before hears that live."""
+        """Wait until its thread has sent all events: earlier subscribers receive them live."""
         self._open._event_queue.join()
 
     def restart(self) -> None:
@@ -226,7 +226,7 @@ async def test_a_server_that_was_started_anew_has_nothing_of_what_it_had(followi
     old = [following.publisher.store(first) for first in (0, 100, 200)]
     await following.knows(*old)
     await asyncio.to_thread(following.publisher.restart)
-    # Without a word from it: the last batch is asked for, and nobody has it.
+    # It sends nothing by itself: the follower requests the last batch, which the new process does not have.
     await until(lambda: not any(map(following.known, old)) and following.index.trusted("s"), 20, "a restart")
     await following.knows(following.publisher.store(300))
     assert not any(map(following.known, old))

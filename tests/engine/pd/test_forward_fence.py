@@ -1,4 +1,4 @@
-"""Slots to which a forward pass under way still stores: nobody else writes there before it has ended."""
+"""Slots to which a forward pass under way still stores: no other writer may use them before it ends."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Stream:
 
 
 class Module:
-    """What `torch.get_device_module` gives, of a device that the test drives."""
+    """The module that `torch.get_device_module` returns, for a device that the test drives."""
 
     def __init__(self) -> None:
         self.current = Stream()

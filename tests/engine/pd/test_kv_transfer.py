@@ -1,4 +1,4 @@
-"""SGLang's sender and receiver over agents: the order in which its queues call them, and what they see."""
+"""SGLang's sender and receiver over agents: the order of its queues' calls, and the states that they see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW = bytes(range(METADATA))
 
 @dataclass
 class Manager:
-    """What senders and receivers ask of a manager."""
+    """The members of a manager that senders and receivers use."""
 
     agent: Any
     pushes: bool = False
@@ -67,7 +67,7 @@ def until(servers: Rig, poller: GlobalKVSender | GlobalKVReceiver, state: int) -
 
 
 def compute(sender: GlobalKVSender, pages: list[int], chunks: int = 2) -> None:
-    """What SGLang does with a request that is computed in chunks."""
+    """SGLang's calls for a request that is computed in chunks."""
     skip = sender.pop_decode_prefix_len() // 4
     pages = pages[skip:]
     sender.init(len(pages), 3)
@@ -107,7 +107,7 @@ def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers:
     assert taken.rows.written == {1: ROW}
     for end in (sender, receiver):
         end.clear()
-    # SGLang may have been told before the task is over.
+    # SGLang may have the result before the task is over.
     servers.wait(lambda: given.agent.sender.live == taken.agent.receiver.live == 0, "the tasks' ends")
 
 

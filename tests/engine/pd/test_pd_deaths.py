@@ -1,4 +1,4 @@
-"""What a survivor does when the other side's process is killed or stopped, at each state of a hand-over."""
+"""The survivor's side when the other side's process is killed or stopped, at each state of a hand-over."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ pytestmark = pytest.mark.slow
 
 PAGE = 4
 FREED_SECONDS = 9.0
-"""Within which a survivor frees what the dead one's requests held, on a machine with other work;
-on an idle one within `VERDICT_SECONDS`. The deadlines that would end them otherwise are longer."""
+"""The time within which a survivor frees the resources of the dead side's requests, on a machine with other
+work; on an idle machine it takes at most `VERDICT_SECONDS`. The deadlines that would end them otherwise are
+longer."""
 ROUNDS_SECONDS = 90.0
 """For which a prefill server is stopped and continued by turns."""
 NUMBERS = itertools.count(1)
@@ -154,8 +155,8 @@ def test_decode_survives_prefill(stage: ExitStack, state: ReceiverState, how: si
     wait_until(lambda: handover.state is state, seconds=20, what=state.value)
     died = found.die(how)
     if state is ReceiverState.READY:
-        # SGLang may find slots for it in this very moment: what is read then is read from memory that is
-        # there, or fails.
+        # SGLang may find slots for it in this very moment: a read then reads memory that is still there, or
+        # fails.
         found.survivor.receiver.read(handover, Wanted(np.array([3, 4]), 0, 0))
         wait_until(
             lambda: handover.state in (ReceiverState.HELD, ReceiverState.FAILED),
@@ -164,7 +165,7 @@ def test_decode_survives_prefill(stage: ExitStack, state: ReceiverState, how: si
         )
         assert_nothing_is_held(found)
         if handover.state is ReceiverState.HELD:
-            # All of it came: what was said to be there is what the other side's pages hold.
+            # All of it came: the bytes equal those of the other side's pages.
             assert same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=1)[1], [1, 2])
             assert not same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=2)[1], [3, 4])
         return
@@ -176,8 +177,9 @@ def test_decode_survives_prefill(stage: ExitStack, state: ReceiverState, how: si
 def test_prefill_survives_decode_whose_complete_is_under_way(
     stage: ExitStack, late: bool, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a slow link: decode has gone on, and dies before prefill hears of it. What comes when the pages are
-    another request's frees nothing. The twin: it comes in time, so that the death ends nothing."""
+    """On a slow link: decode has gone on, and dies before its message reaches prefill. The message arrives
+    when the pages belong to another request, and frees nothing. The twin: the message arrives in time, so
+    that the death ends nothing."""
     found = scene(stage, "decode", "pull")
     agent, pages = found.survivor, np.array([1, 2])
     owner, arrives, handled = agent.endpoint.owner, asyncio.Event(), threading.Event()
@@ -288,8 +290,8 @@ def test_prefill_that_stood_still_gives_up_though_decode_connects_again(stage: E
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_prefill_that_stands_still_again_and_again_gives_up_too(stage: ExitStack, mode: str) -> None:
-    """It never goes on for long enough to miss decode: it has been told. On a busy machine it gets to run in
-    some of these moments only."""
+    """It never runs for long enough to miss decode; decode's message ends the request. On a busy machine it
+    gets to run in some of these moments only."""
     found = given_up(stage, mode)
     ends = time.monotonic() + ROUNDS_SECONDS
     while time.monotonic() < ends:

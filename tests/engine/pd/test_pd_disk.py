@@ -1,4 +1,4 @@
-"""What decode has on disk counts as cached: it comes to DRAM while prefill computes, and then to HBM."""
+"""Blocks on decode's disk count as cached: they come to DRAM while prefill computes, and then to HBM."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Decode:
 
 @pytest.fixture
 def decode(sglang_config: None) -> Iterator[Decode]:
-    """Whose copies go on as somebody asks for them."""
+    """Its copies progress whenever their progress is read."""
     found = Decode(random.Random(3))
     yield found
     finish(found.rank)
@@ -101,7 +101,7 @@ def decode(sglang_config: None) -> Iterator[Decode]:
 
 @pytest.fixture
 def still(sglang_config: None) -> Iterator[Decode]:
-    """Whose copies stand still until somebody waits for them."""
+    """Its copies stand still until a caller waits for them."""
     found = Decode()
     yield found
     finish(found.rank)

@@ -1,4 +1,4 @@
-"""Hand-overs between agents of one process: what arrives, what is pinned meanwhile, and how they end."""
+"""Hand-overs between agents of one process: received bytes, pages pinned meanwhile, and the ends."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_what_prefill_computed_is_what_decode_gets(one: Rig) -> None:
 def test_decode_goes_on_without_an_acknowledgement_of_what_it_has_read(
     latent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a round trip. Prefill has the request until it is told, at ranks that were read from and at
-    those that were not."""
+    """It takes a round trip. Prefill keeps the request until decode's message arrives, at ranks that were
+    read from and at those that were not."""
     with rig(prefill=2 if latent else 1, transports=(TransportName.TCP,), latent=latent) as servers:
         agents = [side.agent for side in servers.prefill]
         gates = {agent: asyncio.Event() for agent in agents}
@@ -189,7 +189,7 @@ def test_an_abort_on_decode_frees_prefill_at_once(one: Rig) -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_an_abort_that_comes_before_prefill_has_heard_of_the_request_ends_it(mode: str) -> None:
-    """With the last of decode's ranks; the twin goes on with the one that has not aborted."""
+    """The last of decode's ranks to abort ends it; the twin goes on with the rank that has not aborted."""
     with rig(1, 2, mode=mode) as servers:
         number, sender = next(NUMBERS), servers.prefill[0].agent.sender
         receivers = [side.agent.receiver for side in servers.decode]

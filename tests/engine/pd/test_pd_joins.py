@@ -1,4 +1,4 @@
-"""Decode connects to the prefill servers that routers tell of, before their first request comes."""
+"""Decode connects to the prefill servers that routers announce, before their first request comes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Peer:
 
 
 class Peers:
-    """Connects, or fails as it is told to."""
+    """Connects, or fails as the test has set."""
 
     def __init__(self) -> None:
         self.failing: Exception | None = None
@@ -204,7 +204,7 @@ def test_the_first_request_finds_a_connection(is_told: bool) -> None:
             assert decode.state().prefill_servers == {"connected": 1, "awaited": 0}
         hand_over(servers, 1)
         hand_over(servers, 2)
-        # The twin: who was not told connects while its first request waits.
+        # The twin: without the announcement, decode connects while its first request waits.
         assert connects(decode) == ({"ahead": 1} if is_told else {"request": 1})
         servers.check()
 

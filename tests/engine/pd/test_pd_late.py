@@ -80,7 +80,7 @@ def test_how_long_a_request_may_travel_grows_with_its_bytes() -> None:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "twin"])
 def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fixed part is over before the first byte moves; what the bytes may take is not."""
+    """The fixed part of the deadline is over before the first byte moves; the part for the bytes is not."""
     for module in (pd_taking, remote):
         monkeypatch.setattr(module, "moving_seconds", lambda _, nbytes: moving_seconds(FIXED, nbytes))
     monkeypatch.setattr(handover, "SLOWEST_BYTES_PER_SECOND", 100.0 if counted else 1e12)
@@ -158,7 +158,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
                 servers.wait(lambda: decode.state().unfenced_pages == 3, "the pages to be set aside")
                 assert taken.state is ReceiverState.STOPPING
             if fenced and transport is TransportName.CMA:
-                # The writer runs, for all decode knows: as long as it says nothing they are nobody's.
+                # For decode, the writer may still run: the pages stay unused until it reports its end.
                 go_on(gate, servers)
                 servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end, by the writer's word")
                 reuse(servers, slots)

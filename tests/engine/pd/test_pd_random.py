@@ -1,4 +1,4 @@
-"""Many hand-overs at once, with aborts at random on either side: what is held is right, nothing is left."""
+"""Many hand-overs at once, with aborts at random on either side: held pages are right, and none is left."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Scheduler:
         for sender, sending in zip(self.senders, request.sending, strict=True):
             sender.forget(sending)
         if request.there is not None:
-            # Others' bytes come here next: whoever still wrote would damage them.
+            # Another request's bytes come here next: a late write would damage them.
             self.servers.decode[0].planes[0, "k"][np.array(request.there) * self.servers.page] = 0
             self.free += request.there
 

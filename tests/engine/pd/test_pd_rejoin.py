@@ -1,5 +1,5 @@
-"""What a server begins after it stood still, by a connection that the other side has ended and it still takes
-for one that stands: it connects anew, once, and the request goes on."""
+"""A server that stood still begins a request over a connection that the other side has ended and that it
+still takes for open: it connects anew, once, and the request goes on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def notices_nothing(side: Side, instance: Instance) -> None:
 
 
 def end_sessions(sides: Sequence[Side]) -> None:
-    """What an owner does with readers that were silent for too long."""
+    """End the sessions as an owner does with readers that were silent for too long."""
     for side in sides:
         owner = side.agent.endpoint.owner
         for session in owner.sessions:
@@ -86,7 +86,7 @@ def compute(servers: Rig, given: Sequence[SendingHandover]) -> None:
 
 
 def nothing_is_left(servers: Rig) -> None:
-    """One connection, and neither hand-over, page nor grant of what has ended."""
+    """One connection, and neither hand-over, page nor grant of the ended ones."""
     for side in (*servers.prefill, *servers.decode):
         agent = side.agent
         servers.wait(lambda agent=agent: agent.sender.live == agent.receiver.live == 0, "hand-overs to end")

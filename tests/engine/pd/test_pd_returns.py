@@ -1,4 +1,4 @@
-"""Returns between two simulated ranks: what prefill has afterwards, byte by byte, and what is skipped."""
+"""Returns between two simulated ranks: prefill's blocks afterwards, byte by byte, and the skipped returns."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Pair:
         return self.return_sender._agent.calls[Call.TRANSFER_WITH_INSERT]
 
     def compare(self, tokens: list[int]) -> None:
-        """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
+        """Prefill has all whole blocks of a prompt, and their KV equals the model's."""
         compare_with_model(self.prefill, self.return_receiver._places.blocks, tokens)
 
 
@@ -157,7 +157,7 @@ def pair_of(kind: PoolKind, *, coalescing: bool = True) -> Iterator[Pair]:
         found = Pair(
             ranks[0], ranks[1], return_receiver, ReturnSender(blocks[1], agents[1]), bootstrap.address
         )
-        # pytest keeps what a fixture has yielded; the agents' memory has to go with it.
+        # pytest keeps the yielded value; the agents' memory has to go with it.
         stack.callback(vars(found).clear)
         yield found
 
@@ -195,7 +195,7 @@ def test_without_coalescing_a_return_is_read_in_more_ranges(sglang_config: None)
 def test_prefill_inserts_without_an_acknowledgement_of_what_it_has_read(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a round trip. Decode hears what came of it all the same, and gives its pages free."""
+    """It takes a round trip. Decode receives the result all the same, and frees its pages."""
     monkeypatch.setattr(kv_writeback, "READ_SECONDS", 60.0)
     decode = pair.return_sender._agent
     gate, owner = asyncio.Event(), decode.endpoint.owner
@@ -305,7 +305,7 @@ def test_a_return_has_a_budget_on_both_sides(pair: Pair) -> None:
 
 
 def fill_hbm(pair: Pair) -> None:
-    """Prefill's requests wait for memory, and HBM is full of what others may still want."""
+    """Prefill's requests wait for memory, and HBM is full of blocks that other requests may still use."""
     pair.return_receiver._busy = lambda: True
     for number in range(4):
         pair.prefill.serve(list(range(2000 + 100 * number, 2060 + 100 * number)))
@@ -327,7 +327,7 @@ def test_what_finds_no_room_in_hbm_goes_to_dram(pair: Pair, known: int) -> None:
     if known:
         prefill.serve(PROMPT[:known])
     fill_hbm(pair)
-    # All of DRAM may be used for it: what is there is the least recently used.
+    # All of DRAM may be used for it: its blocks are the least recently used.
     pair.return_receiver._places.dram_budget = 1
     pair.decode.serve(ANSWERED)
     free = prefill.pools.allocator.available_size()
@@ -385,7 +385,7 @@ def test_an_emptied_cache_ends_returns(
     rank.cache.settle()
     part.clear()
     if side == "decode":
-        # Its pages are open: what is read from now on is discarded.
+        # Its pages are open: reads from now on are discarded.
         assert pair.return_sender._agent.endpoint.pools[POOL].pinned == 0
         gone.set()
     assert not any(node.locks for node in rank.tree.nodes())

@@ -1,4 +1,4 @@
-"""What the transfer backend makes of SGLang's pointers, models and flags."""
+"""The transfer backend's setup from SGLang's pointers, models and flags."""
 
 from __future__ import annotations
 

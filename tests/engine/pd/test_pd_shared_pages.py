@@ -1,7 +1,8 @@
-"""Pushes from more ranks than decode has, and from fewer: who writes what, and when the pages are free.
+"""Pushes from more ranks than decode has, and from fewer: the part that each rank writes, and the moment when
+the pages are free.
 
-Where prefill is cut finer than decode, several ranks fill one page, each its heads. Every test of what
-arrives has a twin that leaves one of them out.
+Where prefill is cut finer than decode, several ranks fill one page, each its heads. Every test of the
+received bytes has a twin that leaves one of the writers out.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def test_no_rank_waits_for_a_decode_server_that_another_refuses(
         number = next(NUMBERS)
         sending = [side.agent.sender.open(number) for side in servers.prefill]
         second = servers.prefill[1].agent
-        # Nobody is connected as the other decode server, which is not to be missed here.
+        # The other decode server is simulated and has no connection: count it as connected.
         monkeypatch.setattr(second.sender, "_connected", lambda session: True)
 
         async def other_comes() -> None:
@@ -261,7 +262,7 @@ STATES = ["waiting", "granted", "the other has written", "writing"]
 def test_the_death_of_one_of_two_writers_ends_the_request(
     stage: ExitStack, state: str, how: signal.Signals
 ) -> None:
-    """Decode and the other writer live. A writer that only stood still harms nobody when it goes on."""
+    """Decode and the other writer live. A writer that only stood still does no harm when it goes on."""
     bootstrap = BootstrapService("127.0.0.1", 0, None)
     stage.callback(bootstrap.close)
     first, _ = survivor(stage, "prefill", 0, 2, bootstrap.address)

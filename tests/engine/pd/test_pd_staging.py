@@ -1,4 +1,4 @@
-"""By-request aggregation: what is packed arrives as it was, what finds no room travels in blocks, and
+"""By-request aggregation: packed KV arrives unchanged, KV without room in staging travels in blocks, and
 staging is free again however a request ends.
 """
 
@@ -144,7 +144,7 @@ def test_the_engines_pages_are_not_leased_while_packed_ones_are_read() -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_staging_is_kept_until_a_copy_has_ended(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that ends while it is packed or unpacked: nobody else may have its blocks before."""
+    """A request that ends while it is packed or unpacked: its blocks are not reused before the copy ends."""
     with rig(staging=(8, 8)) as servers:
         agents = servers.prefill[0].agent, servers.decode[0].agent
         agent = agents[0] if side == "prefill" else agents[1]

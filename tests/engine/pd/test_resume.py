@@ -1,4 +1,4 @@
-"""What a request takes along when it is moved, and what keeps it where it is."""
+"""The state that a request takes along when it is moved, and the conditions that keep it in place."""
 
 from __future__ import annotations
 

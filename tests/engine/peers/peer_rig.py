@@ -33,7 +33,7 @@ BLOCK = 4
 EPOCH = b"e" * 16
 HEARTBEAT = 0.5
 LONG = 30.0
-"""Seconds of silence after which nobody in a test takes another for dead by itself."""
+"""Seconds of silence after which a server takes another for dead; no test is silent for so long."""
 SCENARIO = Scenario(
     "two instances",
     hbm_tokens=240,
@@ -167,14 +167,14 @@ def servers() -> Iterator[MakeServer]:
         return made[-1]
 
     yield make
-    for server in reversed(made):  # readers first: who asks a server that has ended waits for it
+    for server in reversed(made):  # readers first: they wait for a server that ends
         server.rank.close()
 
 
 def lend_and_fetch(
     owner: Server, reader: Server, tokens: list[int], *, salt: str | None = None, wait_s: float = 30.0
 ) -> None:
-    """What a router does for a request: tell both."""
+    """Send both servers a router's messages for a request."""
     key = encode_tokens(tokens)
     owner.told(Export("export", key, cache_salt=salt))
     reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))

@@ -62,7 +62,7 @@ class Split:
     tokens: list[int]
 
     def told(self, *, blocks: int = FIRST, wait_s: float = 20.0, ttl_s: float = 20.0) -> None:
-        """What a router does: tell both."""
+        """Send both servers a router's messages."""
         key = encode_tokens(self.tokens)[: blocks * BLOCK * 4]
         self.first.told(Export("export", key, ttl_s=ttl_s, compute=True))
         span = FetchSpan(Source((self.first.link.address,), "export"), blocks * BLOCK, computed=True)
@@ -145,14 +145,14 @@ def test_the_second_runs_while_the_first_computes(split: Split) -> None:
     assert split.second.rank.scheduler.restarted == 0
     split.second.settle()
     assert split.second.in_dram(split.tokens) == ALL * BLOCK
-    # And what has come is there for others.
+    # Other requests can use the received KV.
     again = split.second.finish(split.second.rank.scheduler.submit(split.tokens, new_tokens=1))
     assert again.cached_tokens == ALL * BLOCK
     split.first.link.endpoint.check()
 
 
 def test_a_damaged_byte_of_the_last_layer_is_a_wrong_answer(split: Split) -> None:
-    """The twin of the test above: what the second computes with is what has come."""
+    """The twin of the test above: the second server computes with the received KV."""
     arena, link = split.first.rank.arena, split.second.link
     assert arena is not None
     read = link._read
@@ -214,7 +214,7 @@ def test_the_first_dies_in_mid_span(make_server: MakeServer) -> None:
 
 
 def test_what_the_first_throws_away_is_thrown_away_by_the_second(split: Split) -> None:
-    """What streamed into the first one's pass was damaged, as it finds out at its end."""
+    """The KV that streamed into the first server's pass was damaged, as it finds out at the pass's end."""
     fetches, holds = split.first.peers.fetches, iter([False])
     hold = fetches.streams_hold
     fetches.streams_hold = lambda: next(holds, True) and hold()  # type: ignore[method-assign]

@@ -68,7 +68,7 @@ def on_disk(make_server: MakeServer, **more: Any) -> tuple[Server, list[int]]:
 
 
 def pass_both(owner: Server, reader: Server, *, check: bool = True) -> None:
-    """Passes of both until the fetch has ended. check: what the owner has."""
+    """Passes of both until the fetch has ended. check: the owner's tiers."""
 
     def ended() -> bool:
         owner.rank.scheduler.step()

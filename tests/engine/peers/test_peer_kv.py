@@ -63,7 +63,7 @@ from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
-# -- what comes -------------------------------------------------------------------------------------
+# -- received KV ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", [(), (TransportName.TCP,)], ids=["best", "tcp"])
@@ -129,7 +129,7 @@ def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, durabi
     tokens = prompt(1, 20)
     owner.rank.serve(tokens)
     if durability == "dram":
-        # As if the copy of what was computed just now had not completed.
+        # As if the copy of the newest blocks had not completed.
         assert owner.rank.tier is not None
         path = owner.rank.tree.match((0, None, None), encode_tokens(tokens)).path
         with patch.object(owner.rank.write_down, "incomplete", lambda: set(path)):
@@ -298,7 +298,7 @@ def test_each_span_comes_from_its_peer(make_server: MakeServer) -> None:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_what_nobody_brings_in_time_is_computed(make_server: MakeServer, missing: int) -> None:
-    """And what came before it is used. Who is late leaves no time to ask the next one."""
+    """KV before the missing span is used. A late owner leaves no time to ask the next one."""
     first, second, reader = (make_server() for _ in range(3))
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
@@ -313,7 +313,7 @@ def test_what_nobody_brings_in_time_is_computed(make_server: MakeServer, missing
     (result,) = reader.told_of
     assert result.spans[missing].how is FetchEnd.LATE
     assert result.tokens == missing * 8 * BLOCK
-    # What the other one had offered in vain, it has back.
+    # The other owner gets back the blocks that it had exported in vain.
     for owner in (first, second):
         owner.passes_until(lambda owner=owner: not owner.peers.busy, "the lease to end")
 
@@ -326,7 +326,7 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server(clock=clock)
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
-    # Nobody exports anything under this name: the request would wait for as long as it may.
+    # No export has this name: the request would wait for as long as it may.
     reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=30.0))
     scheduler = reader.rank.scheduler
     waiting = scheduler.submit(tokens, new_tokens=2)
@@ -349,7 +349,7 @@ def test_a_request_that_goes_away_leaves_nothing(make_server: MakeServer) -> Non
     assert not reader.rank.cache._behind_peers
 
 
-# -- what goes wrong --------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------
 
 
 def test_a_stale_read_is_computed_instead(make_server: MakeServer) -> None:
@@ -432,7 +432,7 @@ def test_a_silent_reader_loses_what_it_was_lent_sooner_when_a_router_calls_it_de
     owner, reader = make_server(dead_after=LONG), make_server()
     lend_20_blocks(owner, reader)
     with silent(reader):
-        # What it said last may still be on its way.
+        # Its last message may still be on its way.
         owner.passes_until(lambda: time.monotonic() > heard_of(owner) + HEARTBEAT, "the beginning of it")
         heard = heard_of(owner)
         if dead is not None:
@@ -471,7 +471,7 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
             reader.passes_until(lambda: time.monotonic() > told + 4 * HEARTBEAT, "a few heartbeats")
             assert reader.peers.fetches.busy
     if dies:
-        # One that lives is connected to again.
+        # The reader connects again to a server that is alive.
         lend_and_fetch(owner, reader, prompt(1, 20))
         fetched(reader)
         ends = reader.peers.fetches.counters.ends
@@ -570,7 +570,7 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
 
 
 def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
-    """What was exported is not read on, and the reader computes."""
+    """The reader stops reading the exported blocks, and computes."""
     owner, reader, tokens = served(make_server)
     lend_and_fetch(owner, reader, tokens)
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
@@ -652,7 +652,7 @@ def test_the_flag_decides_whether_ranges_are_coalesced(flag: str, coalesces: boo
 
 
 def fetching(rank: Rank, config: KvConfig, host: str) -> TransferThread | None:
-    """What a server that listens at a host fetches by."""
+    """The transfer thread of a server that listens at a host."""
     assert rank.arena is not None
     endpoint = endpoint_config(
         config, SimpleNamespace(host=host, device="cpu"), "model float32", epoch=EPOCH, rank=0

@@ -1,6 +1,6 @@
-"""A whole router and two instances without servers: from registration to KV that was fetched.
+"""A whole router and two instances without servers: from registration to fetched KV.
 
-What stands in for SGLang is the loop that takes commands (``patches/commands``) and goes round.
+A loop that takes commands (``patches/commands``) and goes round stands in for SGLang.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TOKENS = [1000 + i for i in range(20 * BLOCK + 1)]
 
 
 class Node:
-    """An instance as the factory puts it together, and a loop that goes round when it is told to."""
+    """An instance as the factory puts it together, and a scheduler's loop that the test drives."""
 
     def __init__(
         self, name: str, port: int, router_port: int, key_file: Path, scenario: Scenario = SCENARIO
@@ -109,7 +109,7 @@ class Node:
         )
 
     def go_round(self) -> None:
-        """One pass of the scheduler's loop, with what came from the agent."""
+        """One pass of the scheduler's loop, with the agent's commands."""
         assert self.cache.command_queue is not None
         for command in self.cache.command_queue.take():
             self.cache.handle_command(command.payload, command.at)
@@ -163,13 +163,13 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
         decision = Decision(reader.url, Reason.FETCH, fetch=(Fetch(owner.url, 20 * BLOCK),))
         options = PlacingOptions(policy=lambda *_: decision, thresholds=PolicyOptions())
         placed = place(Prompt(len(TOKENS)), fleet, held(), router.costs, options)
-        router.fetching.least_wait_s = 8.0  # nobody waits for it here
+        router.fetching.least_wait_s = 8.0  # no request waits for it here
         note = router.fetching.carry_out(placed.plan, [Encoded(TENANT, key, len(TOKENS))])
         assert note is not None
         await router.fetching.acknowledged(note)
         assert note.acknowledged.is_set()
         await until(lambda: reader.in_dram() == 20 * BLOCK, nodes, "the KV")
-        # The router is told of it too.
+        # The router receives the event, too.
         await until(
             lambda: held().get(reader.url, Match(0)).below.get(Tier.DRAM) == 20 * BLOCK, nodes, "the event"
         )

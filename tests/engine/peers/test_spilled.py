@@ -1,4 +1,4 @@
-"""KV of one instance kept in another's idle DRAM: what comes, what it never costs, and that it goes first."""
+"""KV of one instance kept in another's idle DRAM: arrival, costs, and its early eviction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = dataclasses.replace(SCENARIO, dram_blocks=90, for_others=60)
 
 
 def spill(owner: Server, keeper: Server, tokens: list[int], *, salt: str | None = None) -> FetchEnd:
-    """What a router says to both; how it ended."""
+    """Send both servers a router's messages; returns how the fetch ended."""
     begin_to_spill(owner, keeper, tokens, salt=salt)
     fetched(keeper)
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
@@ -68,7 +68,7 @@ def both(make_server: MakeServer, keeper: object = IDLE) -> tuple[Server, Server
     return owner, other, tokens
 
 
-# -- what comes -------------------------------------------------------------------------------------
+# -- arrival ----------------------------------------------------------------------------------------
 
 
 def test_what_is_kept_there_is_fetched_back_when_it_has_gone_here(make_server: MakeServer) -> None:
@@ -126,7 +126,7 @@ def test_tenants_stay_apart(make_server: MakeServer) -> None:
     assert keeper.in_dram(tokens, salt="other") == 0
 
 
-# -- what it never costs ----------------------------------------------------------------------------
+# -- costs that it must not cause -------------------------------------------------------------------
 
 
 def test_nothing_is_kept_where_nothing_may_be(make_server: MakeServer) -> None:
@@ -200,7 +200,7 @@ def test_what_is_only_in_hbm_is_not_copied_to_be_spilled(make_server: MakeServer
     assert owner.in_dram(tokens) == 0
 
 
-# -- what can go wrong ------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------
 
 
 def test_a_keeper_that_dies_meanwhile_costs_nothing(make_server: MakeServer) -> None:
@@ -239,7 +239,7 @@ def test_what_comes_behind_what_was_given_up_is_the_instances_own(make_server: M
 
 
 def test_the_tenant_with_the_most_gives_up_first(make_server: MakeServer) -> None:
-    """Though what is kept for the other tenant is older."""
+    """Even though the other tenant's KV is older."""
     owner, keeper = make_server(), make_server(IDLE)
     of_small, of_large = prompt(1, 8), prompt(2, 20)
     for salt, tokens in (("small", of_small), ("large", of_large)):

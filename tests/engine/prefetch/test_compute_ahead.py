@@ -1,4 +1,4 @@
-"""What nobody holds of an announced prompt is computed while nothing else is to be done, piece by piece."""
+"""Uncached tokens of an announced prompt are computed while the server is otherwise idle, piece by piece."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def wants(rank: Rank, layers: int) -> None:
 
 
 def holds(rank: Rank, session: int) -> set[int]:
-    """Which layers the region has of a session."""
+    """The layers of a session in the region."""
     return {cell.layer for cell in region_of(rank).cells if cell.session == f"session {session}"}
 
 
@@ -122,7 +122,7 @@ def test_layer_0_of_all_comes_before_layer_1_of_any(rank: Rank) -> None:
         held = [holds(rank, number) for number in range(1, 6)]
         most = max([most, *(max(layers, default=0) for layers in held)])
         for number, layers in enumerate(held, 1):
-            # Those whose ends have just made room for this layer get theirs in the next pass.
+            # Sessions whose evicted ends have just made room for this layer get theirs in the next pass.
             some = in_hbm(rank, prompt(number)) > 0
             assert some or most == 0 or most - 1 in layers, held
 
@@ -142,7 +142,7 @@ def test_what_is_here_is_not_loaded_again_and_the_answer_is_right(rank: Rank) ->
 
 
 def test_a_flipped_byte_in_the_region_is_seen(rank: Rank) -> None:
-    """The twin: what the forward pass reads comes from there."""
+    """The twin: the forward pass reads those layers from the region."""
     announced(rank, [SESSION] * 8)
     rank.look_inside = False
     session = next(number for number in range(1, 9) if not in_hbm(rank, prompt(number)))

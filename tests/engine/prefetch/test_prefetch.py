@@ -1,4 +1,4 @@
-"""Bringing KV to HBM ahead of its request: what comes, what goes first, and that nobody waits for it."""
+"""Bringing KV to HBM ahead of its request: blocks loaded, order of eviction, no request waits."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def prefetch(rank: Rank, tokens: list[int], id: str = "session", **terms: Any) -
     return result
 
 
-# -- what comes -------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------
 
 
 def test_what_is_in_dram_is_hit_in_hbm(make_rank: MakeRank) -> None:
@@ -182,7 +182,7 @@ def test_what_may_come_first_is_brought_first_and_a_later_word_counts(make_rank:
 
 
 def test_what_comes_later_makes_room_for_what_comes_now(make_rank: MakeRank) -> None:
-    """At any priority: HBM is not for what is far off."""
+    """At any priority: HBM is not for requests that are far off."""
     far, near = prompt(1, 40), prompt(2, 40)
     rank = in_dram(make_rank(), far, near)
     prefetch(rank, far, "far", priority=5)
@@ -196,7 +196,7 @@ def test_what_comes_later_makes_room_for_what_comes_now(make_rank: MakeRank) -> 
 
 
 def test_a_flipped_byte_is_served_as_it_is(make_rank: MakeRank) -> None:
-    """The twin: what a request hits is what the prefetch has copied."""
+    """The twin: a request hits the blocks that the prefetch has copied."""
     tokens = prompt(1, 20)
     rank = in_dram(make_rank(), tokens)
     assert rank.arena is not None
@@ -269,7 +269,7 @@ def test_another_tenants_kv_is_not_brought(make_rank: MakeRank) -> None:
     assert passes(rank)[0].tokens == 20
 
 
-# -- what goes --------------------------------------------------------------------------------------
+# -- eviction ---------------------------------------------------------------------------------------
 
 
 def announced(
@@ -293,7 +293,7 @@ def announced(
 
 
 def beside(rank: Rank, blocks: int) -> list[int]:
-    """A prompt that nobody has announced, cached in HBM with a copy in DRAM."""
+    """A prompt without an announcement, cached in HBM with a copy in DRAM."""
     tokens = prompt(30, blocks)
     rank.serve(tokens)
     rank.settle()
@@ -534,7 +534,7 @@ def test_it_never_takes_the_last_copy(make_rank: MakeRank) -> None:
     assert in_hbm(rank, prompt(2, 38)) >= before - held.get(rank.dram_holder, 0)
 
 
-# -- nobody waits -----------------------------------------------------------------------------------
+# -- no request waits -------------------------------------------------------------------------------
 
 
 def test_a_batch_does_not_wait_for_a_piece(make_rank: MakeRank) -> None:

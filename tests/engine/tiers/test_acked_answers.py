@@ -1,4 +1,4 @@
-"""When the end of an answer may be told: never before it is durable, and never later than it has to."""
+"""When the end of an answer may be sent: never before the answer is durable, and no later than necessary."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_held_ends_cost_a_pass_over_a_hanging_disk_nothing_each(
     for _ in range(5):
         assert told() == first
     assert CountedAcked.compared == 0
-    # Counts are kept up: what is durable is followed by none, and what comes counts for later turns.
+    # Counts are kept up: durable answers are followed by none, and new ones count for later turns.
     expected = [1 + sum(Acked.follows(each, other) for other in setup.answers._pending) for each in answers]
     assert [setup.answers._turns_behind(each) for each in answers[2:]] == expected[2:]
     for step in (setup.passes, setup.to_dram, setup.passes, setup.to_disk, setup.passes):

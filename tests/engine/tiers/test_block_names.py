@@ -75,7 +75,7 @@ def test_weights_that_were_updated_have_the_names_of_a_process_that_started_with
 
 
 def test_kv_of_an_adapter_is_not_found_by_a_later_process() -> None:
-    """SGLang's id of an adapter is made from its name and path; what lies there may have changed."""
+    """SGLang's ID of an adapter is made from its name and path; the files there may have changed."""
     starts = [BlockNames(IDENTITY, 4, DISK, start, adapters=True) for start in ("first", "second")]
     adapter = (0, "adapter id", None)
     assert starts[0].digest(adapter) != starts[1].digest(adapter)
@@ -147,7 +147,7 @@ class TestModelIdentity:
 
 
 class Attention(torch.nn.Module):
-    """Stands where SGLang's ``RadixAttention`` stands: what scales its KV are attributes."""
+    """Stands where SGLang's ``RadixAttention`` stands: the scales of its KV are attributes."""
 
     def __init__(self, k_scale: object = None, v_scale: object = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the CUDA mover does on the device, run on the CPU: the arithmetic of layouts and runs.
+"""The CUDA mover's device code, run on the CPU: the arithmetic of layouts and runs.
 
 Streams and events need a GPU: `tests/gpu`.
 """
@@ -71,7 +71,7 @@ def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) ->
 
 @pytest.mark.parametrize("planes_per_layer", [2, 1], ids=["mha", "mla"])
 def test_a_layer_in_other_planes_and_back_agrees_with_the_host_copier(planes_per_layer: int) -> None:
-    """What fills the region of layers, and what takes from it at admission."""
+    """The copies that fill the region of layers, and those that take from it at admission."""
     planes = pool(3, planes_per_layer, seed=4)
     geometry = pool_geometry(
         planes,

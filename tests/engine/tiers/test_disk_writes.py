@@ -40,7 +40,7 @@ PLAIN = (0, None, None)
 
 
 class Ordered(WrappedTier):
-    """Fails where a block comes before the one that it continues."""
+    """Fails where a block is written before the block that it continues."""
 
     def __init__(self, inner: BlockTier) -> None:
         super().__init__(inner)
@@ -318,7 +318,7 @@ def test_what_continues_a_refused_write_is_refused_while_that_is_pending() -> No
 @pytest.mark.parametrize("seed", range(20))
 def test_random_tenants_against_a_dict(seed: int) -> None:
     """Prompts of three tenants that continue each other, over a writer that is behind: every block that the
-    tree has on disk is there with all before it, and what is written once more comes whole."""
+    tree has on disk is there with all blocks before it, and a block that is written again is complete."""
     rng = random.Random(seed)
     setup = Setup(10_000, rng.choice((4, 9, 30)), dram_blocks=4000, group_bytes=3 * LAYOUT.block_bytes)
     prompts: dict[tuple[tuple[int, str | None, str | None], int], list[int]] = {}

@@ -25,7 +25,7 @@ LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=8, block_
 
 
 class Recorder(HandMover):
-    """Remembers what it was given."""
+    """Records the submitted operations."""
 
     def __init__(self) -> None:
         super().__init__(None, LAYOUT.n_layers)
@@ -330,7 +330,7 @@ def test_a_copy_counts_when_it_is_complete_on_every_rank() -> None:
 
 
 def test_ranks_whose_copies_lag_differently_keep_equal_trees() -> None:
-    """The same calls on both; what they agree on decides, not how far each is."""
+    """The same calls on both; the agreed number decides, not each rank's own progress."""
     ranks: list[Setup] = []
 
     def least(numbers: Sequence[int]) -> Sequence[int]:

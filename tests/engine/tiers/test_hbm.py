@@ -1,4 +1,4 @@
-"""SGLang's pools as planes: which pools, and whether the geometry tells where their rows lie."""
+"""SGLang's pools as planes: the supported pools, and whether the geometry describes where their rows lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What HBM gives up first: blocks with a copy, then announced ones with a copy, then last copies."""
+"""Order of eviction from HBM: blocks with a copy, then announced ones with a copy, then last copies."""
 
 from __future__ import annotations
 

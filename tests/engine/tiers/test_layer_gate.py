@@ -12,7 +12,7 @@ from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR, LayerGate
 
 
 class RecordingMover(HandMover):
-    """Remembers what was waited for."""
+    """Records the layers waited for."""
 
     def __init__(self) -> None:
         super().__init__(None, 3)

@@ -207,5 +207,5 @@ class TestPrefillClock:
         timer.begins([(100, 0)], loads=True)
         clock.advance(5.0)
         timer.ended()
-        timer.ended()  # of a batch that nobody announced
+        timer.ended()  # of a batch that was not announced
         assert cost.batches == 0

@@ -1,4 +1,4 @@
-"""What an answer says of the decision to load or to compute."""
+"""The decision to load or to compute, as an answer reports it."""
 
 from __future__ import annotations
 

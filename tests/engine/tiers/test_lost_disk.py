@@ -1,6 +1,6 @@
-"""The directory of the disk is emptied under a server: what is in memory is written again as a whole.
+"""The directory of the disk is emptied under a server: blocks in memory are written again as a whole.
 
-The simulated forward pass compares every byte that it reads with what was computed.
+The simulated forward pass compares every byte that it reads with the computed one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The copying thread: order, what a wait covers, failure, end. Races are placed with a gated copier."""
+"""The copying thread: order, the extent of a wait, failure, end. Races are placed with a gated copier."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def test_a_late_load_catches_up_before_the_others_go_on(mover: ThreadMover, copi
 
 
 def test_what_is_being_computed_is_written_layer_by_layer(mover: ThreadMover, copier: GatedCopier) -> None:
-    """And each layer is told of once it is there; what was submitted later waits."""
+    """Each layer is reported once it is written; operations submitted later wait."""
     computed, told = SimpleNamespace(layers=0), []
     computed.decided = lambda layer: layer < computed.layers
     copier.allow()
     mover.write("w", NO_BLOCKS, computed, lambda layer: told.append((layer, len(copier.finished))))
     mover.write("later", NO_BLOCKS)
     for layer in range(LAYERS):
-        mover.load(f"l{layer}", NO_BLOCKS)  # which waits for no write
+        mover.load(f"l{layer}", NO_BLOCKS)  # a load waits for no write
         until(lambda layer=layer: mover.loads_done() == layer + 1, "the load")  # type: ignore[misc]
         assert [layer for layer, _ in told] == list(range(layer))
         computed.layers = layer + 1
@@ -266,7 +266,7 @@ def test_a_failing_copy_surfaces_in_every_call_and_hangs_none(
     ):
         with pytest.raises(MoverError, match="copying between HBM and DRAM failed"):
             call()
-    mover.wait_layer(done, LAYERS - 1)  # what came in before stays readable
+    mover.wait_layer(done, LAYERS - 1)  # layers loaded before stay readable
     assert "failed=True" in repr(mover)
     mover.close()
 

@@ -1,4 +1,4 @@
-"""What is held back for announced requests, against a model that looks at every block."""
+"""Blocks held back for announced requests, against a model that looks at every block."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _evict(rnd: random.Random, tree: RadixTree, retention: Retention, model: Mod
     after = letters(tree, HBM)
     assert not [text for text in before - after if model.strength(text)], "what is announced stays"
     if freed < wanted:
-        # Ends of prefixes only: whatever is left unannounced is continued by what is announced.
+        # Ends of prefixes only: each unannounced block that is left is continued by an announced one.
         assert all(
             model.strength(text) or any(other.startswith(text) and model.strength(other) for other in after)
             for text in after

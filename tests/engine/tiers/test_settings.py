@@ -1,4 +1,4 @@
-"""What single flags do to a cache that is put together as the factory does it."""
+"""The effect of single flags on a cache that is put together as the factory does it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_or_the_server_waits_until_the_disk_has_caught_up(monkeypatch: pytest.Mo
 
 
 def test_a_disk_that_stands_still_holds_the_server_up_for_so_long_only() -> None:
-    """What finds no room in time counts as skipped, and nothing reaches the scheduler's loop."""
+    """Blocks without room in time count as skipped, and no error reaches the scheduler's loop."""
     with closing(Lagging("wait")) as lagging:
         assert lagging.writes._patience == 5.0
         lagging.writes._patience = 0.0

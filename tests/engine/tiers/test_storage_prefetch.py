@@ -1,4 +1,4 @@
-"""What the scheduler's protocol for storage hands on."""
+"""The calls that the scheduler's protocol for storage passes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 
 
 class Recorder:
-    """Stands where promotions do, and notes what it is asked for."""
+    """Stands in for promotions, and records its requests."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[Any, Wanted]] = []

@@ -96,7 +96,7 @@ def test_a_damaged_layer_runs_the_batch_again(layer: int, overlap: bool) -> None
         assert rank.scheduler.restarted == 1
         assert rank.promotions.counters.streamed == 0
         assert rank.promotions.counters.read_failed > 0
-        # What did verify has been kept, and the answer is what a computed one is.
+        # Verified blocks have been kept, and the answer equals a computed one.
         assert rank.promotions.counters.promoted >= BLOCKS // 2
         second = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
         assert first.output_ids == second.output_ids
@@ -133,13 +133,13 @@ def test_a_chunk_of_a_prompt_that_streams_can_be_thrown_away() -> None:
 def test_a_request_whose_stream_has_failed_waits_for_all_layers_the_next_time() -> None:
     with on_disk_only(disk=lambda tier: LoosesALayer(tier, 1)) as rank:
         rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
-        # Half of it was kept; the other half is on the disk still, and fails again, in vain for nobody.
+        # Half of it was kept; the other half is still on disk and fails again, without a restart.
         assert rank.scheduler.restarted == 1
 
 
 @contextmanager
 def no_room_in_dram(rank: Rank) -> Iterator[None]:
-    """All of DRAM is in use by somebody else."""
+    """Another owner has reserved all of DRAM."""
     taken = all_of_dram(rank)
     yield
     taken.abort()
@@ -253,7 +253,7 @@ def test_a_request_that_goes_away_leaves_nothing_pinned() -> None:
 
 
 def test_a_cache_that_does_not_look_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: what was damaged is in the forward pass."""
+    """The twin: the forward pass reads the damaged bytes."""
     with on_disk_only(disk=lambda tier: LoosesALayer(tier, 1)) as rank:
         monkeypatch.setattr(rank.cache, "streams_hold", lambda: True)
         with pytest.raises(WrongKvError):

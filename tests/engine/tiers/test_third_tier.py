@@ -96,7 +96,7 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[[], Rank]]:
 
 
 def parts_of(rank: Rank) -> tuple[BlockTier, BlockTier]:
-    """The disk, and what is below it."""
+    """The disk, and the tier below it."""
     assert rank.promotions is not None
     disk, archive = rank.promotions._tier.parts
     assert (disk.tier, archive.tier) == (Tier.DISK, ARCHIVE)
@@ -112,7 +112,7 @@ def written(rank: Rank) -> None:
 
 
 def in_archive_only(rank: Rank) -> None:
-    """Let memory and the disk lose what they have."""
+    """Drop everything from memory and from the disk."""
     assert rank.tier is not None
     rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
     rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
@@ -120,7 +120,7 @@ def in_archive_only(rank: Rank) -> None:
 
 
 def test_blocks_reach_it_and_are_promoted_from_it_with_the_same_bytes(make_rank: Callable[[], Rank]) -> None:
-    """The simulated forward pass compares every byte that it reads with what was computed."""
+    """The simulated forward pass compares every byte that it reads with the computed one."""
     rank = make_rank()
     rank.serve(PROMPT)
     written(rank)
@@ -169,7 +169,7 @@ def test_a_prefix_of_which_each_tier_has_a_part_is_read_from_both(make_rank: Cal
 
 
 def test_a_flipped_byte_of_it_is_a_miss(make_rank: Callable[[], Rank], tmp_path: Path) -> None:
-    """The twin of the same bytes: what was damaged is computed, and counted under its name."""
+    """The twin of the same bytes: damaged blocks are computed again, and counted under the tier's name."""
     rank = make_rank()
     rank.serve(PROMPT)
     written(rank)
@@ -252,7 +252,7 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
             rank.cache.check_hicache_events()
             return router.trees.match(NS, key).get(holder.url, Match(0))
 
-        # The snapshot tells both; what both have is found in the nearer one.
+        # The snapshot lists both tiers; blocks that both have are found in the nearer one.
         await until(lambda: held().below == {Tier.DISK: 24 * BLOCK})
         parts_of(rank)[0].clear()
         await until(lambda: held().below == {ARCHIVE: 24 * BLOCK})
