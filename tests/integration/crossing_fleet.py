@@ -34,7 +34,7 @@ from tests.support.servers.server import STRICT, ServerProcess
 FLAGS = (
     *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
     *("--enable-metrics", "--kv-check", "--kv-dram-size", "8MB", "--kv-load-policy", "always"),
-    # What is pushed out of memory is on the disk then, however slow that is.
+    # KV pushed out of memory is on the disk then, however slow the disk is.
     *("--kv-disk-size", "1GB", "--kv-disk-lag", "wait", "--enable-pd-role-switch"),
 )
 KEYS = tuple(f"key-of-tenant-{tenant}-for-crossings" for tenant in range(TENANTS))
@@ -88,7 +88,7 @@ class Fleet:
         )
 
     def counted(self) -> Counter[str]:
-        """What servers have counted of what is crossed: hand-overs (of moves too), prompts prefetched, and
+        """The servers' counters of crossed mechanisms: hand-overs (of moves too), prompts prefetched, and
         blocks read from disk."""
         cache = "sglang_ext_cache_"
         names = {
@@ -155,14 +155,14 @@ def fleet_of(folder: Path, models: Models) -> Iterator[Fleet]:
 
 @dataclass
 class Front:
-    """What is in front of the fleet: the router, and clients of each tenant and of its operator."""
+    """The router in front of the fleet, and clients of each tenant and of its operator."""
 
     router: Router
     tenants: list[aiohttp.ClientSession]
     admin: aiohttp.ClientSession
 
     def counted(self) -> Counter[str]:
-        """What the router has counted of what is crossed."""
+        """The router's counters of crossed mechanisms."""
         names = {"moves": "moves", "hints_used": "hints", "role_changes": "role changes"}
         found: Counter[str] = Counter()
         for metric in self.router.metrics.registry.collect():
@@ -183,7 +183,7 @@ async def front_of(fleet: Fleet, policy: str, *, isolated: bool = True) -> Async
         policy=policy,
         api_keys_file=str(fleet.keys[isolated]),
         health_check_timeout_secs=5.0,
-        # Whether a server lives is not what is tested; here a slow one is only slow.
+        # The health of servers is not tested here; a slow server is only slow.
         health_failure_threshold=40,
     )
     async with AsyncExitStack() as stack:

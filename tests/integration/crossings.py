@@ -57,10 +57,10 @@ class Differs(AssertionError):
 
 
 class NotItsOwn(AssertionError):
-    """A turn has found more cached than its tenant has said: somebody else's KV, or that of other weights."""
+    """A turn has found more cached than its tenant has sent: KV of another tenant, or of other weights."""
 
 
-# -- what is right ----------------------------------------------------------------------------------
+# -- right answers ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ Expected = list[dict[Turn, Asked]]
 
 
 def stock_answers(programme: Programme, stock: ServerProcess, models: Models) -> Expected:
-    """What a stock server answers to a programme's turns, step by step."""
+    """A stock server's answers to a programme's turns, step by step."""
     said: dict[tuple[int, int], list[int]] = {}
     expected: Expected = []
     is_tuned = False
@@ -92,7 +92,7 @@ def stock_answers(programme: Programme, stock: ServerProcess, models: Models) ->
                 update(stock, models.of(is_tuned))
             if not isinstance(step, Ask):
                 continue
-            # What both tenants ask is answered once, and what is asked at the same time side by side.
+            # A prompt of both tenants is answered once, and prompts of one step are answered side by side.
             prompts = {
                 (turn.conversation, turn.number): [
                     *(said[turn.conversation, turn.number - 1] if turn.number else ()),
@@ -135,10 +135,10 @@ def assert_same_tokens(expected: Answer, got: Sequence[int]) -> None:
 
 @dataclass
 class Played:
-    """What a programme has come to.
+    """The outcome of a programme.
 
     cached: of the turns asked for log probabilities, how many tokens were found cached.
-    did: how often fleet and router did what was to be crossed.
+    did: how often fleet and router used each crossed mechanism.
     """
 
     cached: dict[Turn, int] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Played:
 
 @dataclass
 class Heard:
-    """Of a streamed answer, what has come."""
+    """The part of a streamed answer that has arrived."""
 
     instance: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Heard:
 class Player:
     """Runs a programme.
 
-    on_drain: is called when a drain begins, while what is drained generates no more tokens.
+    on_drain: is called when a drain begins, while the drained server generates no more tokens.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Player:
     ) -> Played:
         """Run all of it.
 
-        at_least: what fleet and router must have done by then (`Played.did`).
+        at_least: the least counts of fleet and router by then (`Played.did`).
         before: is called before each step.
 
         Raises:
@@ -205,7 +205,7 @@ class Player:
             return wanted <= self._played.did
 
         try:
-            # Schedulers export what they count once a second.
+            # Schedulers export their counters once a second.
             await asyncio.to_thread(wait_until, enough, seconds=10, what="counters")
         except TimeoutError:
             raise AssertionError(f"too little of {wanted - self._played.did}: {self._played}") from None
@@ -377,7 +377,7 @@ class Player:
         for at, prompt in enumerate(prompts):
             self._fleet.pass_through(*pairs[at % len(pairs)], prompt)
 
-    # -- what is done to the fleet ----------------------------------------------------------------------
+    # -- changes of the fleet ---------------------------------------------------------------------------
 
     async def _post_admin(self, path: str, body: dict[str, Any]) -> None:
         async with self._front.admin.post(self._router.url + path, json=body) as answer:

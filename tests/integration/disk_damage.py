@@ -39,7 +39,7 @@ def damage_last_layer(places: set[Place], damage: Damage, *, forge: bool) -> Non
     """Damage the last layer of every block in some runs.
 
     Args:
-        forge: make the checksums fit, so that nobody can notice.
+        forge: make the checksums fit, so that verification passes.
     """
     for segment, offset in places:
         with segment.open("r+b") as file:

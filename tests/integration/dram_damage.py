@@ -21,7 +21,7 @@ def arena_files(server_pid: int) -> list[Path]:
                 target = os.readlink(link)
             except OSError:
                 continue
-            # What is open for reading only is a peer's, mapped to fetch from it.
+            # A file that is open for reading only is a peer's, mapped to fetch from it.
             if target.startswith("/memfd:sglang-ext-dram") and link.lstat().st_mode & 0o200:
                 # A process forked from the scheduler has the same file.
                 found.setdefault(link.stat().st_ino, link)

@@ -138,7 +138,7 @@ def _item(form: Json, schemas: Json) -> Json:
 
 
 def _least(schema: Json, schemas: Json) -> Any:
-    """The least value of a schema: of an object, what it requires."""
+    """The least value of a schema: an object has only its required properties."""
     form = _forms(schema, schemas)[0]
     if "const" in form or "enum" in form:
         return form.get("const", form.get("enum", [None])[0])

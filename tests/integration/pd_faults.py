@@ -1,4 +1,4 @@
-"""Deaths placed into hand-overs: which there are, how one is brought about, and what must be true then."""
+"""Deaths at chosen states of hand-overs: the list of cases, their set-up, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess
 
 FREED_SECONDS = 5.0
-"""Within which a survivor has freed what a dead peer's requests held."""
+"""The time within which a survivor has freed the resources of a dead peer's requests."""
 SLACK_SECONDS = 2.0
 """Metrics are a moment old, and the machine has other work."""
 UNKNOWN_SECONDS = JOIN_SECONDS + FREED_SECONDS
-"""Where prefill does not know yet whose request it is: nobody's death can be seen, and a deadline ends it."""
+"""Where prefill has no decode server for a request yet: no death can be seen, a deadline ends it."""
 
 PULLED = ("joining", "waiting", "ready", "reading", "held", "returning")
 PUSHED = ("joining", "ready", "granted", "writing", "held")
 BY_LAYER = ("joining", "ready", "granted", "layers", "writing", "held")
 STATES = {"pull": PULLED, "push": PUSHED, "push-by-layer": BY_LAYER}
 NOT_MET = ("joining", "waiting")
-"""States in which prefill has not heard of the decode server."""
+"""States in which prefill has no message from the decode server yet."""
 SEEN_BY_DECODE = ("ready", "layers", "writing")
 """States in which a decode server that is held in them, or waits for them, can see that prefill is dead."""
 HELD_ON_PREFILL = ("layers", "writing", "returning")
@@ -129,7 +129,7 @@ def _server_dies(rig: Rig, cell: Cell, number: int) -> None:
 
 
 def ended(answer: Future[Answer], expected: Answer, seconds: float) -> None:
-    """A request has ended in time: as one that may be tried again, or with what is right."""
+    """A request has ended in time: with an error that allows another try, or with the right answer."""
     try:
         if why_it_failed(answer, seconds) not in (None, NO_TOKEN):
             return
@@ -180,7 +180,7 @@ def _router_dies(rig: Rig, cell: Cell, number: int) -> None:
             wait_until(at.exists, seconds=60, what=str(cell))
             process.send_signal(signal.Signals[cell.signal])
         try:
-            # Whoever asked is gone or waits; the servers finish, or abort, and hold nothing.
+            # The client is gone or waits; the servers finish, or abort, and hold nothing.
             nothing_is_left(servers, seconds=FREED_SECONDS + SLACK_SECONDS + UNKNOWN_SECONDS)
             for server in servers:
                 server.wait_idle()
@@ -192,7 +192,7 @@ def _router_dies(rig: Rig, cell: Cell, number: int) -> None:
             except (AssertionError, httpx.HTTPError):
                 pass
             else:
-                # Only what is returning has been answered.
+                # Only a request that is returning has been answered.
                 assert (cell.state, found) == ("returning", expected.tokens)
             url, _ = stack.enter_context(router(servers))
         else:
@@ -222,7 +222,7 @@ def router(servers: list[ServerProcess]) -> Iterator[tuple[str, subprocess.Popen
         [
             *(sys.executable, "-m", "sglang_ext.router", "--port", str(port)),
             *("--worker-urls", *(server.url for server in servers)),
-            # Whether a server lives is not what is tested; here a slow one is only slow.
+            # The health of servers is not tested here; a slow server is only slow.
             *("--health-failure-threshold", "40"),
         ],
         stdout=subprocess.DEVNULL,

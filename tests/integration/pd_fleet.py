@@ -1,4 +1,4 @@
-"""What tests of prefill and decode apart share: servers whose hand-overs can be stopped, and checks."""
+"""Servers whose hand-overs can be stopped, and checks, for tests of prefill-decode disaggregation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PREFILL_IS_GONE = (
 )
 """Why decode fails a request."""
 WAS_GIVEN_UP = "this session is over|have another generation now|is unknown here"
-"""What a server hears that goes on after the other side took it for dead."""
+"""Errors that a server gets when it goes on after the other side took it for dead."""
 RETURNED = "sglang_ext_pd_returned_tokens"
 TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))
 
@@ -81,7 +81,7 @@ def fault(folder: Path, what: str) -> Iterator[Path]:
 class Rig:
     """Servers, the folders in which they look for faults, and a server whose answers are the truth.
 
-    leak_guard: is told of servers that are started anew, which outlive their test.
+    leak_guard: adopts the servers that are started anew, which outlive their test.
     """
 
     pd: PdServers
@@ -183,8 +183,8 @@ def one_side_is_updated_first(pd: PdServers, truth: ServerProcess | Outside, fol
 
 
 def why_it_failed(answer: Future[Answer], seconds: float = 30) -> str | None:
-    """Why a request ended as one that a client may try again: what the hand-over's error says, `BROKEN_OFF`
-    or `NO_TOKEN`. None for one that was answered.
+    """The reason why a request ended so that a client may try again: the hand-over's error, `BROKEN_OFF` or
+    `NO_TOKEN`. None for an answered request.
 
     Raises:
         AssertionError, httpx.HTTPError: it failed otherwise.
@@ -234,7 +234,7 @@ KINDS_OF_LOGPROBS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
 
 
 def logprobs_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says of its prompt and its tokens, ids apart from log probabilities."""
+    """The log probabilities of an answer's prompt and tokens, ids apart from log probabilities."""
     return {
         f"{part}_{kind}": answer["meta_info"].get(f"{part}_{kind}")
         for part in ("input", "output")
@@ -259,7 +259,7 @@ def assert_alike(expected: Any, got: Any, atol: float = 2e-3) -> None:
 
 
 def ask_both(pd: PdServers, body: dict[str, Any], seconds: float = 120) -> tuple[Any, Any]:
-    """What prefill and decode answer to a body of ``/generate``; of a stream its last event."""
+    """The answers of prefill and decode to a body of ``/generate``; of a stream its last event."""
     body = {**body, **pd.pair()}
     servers = (pd.prefill[0].server, pd.decode[0])
     sent = [

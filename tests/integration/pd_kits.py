@@ -3,7 +3,7 @@
 ``python pd_kits.py KIT ROUTER PREFILL DECODE ALONE MODEL FILE SIZE``
 
 The kits start servers for themselves; here they are given ours. ALONE is a colocated server, the reference of
-the parity kit. FILE is a data set in ShareGPT's form. SIZE scales what is asked.
+the parity kit. FILE is a data set in ShareGPT's form. SIZE scales the number of requests.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def multiturn(router: str, model: str, dataset: str, size: int) -> None:
     """`cache_hit_kit`: in each round, prompt and answer of the one before are found."""
     from sglang.test.kits import cache_hit_kit
 
-    # SGLang's page is what a router does not tell; ours are blocks of 16, and the last answer comes back
-    # a moment after the client has it.
+    # A router does not report SGLang's page size; our blocks have 16 tokens, and the last answer comes back a
+    # moment after the client has it.
     cache_hit_kit._get_page_size = lambda _: 16
     found = cache_hit_kit.run_multiturn_cache_hit_test(
         router,

@@ -39,9 +39,9 @@ PORTS = "31000-31009"
 
 @dataclass
 class Place:
-    """This machine, as tests without a lab know it.
+    """This machine, for tests without a lab.
 
-    folder: which all servers see.
+    folder: visible to all servers.
     """
 
     folder: Path
@@ -50,14 +50,14 @@ class Place:
     address: str = LOOPBACK
     """Of the router."""
     flags: tuple[str, ...] = ()
-    """What servers need beside `--kv-router`."""
+    """Flags of servers beside `--kv-router`."""
     router_options: dict[str, Any] = field(default_factory=dict)
-    """What its configuration needs."""
+    """Options of its configuration."""
     headers: dict[str, str] = field(default_factory=dict)
-    """What clients send along."""
+    """Headers of every client."""
     lab: Lab | None = None
     outside: Callable[..., Any] = lambda call, *args, **kwargs: call(*args, **kwargs)
-    """Calls what is to be reached from this machine."""
+    """Calls a function with the network of this machine."""
 
     def server(self, spec: ServerSpec, name: str) -> ServerProcess:
         """A server, not started yet; in a lab on the host of that name."""

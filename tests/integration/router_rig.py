@@ -1,4 +1,4 @@
-"""What the tests of the router in front of real servers share: the servers' flags, and running programs."""
+"""For tests of the router in front of real servers: the servers' flags, and running programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 async def sglang_program(kind: str, name: str, *arguments: str, cwd: Path, seconds: float = 240.0) -> str:
-    """Run a program that imports SGLang, forked as servers are. Returns what it prints.
+    """Run a program that imports SGLang, forked as servers are. Returns its output.
 
     Args:
         kind: ``module`` or ``script``.

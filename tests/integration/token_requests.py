@@ -1,4 +1,4 @@
-"""What tests of one server's cache behind a router share: prompts of token ids, and asking with them."""
+"""For tests of one server's cache behind a router: prompts of token ids, and requests with them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def generate(
 
 
 async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
-    """The answer without any cache: a salt that nobody used."""
+    """The answer without any cache: its salt is new."""
     answer, _ = await generate(client, server.url, prompt, cache_salt=f"cold {time.monotonic_ns()}")
     assert answer.cached_tokens == 0
     return answer
 
 
 async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:
-    """Give a hint; what is said of it at once."""
+    """Give a hint; returns the router's immediate answer."""
     async with client.post(f"{router.url}/v1/advisory", json=body) as response:
         told = await response.json()
         assert response.status == 200, told
@@ -53,6 +53,6 @@ async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> 
 
 
 async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
-    """What is said of a hint when no more is done for it."""
+    """The final state of a hint."""
     async with client.get(f"{router.url}/v1/advisory/{id}?wait_s=30") as response:
         return dict(await response.json())

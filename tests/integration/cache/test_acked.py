@@ -1,4 +1,4 @@
-"""``--kv-durability acked`` on a real server: an end that was told is on disk, whatever happens next."""
+"""``--kv-durability acked`` on a real server: an answer whose end was sent is on disk."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def wait_for_metric(server: ServerProcess, name: str, label: str, least: float) 
 
 
 def events(server: ServerProcess, prompt: list[int], **fields: str) -> Iterator[tuple[float, dict[str, Any]]]:
-    """What a stream of 8 tokens says of each event, and when."""
+    """The events of a streamed answer of 8 tokens, with their times."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
@@ -98,7 +98,7 @@ def events(server: ServerProcess, prompt: list[int], **fields: str) -> Iterator[
 
 
 def blocks_on_disk(folder: Path) -> int:
-    """What every rank has."""
+    """The number of blocks that every rank has on disk."""
     return min(check_directory(rank).blocks for rank in folder.iterdir())
 
 
@@ -112,7 +112,7 @@ def test_the_end_waits_for_the_disk(server: ServerProcess, prompt: list[int], fa
     assert answer.stages.total < SLOW < answer.seconds
     assert_same(server.generate(prompt, max_new_tokens=8, cache_salt="other"), answer)
     wait_for_metric(server, "acked_answers_total", 'end="durable"', 2)
-    # The write begins when the prompt is computed: what its 8 tokens took, the end did not have to wait for.
+    # The write begins when the prompt is computed, so the end does not wait for the time of its 8 tokens.
     wait_for_metric(server, "durability_wait_seconds_sum", "", SLOW - answer.stages.total)
 
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_said_and_not_waited_for(
         assert time.monotonic() - began < TIMEOUT
     assert answer.durability == "refused"
     wait_for_metric(server, "acked_answers_total", 'end="refused"', 1)
-    # The next turn takes along what was refused.
+    # The next turn's write includes the refused blocks.
     longer = [*prompt, *answer.tokens, *prompt]
     assert server.generate(longer, max_new_tokens=8).durability == "durable"
 
@@ -210,7 +210,7 @@ def it_survives_a_kill(
     *,
     ranks: int = 1,
 ) -> None:
-    """Killed right after an end was told, with a slow disk. The second server is the twin."""
+    """Killed right after the end of an answer was sent, with a slow disk. The second server is the twin."""
     prompt, other = ([rng.randrange(100, 30_000) for _ in range(10 * BLOCK + 4)] for _ in range(2))
     with fault(faults, "slow-writes", str(SLOW)):
         answer = server.generate(prompt, max_new_tokens=2 * BLOCK)

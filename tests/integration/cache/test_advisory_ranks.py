@@ -66,7 +66,7 @@ def servers(
     try:
         with leak_guard.adopting(), ThreadPoolExecutor() as each:
             list(each.map(lambda server: server.start(), started))
-        for server in started:  # what compiles at first use does so now
+        for server in started:  # compile now, before the tests, all that is compiled at first use
             server.generate(list(range(100, 1000)), max_new_tokens=2)
             server.flush()
         yield {server.url: server for server in started}
@@ -115,7 +115,7 @@ async def pushed_out(
 async def busy(
     client: aiohttp.ClientSession, router: Router, servers: dict[str, ServerProcess]
 ) -> AsyncIterator[ServerProcess]:
-    """Somebody's long answer keeps one of the servers busy while the block runs: that one."""
+    """Another client's long answer keeps one of the servers busy while the block runs: the yielded one."""
     body = {
         "text": "Go on. ",
         "stream": True,
@@ -130,8 +130,8 @@ async def busy(
 async def brought_and_hit(
     client: aiohttp.ClientSession, router: Router, server: ServerProcess, prompt: list[int]
 ) -> tuple[Answer, Answer]:
-    """A hint brings a prompt's KV to a server's HBM, alike on both ranks, and its request finds it there; the
-    answer without any cache, and the one that was given."""
+    """A hint brings a prompt's KV to a server's HBM, alike on both ranks, and its request finds it there;
+    returns the answer without any cache, and the answer with the hint."""
     before = prefetched(server)
     told = await advise(client, router, input_ids=prompt)
     assert told["instance"] == server.url
@@ -197,7 +197,7 @@ async def test_layer_0_of_what_does_not_fit_is_held_on_both_ranks(servers, route
 
 
 async def test_a_damaged_byte_of_one_rank_is_another_answer(servers, router, client, rng) -> None:
-    """The twin: what is compared is what the hint has brought, of either rank."""
+    """The twin: the comparison covers the KV that the hint has loaded, on either rank."""
     server = next(iter(servers.values()))
     server.flush()
     arenas = arena_files(server.pid)

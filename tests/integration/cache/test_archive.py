@@ -54,7 +54,7 @@ def test_kv_comes_back_from_a_tier_that_was_only_registered(tmp_path: Path) -> N
     shutil.rmtree(disk)
     damage_last_layer(runs(archive) - kept, spoil_values, forge=True)
     (rank,) = archive.iterdir()
-    shutil.rmtree(rank / INDEX_DIRECTORY)  # it knows what was damaged
+    shutil.rmtree(rank / INDEX_DIRECTORY)  # its checksums of the run headers would show the damage
     assert repair_directory(rank).blocks >= 2 * BLOCKS
     with ServerProcess(spec) as server:
         again = server.generate(sound, max_new_tokens=8)

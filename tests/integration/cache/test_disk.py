@@ -62,7 +62,7 @@ def prompts() -> list[list[int]]:
 def cold(folder: Path, prompts: list[list[int]]) -> list[Answer]:
     """Answers of a server that computed them, wrote them to disk, and was then killed with SIGKILL.
 
-    The last prompt's KV is damaged then, in a way that nobody can notice.
+    The last prompt's KV is damaged then, with forged checksums, so that verification passes.
     """
     with ServerProcess(spec(folder)) as server:
         answers = [server.generate(prompt, max_new_tokens=8) for prompt in prompts[:-1]]
@@ -82,7 +82,7 @@ def cold(folder: Path, prompts: list[list[int]]) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, cold: list[Answer]) -> Iterator[ServerProcess]:
-    """The next server on the same directory, which tells of no end before its answer is on disk."""
+    """The next server on the same directory, which ends an answer only once the answer is on disk."""
     acked = ("--kv-durability", "acked")
     with ServerProcess(spec(folder, "--kv-instance-id", "second-life", *acked)) as server:
         yield server
@@ -169,8 +169,8 @@ def update(server: ServerProcess, model: Path) -> None:
 def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    """A request runs through the update; what it was asked and has said is asked again before and after the
-    first weights are back, whose KV is on disk."""
+    """A request runs through the update; its prompt and answer are sent again before and after the first
+    weights are back, whose KV is on disk."""
     rng = random.Random(7)
     known, running = ([rng.randrange(100, 30_000) for _ in range(20 * BLOCK + 4)] for _ in range(2))
     before = on_disk(server)
@@ -205,8 +205,8 @@ def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
 
 
 def test_a_directory_that_goes_under_the_server_is_made_anew(server: ServerProcess, folder: Path) -> None:
-    """And an answer is durable only when its whole conversation is in the new one. Last here: what the disk
-    had for the tests above is lost."""
+    """And an answer is durable only when its whole conversation is in the new one. Last here: the tests above
+    lose their blocks on disk."""
     rng = random.Random(8)
     prompt, others = ([rng.randrange(100, 30_000) for _ in range(20 * BLOCK + 4)] for _ in range(2))
     first = server.generate(prompt, max_new_tokens=8)

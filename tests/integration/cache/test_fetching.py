@@ -1,6 +1,6 @@
 """KV that one server has computed is read by another, and answers are as if it had been computed there.
 
-Two servers and a router; who holds what, and who is told what, is the router's own doing.
+Two servers and a router; the router decides which server holds which KV, and sends the messages.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Pair:
         return self._folder / name / "kv"
 
     def other(self, server: ServerProcess) -> ServerProcess:
-        """The one that it is not."""
+        """The other server of the pair."""
         (other,) = (each for each in self.servers.values() if each is not server)
         return other
 
@@ -117,8 +117,8 @@ class Pair:
 
     @asynccontextmanager
     async def holding_reads(self, server: ServerProcess, layer: int = 0) -> AsyncIterator[Path]:
-        """While the block runs, what the server reads from the other one stays where it is offered. layer: at
-        which it does that of what comes layer by layer."""
+        """While the block runs, the server's reads from the other one stop after the offer. layer: at which
+        reads by layer stop."""
         gate = Path(server.spec.environment[FOLDER])
         (gate / "hold").write_text(str(layer))
         try:
@@ -161,7 +161,7 @@ async def routing(
         urls = [server.url for server in pair.servers.values()]
         await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
         await until(lambda: len(router.fleet.usable()) == 2, 30, "both servers")
-        # The machine that runs tests may be busy: what is waited for comes, however long that takes.
+        # The machine that runs tests may be busy: reads are awaited for as long as they take.
         router.fetching.least_wait_s = 60.0
         router.agents.verdict_s = verdict_s
         yield router
@@ -173,7 +173,7 @@ def held(router: Router, server: ServerProcess, prompt: list[int]) -> Match:
 
 
 def counted(server: ServerProcess, event: str) -> float:
-    """What a server has counted of KV from and to others."""
+    """A server's counter of KV sent to and received from peers."""
     wanted = f'event="{event}"'
     samples = server.metrics().items()
     return sum(v for k, v in samples if k.startswith("sglang_ext_cache_peers_total{") and wanted in k)
@@ -226,7 +226,7 @@ async def said_at(
 
 
 async def explained(client: aiohttp.ClientSession, router: Router, headers: Any) -> dict[str, Any]:
-    """What the router says of a request's fetch, once it has ended."""
+    """The router's explanation of a request's fetch, once the fetch has ended."""
     await until(lambda: not router.fetching.under_way, 30, "the end of the fetch")
     async with client.get(f"{router.url}/explain/{headers['x-request-id']}") as response:
         return dict((await response.json())["routing"][-1]["fetch"])
@@ -295,7 +295,7 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
             k.split('transport="')[1].split('"')[0] for k in reader.metrics() if "_fetched_bytes_total{" in k
         }
         assert by == pair.place.fetches_by
-        # Then it is there, and nobody fetches again.
+        # The KV is there now, and is not fetched again.
         again, headers = await generate(client, router.url, prompt)
         assert again.hbm_tokens == TOKENS
         assert "x-kv-fetch" not in headers
@@ -307,7 +307,7 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
 
 
 async def test_one_damaged_byte_at_the_holder_is_another_answer(pair, port, client, rng) -> None:
-    """The twin of the test above: what is compared is what was fetched."""
+    """The twin of the test above: the comparison covers the fetched KV."""
     async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
         (arena,) = arena_files(owner.pid)
 
@@ -330,7 +330,7 @@ async def test_one_damaged_byte_at_the_holder_is_another_answer(pair, port, clie
 
 
 async def still(arena: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of an arena into which nothing is being copied any more, of what was said before."""
+    """The bytes of an arena once all copies into it have ended."""
     while True:
         before = snapshot(arena)
         await asyncio.sleep(0.3)
@@ -339,7 +339,7 @@ async def still(arena: Path) -> npt.NDArray[np.uint8]:
 
 
 async def test_a_queue_makes_the_cost_policy_fetch(pair, port, client, rng) -> None:
-    """Equation 2: who holds a popular beginning has a queue, and so others fetch it."""
+    """Equation 2: the holder of a popular beginning has a queue, and so others fetch it."""
     async with routing(pair, port, "cost") as router:
         owner = pair.servers["a"]
         beginning = random_prompt(rng, TOKENS)
@@ -382,7 +382,7 @@ async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -
             signal_to(owner, signal.SIGCONT)
         assert headers["x-kv-instance"] == reader.url
         told = await explained(client, router, headers)
-        # One-sided: what is offered can be read although the holder's processor does nothing.
+        # One-sided: offered blocks can be read although the holder's processor does nothing.
         ends = ("late", "gone") if when == "before the offer" else ("done", "gone")
         assert told["end"] in ends
         assert answer.cached_tokens == (TOKENS if told["end"] == "done" else 0)
@@ -436,11 +436,11 @@ async def test_two_servers_compute_one_prompt(pair, port, client, rng) -> None:
 
 
 async def test_one_damaged_byte_of_a_layer_is_another_answer(pair, port, client, rng) -> None:
-    """The twin of the test above: what is computed with is what came from the other one."""
+    """The twin of the test above: the forward pass uses the KV received from the other server."""
     async with splitting(pair, port) as router:
         prompt = random_prompt(rng, LONG)
         first, second = pair.servers.values()
-        # Whoever is asked first asks the other one.
+        # The server that gets the request asks the other one.
         arenas = {server.url: arena_files(server.pid)[0] for server in (first, second)}
         before = {url: await still(arena) for url, arena in arenas.items()}
         computed = {server.url: counted(server, "span_computed") for server in (first, second)}
@@ -448,7 +448,7 @@ async def test_one_damaged_byte_of_a_layer_is_another_answer(pair, port, client,
             request = asyncio.create_task(generate(client, router.url, prompt))
             await until(lambda: one.exists() or other.exists(), 30, "the read")
             helper = second if one.exists() else first
-            # It waits for nobody, and so has computed all of its span soon.
+            # The helper depends on no other server, and so has computed all of its span soon.
             await asyncio.to_thread(
                 wait_until,
                 lambda: counted(helper, "span_computed") > computed[helper.url],
@@ -494,7 +494,7 @@ async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng
         answer, headers = await turn(client, router, "s", said)
         places.append(headers["x-kv-instance"])
         for _ in range(2):
-            # Somebody else's long answer is where the session's KV is now, and nobody is at the other one.
+            # Another client's long answer runs where the session's KV is now, and the other server is idle.
             following = await rest.enter_async_context(AsyncExitStack())
             assert (await following.enter_async_context(busy(client, router, pair))).url == places[-1]
             await crowd.aclose()
@@ -538,7 +538,7 @@ async def busy_at(
 
 
 async def test_what_a_restarted_server_has_on_disk_another_fetches(pair, port, client, rng) -> None:
-    """Three prompts: one as it was written, one damaged so that it is seen, one so that nobody can see it."""
+    """Three prompts: one intact, one with damage that checksums show, one with forged checksums."""
     name, owner = "a", pair.servers["a"]
     prompts = [random_prompt(rng, TOKENS + 3) for _ in range(3)]
     expected, written = [], []
@@ -546,7 +546,7 @@ async def test_what_a_restarted_server_has_on_disk_another_fetches(pair, port, c
     for number, prompt in enumerate(prompts, 1):
         before = runs(pair.disk(name))
         expected.append((await generate(client, owner.url, prompt))[0])
-        # What a server tells of its tiers is as old as its last pass, which may have been before the flush.
+        # A server's metrics of its tiers are as old as its last pass, which may have been before the flush.
         await asyncio.to_thread(
             wait_until,
             lambda number=number: on_disk(owner) == number * (TOKENS // BLOCK),
@@ -631,8 +631,9 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
 
 
 async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
-    """While one prompt is read for a request, and another for a hint. The reads go on once the reader knows
-    of the death: until then, what it has mapped outlives the holder, and is right.
+    """While one prompt is read for a request, and another for a hint. The reads go on once the death has been
+    reported to the reader: until then, its mapping of the memory outlives the holder, and the bytes are
+    right.
     """
     async with (
         routing(pair, port, "least-load", verdict_s=VERDICT_S) as router,

@@ -1,4 +1,4 @@
-"""Real servers compute what the models' files say, and over the chat API an answer's KV is found again."""
+"""Real servers compute as the models' files define, and an answer's KV is found again over the chat API."""
 
 from __future__ import annotations
 

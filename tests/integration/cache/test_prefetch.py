@@ -102,7 +102,7 @@ def test_what_was_on_disk_is_hit_in_hbm(server: ServerProcess, asked: Path, prom
 
 
 def test_a_flipped_bit_gives_another_answer(server: ServerProcess, asked: Path) -> None:
-    """The twin: what the request hits in HBM is what the prefetch has copied there."""
+    """The twin: the request hits the KV that the prefetch has copied to HBM."""
     server.flush()
     (arena,) = arena_files(server.pid)
     rng = random.Random(7)

@@ -1,4 +1,4 @@
-"""Low priorities give way on real servers, and their answers are what they would have been.
+"""Requests of low priority give way on real servers, and their answers do not change.
 
 The server has two places and slots for 800 tokens; answers are compared with those of SGLang without a cache.
 The long form does the same without overlap, and on two ranks.
@@ -30,9 +30,9 @@ SLOW = 0.02
 LONG = 300
 """Tokens of an answer that takes longer than WAIT where each takes SLOW."""
 SHORT = 40
-"""Tokens of one that does not."""
+"""Tokens of an answer that takes less than WAIT where each takes SLOW."""
 FEW, STEADY = 30, 0.04
-"""Tokens of one that does not by far where each takes so long, also on a busy machine, and long enough
+"""Tokens of an answer, and seconds for each: by far less than WAIT, also on a busy machine, and long enough
 for the next request to come while it runs."""
 
 
@@ -136,7 +136,7 @@ def prompts(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
 
 
 def found(server: ServerProcess) -> dict[str, float]:
-    """What the server has counted of retractions, and of blocks loaded from DRAM."""
+    """The server's counters of retractions, and of blocks loaded from DRAM."""
     names = ("retractions_total{", "retracted_tokens_total{", 'dram_blocks_total{event="loaded"')
     return {
         sample.split('event="')[1].split('"')[0]: value
@@ -146,7 +146,7 @@ def found(server: ServerProcess) -> dict[str, float]:
 
 
 def more(server: ServerProcess, before: dict[str, float], event: str, least: float) -> dict[str, float]:
-    """The counters since ``before``, once this one has grown so much: they are told once a second."""
+    """The counters since ``before``, once this one has grown so much: they are exported once a second."""
     wait_until(
         lambda: found(server).get(event, 0) - before.get(event, 0) >= least, seconds=10, what=f"{event}"
     )
@@ -181,7 +181,7 @@ def test_a_low_priority_gives_way_and_its_answer_stays_what_it_was(
 def test_slots_are_given_up_too_and_kv_comes_back_from_dram(
     server: ServerProcess, truth: ServerProcess, folder: Path, prompts: Callable[[int], list[int]]
 ) -> None:
-    """A place is free, and not enough slots: SGLang itself retracts nobody then."""
+    """A place is free, and not enough slots: SGLang itself retracts no request then."""
     texts = [prompts(200), prompts(620)]
     before = found(server)
     with disturbed(folder, "slow", str(SLOW)):
@@ -224,7 +224,7 @@ def test_nobody_gives_way_where_the_wait_is_short(
         for low in lows:
             low.has(4)
         high = Talk(server, texts[2], FEW, 5)
-        high.has(1)  # when one of the others has ended, which its client may hear of a little later
+        high.has(1)  # when another answer has ended, which its client may see a little later
     for talk, text in zip([*lows, high], texts, strict=True):
         assert talk.answer() == truth_of(truth, text, FEW)
     counted = more(server, before, "avoided", 1)

@@ -1,4 +1,4 @@
-"""Same answer: what comes out with any mix of HBM, DRAM and disk hits is what comes out without a cache.
+"""Same answer: with any mix of HBM, DRAM and disk hits, answers equal those without a cache.
 
 Cold answers are taken on the same server under a cache salt of their own, so that nothing is reused. The
 server's HBM holds a fraction of the conversations, its DRAM a larger one, its disk all of them; prefill is
@@ -75,7 +75,7 @@ def server(
 
 @dataclass
 class Reuse:
-    """What many answers reused, in tokens and in kinds of hit: the tiers that took part, as in "hbm+dram"."""
+    """The reuse by many answers, in tokens and in kinds of hit: the tiers used, as in "hbm+dram"."""
 
     prompt: int = 0
     dram: int = 0
@@ -91,7 +91,7 @@ class Reuse:
 
 
 def converse(server: ServerProcess, conversations: list[list[list[int]]], reuse: Reuse) -> list[list[Answer]]:
-    """Play every conversation turn by turn, a few at a time; each turn's prompt repeats what came before."""
+    """Play every conversation turn by turn, a few at a time; each turn's prompt repeats the turns before."""
     answers: list[list[Answer]] = [[] for _ in conversations]
     histories: list[list[int]] = [[] for _ in conversations]
 
@@ -131,7 +131,7 @@ def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run
             assert_same(cold, warm[index][number], atol=1e-4)
             history += warm[index][number].tokens
 
-    # Prompts share beginnings, which stay in HBM: what comes from one tier alone is asked for by itself.
+    # Prompts share beginnings, which stay in HBM: a prompt whose hit is in one tier alone is sent by itself.
     for tokens in (DRAM_TOKENS + 3200, HBM_TOKENS + 800, 0):
         fill(server, tokens, seed=tokens)
         again = server.generate(conversations[0][0], max_new_tokens=ANSWER_TOKENS)
@@ -166,7 +166,7 @@ def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     server.flush()
     (arena,) = arena_files(server.pid)
     rng = random.Random(11)
-    # 25 whole blocks and a tail that no answer fills to another one: what is in DRAM is what is loaded.
+    # 25 whole blocks and a tail that no answer fills to another one: the copy in DRAM is the loaded part.
     prompt = [rng.randrange(100, 30_000) for _ in range(25 * 16 + 4)]
     empty = snapshot(arena)
     before = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
@@ -208,7 +208,7 @@ def test_a_salt_shares_nothing(server: ServerProcess) -> None:
 
 @on(("tiny", 1))
 def test_what_is_in_use_is_not_deleted(server: ServerProcess) -> None:
-    """MemServe, table 1: neither by `/flush_cache`, nor by what others need."""
+    """MemServe, table 1: neither `/flush_cache` nor the needs of other requests delete KV in use."""
     rng = random.Random(41)
     prompt, *others = ([rng.randrange(100, 30_000) for _ in range(900)] for _ in range(4))
     expected = server.generate(prompt, max_new_tokens=120, cache_salt="cold")

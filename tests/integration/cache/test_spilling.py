@@ -1,7 +1,7 @@
-"""What one server has no DRAM for any more, another one keeps, and answers are as if it had stayed.
+"""A server keeps KV that another one evicts from its DRAM, and answers are as if it had stayed.
 
-Two servers and a router: ``small`` has DRAM for five conversations, ``idle`` has room. Which of them answers
-is the test's choice; who keeps what for whom is the router's.
+Two servers and a router: ``small`` has DRAM for five conversations, ``idle`` has room. The test chooses the
+server that answers; the router chooses the blocks to keep and their keeper.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def pair(both: Pair) -> Pair:
 
 
 class Rig:
-    """A router in front of the pair, and what a test says to it."""
+    """A router in front of the pair, and the test's requests to it."""
 
     def __init__(self, router: Router, pair: Pair, client: aiohttp.ClientSession) -> None:
         self.router, self.pair, self.client = router, pair, client
@@ -143,7 +143,7 @@ class Rig:
         return self.held(self.idle, prompt).below.get(Tier.DRAM, 0) >= TOKENS
 
     async def fill(self, conversations: int = 4) -> list[list[int]]:
-        """Others' conversations at the small server, which push out what was there."""
+        """Other conversations at the small server, which push out the earlier ones."""
         return [await self.conversation(self.small, f"other {n}") for n in range(conversations)]
 
     async def spilled(self) -> list[int]:
@@ -214,7 +214,7 @@ async def test_what_one_has_evicted_another_has_kept(pair, port, client) -> None
 
 
 async def test_one_damaged_byte_of_what_is_kept_is_another_answer(pair, port, client) -> None:
-    """The twin of the test above: what is compared is what was kept."""
+    """The twin of the test above: the comparison covers the kept KV."""
     async with routing(pair, port, client) as rig:
         (arena,) = arena_files(rig.idle.pid)
         before = snapshot(arena)
@@ -241,7 +241,7 @@ async def test_it_is_used_where_it_is_kept(pair, port, client) -> None:
         assert "x-kv-fetch" not in headers
         assert (answer.cached_tokens, answer.dram_tokens) == (TOKENS, TOKENS)
         assert_same(await cold(client, rig.idle, asked), answer)
-        # Its own from now on: it stays when the server needs room. That is counted when somebody asks for it.
+        # Its own from now on: it stays when the server needs room. The request above is counted as its use.
         prompts = [await rig.conversation(rig.idle, f"own {n}") for n in range(9)]
         await seen(rig.idle, "used", used + 40)
         assert rig.held(rig.idle, prompts[-1]).tokens >= TOKENS

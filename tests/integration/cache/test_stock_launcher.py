@@ -1,7 +1,7 @@
 """SGLang's own launcher with the plugin installed: the backend needs neither our launcher nor our runtime.
 
-On a host without a GPU stock SGLang cannot be imported; what makes it importable is put in place from
-outside, by a ``sitecustomize`` that knows nothing of the plugin. Everything else is as on a GPU host.
+On a host without a GPU stock SGLang cannot be imported; a ``sitecustomize`` that is independent of the plugin
+makes it importable, from outside. Everything else is as on a GPU host.
 """
 
 from __future__ import annotations

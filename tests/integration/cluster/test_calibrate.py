@@ -1,4 +1,4 @@
-"""``sglang-ext calibrate`` against a real server, and what is done with its profile."""
+"""``sglang-ext calibrate`` against a real server, and the uses of its profile."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
     path = tmp_path / "profile.json"
     arguments = ["--url", server.url, "--profile", str(path), "--device-name", "a CPU", "--quiet"]
     more = ["--longest", "512", "--lengths", "3", "--rounds", "2", "--dram", "5"]
-    # A probe of somebody's in the middle of a trace, or a server that still seems busy from the test before,
-    # is said and costs the operators, or the calibration.
+    # A foreign probe in the middle of a trace, or a server that still seems busy from the test before, is
+    # reported, and the profile then lacks the operators, or the calibration fails.
     for _ in range(4):
         if main([*arguments, *more]) == 0 and "operator level: mean error" in capsys.readouterr().out:
             break

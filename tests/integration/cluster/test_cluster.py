@@ -55,7 +55,7 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @dataclass(frozen=True)
 class Machine:
-    """What is unusual about a machine and the user who starts a cluster on it.
+    """The peculiarities of a machine and of the user who starts a cluster on it.
 
     environment: variables beside those of the tests.
     temporary: name of the folder for temporary files.
@@ -188,7 +188,7 @@ def folder() -> Iterator[Path]:
 
 
 def open_to_others(processes: Iterable[psutil.Process], *paths: Path | str) -> list[str]:
-    """What user nobody can open of these, a line for each."""
+    """The resources among these that the user ``nobody`` can open, a line for each."""
     pids = ",".join(str(process.pid) for process in processes)
     nobody = pwd.getpwnam("nobody").pw_uid
     words = ["python3", "-I", "-S", "-", pids, *map(str, paths)]
@@ -223,7 +223,7 @@ def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where:
     written = [path.read_text() for path in cluster.log_dir.iterdir()]
     assert not [log for log in written if any(secret in log for secret in secrets)]
     if os.geteuid() != 0:
-        return  # only root can be somebody else
+        return  # only root can become another user
     servers = [url for name, url in where.items() if name.startswith("server")]
     assert open_to_others(below, *folders, *shared_memory_of(below), *servers) == []
     # The twin: it sees a file that is not protected, a router without keys, and a process of its own.
@@ -262,7 +262,7 @@ def sent(
 
 
 def json_of(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What is answered to a GET, or to a POST of a body."""
+    """The answer to a GET, or to a POST of a body."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -301,14 +301,14 @@ def prompt(number: int) -> dict[str, Any]:
 
 
 def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> None:
-    """Ready means ready: the first requests of a cluster that was started anew go to whoever has their KV.
-    Of two routers one dies, and in the end a scheduler."""
+    """Ready means ready: the first requests of a restarted cluster go to the servers that have their KV. Of
+    two routers one dies, and in the end a scheduler."""
     kv = ("--kv-load-policy", "always")
     two = ("--colocated", "2", "--routers", "2", "--restart", "1")
     with closing(RunningCluster(folder, *two, flags=kv)) as cluster:
         where = addresses(cluster, routers=2)
         url, names = where["router"], {address: name for name, address in where.items()}
-        # By one router, which knows at once what it has sent where.
+        # Through one router, which knows its own placements at once.
         cold = [sent(where["router-0"], prompt(number)) for number in range(PROMPTS)]
         holders = [names[headers["x-kv-instance"]] for _, headers in cold]
         assert all(answer["meta_info"]["cached_tokens"] == 0 for answer, _ in cold)
@@ -412,7 +412,7 @@ def a_hint_is_known_to_both_routers(where: dict[str, str]) -> None:
 def a_dead_router_is_missed_by_nobody(
     cluster: RunningCluster, url: str, answers: list[dict[str, Any]]
 ) -> None:
-    """What waits at the port when a router is killed is answered by the other, and all that comes later."""
+    """Requests that wait at the port of a killed router, and all later ones, are answered by the other."""
     commands = [(process, " ".join(process.cmdline())) for process in cluster.below()]
     routers = [each for each, words in commands if "sglang_ext.router" in words and "guard.py" not in words]
     assert len(routers) == 2

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 
 def lines_of(*arguments: str) -> list[str]:
-    """What the demo prints."""
+    """The lines that the demo prints."""
     result = subprocess.run(
         [sys.executable, "-m", "examples.demo", *arguments],
         capture_output=True,

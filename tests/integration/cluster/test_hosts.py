@@ -158,8 +158,8 @@ def test_hosts_serve_one_cluster(
     rng: random.Random,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Answers are those of one server, and each server is known by what it announces. The twin, with prefill
-    and decode apart: one bit of what decode has read is inverted."""
+    """Answers equal those of one server, and each server is registered under its announced address. The twin,
+    with prefill and decode apart: one bit of the KV that decode has read is inverted."""
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
     if masked:

@@ -54,7 +54,7 @@ AT_ONCE_S = 5.0
 MOST_S = 60.0
 """That a request may take beyond the cut: verdicts, another pair, and a machine that is busy."""
 NAMED = frozenset({"pair_failed", "worker_lost", "no_worker"})
-"""What a client may be told of a cut."""
+"""Error types with which a client's request may fail because of a cut."""
 
 
 @dataclass
@@ -208,7 +208,7 @@ async def load_of(fleet: Fleet, router: Router, client: aiohttp.ClientSession, r
 
 
 async def healed(router: Router, fleet: Fleet) -> None:
-    """All serve again, nothing runs or is held, and the router believes what the servers say."""
+    """All serve again, nothing runs or is held, and the router trusts the servers' events."""
     await all_serve(router, fleet)
     for server in fleet.servers.values():
         await asyncio.to_thread(server.wait_idle)
@@ -243,8 +243,8 @@ async def test_a_network_that_fails_over_costs_nobody_an_answer(
 async def test_a_partition_of_any_pair(
     pair: tuple[str, str], seconds: int, fleet: Fleet, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """Answers are right, what fails says why and in time; when the link is back all serve again, the index is
-    the truth and nothing is kept for anybody."""
+    """Answers are right, failures name their reason and come in time; when the link is back all serve again,
+    the index equals the servers' caches, and no resources are held."""
     async with routing(fleet) as router:
         load = await load_of(fleet, router, client, rng)
         async with load.going_on():
@@ -264,8 +264,8 @@ async def test_a_partition_of_any_pair(
 async def test_who_stands_still_in_a_hand_over_on_a_slow_link_costs_no_wrong_answer(
     victim: str, fleet: Fleet, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """With latency and loss on every link, under load, with returns: one is taken for dead in the middle of a
-    read, and clients give up meanwhile. The twin: one damaged bit in what is read there is seen."""
+    """With latency and loss on every link, under load, with returns: a server is taken for dead in the middle
+    of a read, and clients give up meanwhile. The twin: one damaged bit of the bytes read there is seen."""
     async with routing(fleet) as router:
         load = await load_of(fleet, router, client, rng)
         for pair in PAIRS:

@@ -109,7 +109,7 @@ def test_a_server_is_started_again_on_another_node_and_nothing_stays(
 def test_hosts_that_share_nothing_and_one_of_them_is_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head without room, and two hosts that have some: what ran on one that is lost starts on the other."""
+    """A head without room, and two hosts that have some: servers of a lost host start on the other."""
     if reason := why_not():
         pytest.skip(reason)
     for name, value in {**QUIET, **ONE_THREAD}.items():

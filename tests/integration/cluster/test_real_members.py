@@ -1,7 +1,7 @@
 """Instances that register themselves, under load: drained, flushed, stopped, killed and started anew.
 
-Sixteen streams at a time go on through all of it. Whatever had not begun to answer succeeds, and what the
-router believes of the caches is right again within a second.
+Sixteen streams at a time go on through all of it. Requests that had not begun to answer succeed, and the
+router's view of the caches is right again within a second.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fleet(leak_guard: LeakGuard) -> Iterator[Fleet]:
 
 @pytest.fixture
 async def router(fleet: Fleet) -> AsyncIterator[Router]:
-    """A router that knows of nobody: the servers find it."""
+    """A router without configured workers: the servers find it."""
     async with Router(RouterConfig(port=fleet.port, **PATIENCE)) as router:
         await until(lambda: len(router.fleet.usable()) == 2, seconds=60)
         yield router
@@ -174,7 +174,8 @@ async def test_a_drain_under_load_loses_nothing(
 async def test_a_flush_beside_the_load_and_the_index_after_it(
     router: Router, client: aiohttp.ClientSession, fleet: Fleet
 ) -> None:
-    """SGLang refuses to flush while it has requests: it is drained first. Only its agent tells of it."""
+    """SGLang refuses to flush while it has requests, so the server is drained first. The flush reaches the
+    router through the server's agent only."""
     b = name_of(router, "b")
 
     def blocks() -> int:

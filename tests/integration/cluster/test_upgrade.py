@@ -1,8 +1,8 @@
 """A cluster is upgraded one server after the other, under load; the servers of other releases are installed,
 each from a wheel of its own, beside the checkout.
 
-The next release speaks the same protocols, so old and new serve together and read each other's KV. One that
-speaks others is refused by name, and the rest serve on.
+The next release speaks the same protocols, so old and new serve together and read each other's KV. A release
+with other protocols is refused by name, and the rest serve on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def released(folder: Path, version: str, *changes: tuple[str, str, str]) -> str:
     """Install a release of the checkout under another version; its Python.
 
     Args:
-        changes: (file, expression for what stands there once, what stands there in this release).
+        changes: (file, regular expression for its one match, replacement in this release).
     """
     source, out = folder / "source", folder / "out"
     out.mkdir(parents=True)
@@ -212,7 +212,7 @@ async def test_one_server_after_the_other_is_replaced_by_another_release(
     fleet.start(sys.executable, "a", "b")
     config = RouterConfig(port=fleet.port, policy="least-load", **PATIENCE)
     async with Router(config) as router:
-        router.fetching.least_wait_s = 8.0  # on a busy machine, what is waited for comes
+        router.fetching.least_wait_s = 8.0  # on a busy machine, each event is awaited for as long as it takes
 
         async def both_serve() -> None:
             await until(lambda: len(router.fleet.usable()) == 2, seconds=60)

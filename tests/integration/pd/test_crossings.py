@@ -1,8 +1,8 @@
 """Hints, disaggregation, the disk, moving requests, changing roles, tenants and updated weights, all crossed.
 
-Random programmes (`tests.support.programmes`) on a small fleet, whose answers are a stock server's: one
-that crosses any two of these, a damaged twin, and those that have failed once. The long form draws them for
-half an hour, and prints the seed of each that fails. To run some seeds again:
+Random programmes (`tests.support.programmes`) on a small fleet, whose answers are a stock server's: a
+programme with each pair of these, a damaged twin, and earlier failures. The long form draws them for half an
+hour, and prints the seed of each that fails. To run some seeds again:
 
     SGLANG_EXT_CROSSINGS=7,40 python -m pytest --long tests/integration/pd/test_crossings.py -k drawn
 """
@@ -75,7 +75,7 @@ async def played(
 ) -> Played:
     """Run a programme. That all its turns were handed over and all its roles changed is seen to here.
 
-    at_least: what else must have happened.
+    at_least: further counts that must be reached.
     """
     must = Counter({"handed over": len(list(programme.turns)), "role changes done": programme.role_changes})
     expected = await asyncio.to_thread(stock_answers, programme, stock, fleet.models)
@@ -86,8 +86,8 @@ FIRST, SECOND, OTHERS = Turn(0, 0, 0), Turn(0, 1, 0), Turn(0, 0, 1)
 
 
 async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerProcess) -> None:
-    """The twin, with the first turn of the same programme: what decode reads of a prompt is verified by
-    nothing, so that the answer has to show one damaged byte of it."""
+    """The twin, with the first turn of the same programme: decode does not verify the bytes that it reads of
+    a prompt, so the answer has to show one damaged byte."""
     programme = draw(SHORT.seed, SHORT.steps)
     async with front_of(fleet, programme.policy) as front:
         happened = Counter({"moves moved": 1, "hints ready": 1, "prefetched": 1, "from disk": 1})
@@ -117,8 +117,8 @@ async def test_tenants_that_share_are_noticed(fleet: Fleet, truth: ServerProcess
 
 @pytest.mark.long
 async def test_one_damaged_byte_is_another_answer_or_is_noticed(fleet: Fleet, truth: ServerProcess) -> None:
-    """What decode reads of a request that moves is verified by nothing either. What comes from disk is, for a
-    hint too."""
+    """Bytes that decode reads of a moving request are not verified either. Bytes from disk are, for a hint
+    too."""
     whole = draw(SHORT.seed, SHORT.steps)
     async with front_of(fleet, whole.policy) as front:
         await handed_over_damaged(shortened(whole, Ask((FIRST,), moves=True)), fleet, front, truth)

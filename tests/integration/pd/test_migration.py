@@ -72,7 +72,7 @@ class Fleet:
 
     place: where they run.
 
-    kind: `colocated`, `decode`, or the latter with what is otherwise than by default.
+    kind: `colocated`, `decode`, or `decode-` with the name of a deviation from the defaults.
     """
 
     place: Place
@@ -176,7 +176,7 @@ def bodies(seed: int = 0, *, short: bool = False, tokens: int = TOKENS) -> list[
 
 @dataclass
 class Heard:
-    """What a client got: all text, all ids, how many tokens it was told, and every event."""
+    """A client's view of an answer: all text, all ids, the reported number of tokens, and every event."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -195,7 +195,7 @@ class Heard:
 
 
 class Client:
-    """Sends requests, and keeps what it hears as it comes."""
+    """Sends requests, and keeps their events as they come."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url = url
@@ -301,7 +301,7 @@ async def asked_and_drained(
 @pytest.mark.long
 @pytest.mark.parametrize("fleet", ["decode-lab"], indirect=True)
 def test_hosts_have_clocks_that_are_minutes_apart(fleet: Fleet) -> None:
-    """The twin of what follows: prefill and both decode servers have clocks to be misled by."""
+    """The premise of the tests below: prefill and both decode servers have clocks to be misled by."""
     if clock.why_not():
         pytest.skip(clock.why_not())
     off = [clock_off_s(server) for server in fleet.servers]
@@ -367,7 +367,7 @@ FORGED: list[Any] = [
     {**OLD_STATE, "output_ids": list(range(5000))}, {**OLD_STATE, "received": True, "home": ["x", 1]},
     {**OLD_STATE, "prompt_tokens": {"a": {"b": {"c": [1]}}}},
 ]  # fmt: skip
-"""What a client could write where a router writes the ticket of a request's state."""
+"""Values that a client could write in place of a router's ticket of a request's state."""
 
 
 SHARE = 5
@@ -463,7 +463,7 @@ async def role(router: Router, instance: str, wanted: str) -> tuple[int, Json]:
 
 
 async def command(router: Router, verb: str, *words: str) -> tuple[int | None, str]:
-    """``sglang-ext VERB --router ...``: its exit status, and what it says."""
+    """``sglang-ext VERB --router ...``: its exit status, and its output."""
     key = ("--api-key", router.config.api_key) if router.config.api_key else ()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sglang_ext.cli", verb, "--router", router.url, *key, *words),
@@ -528,8 +528,9 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
 async def test_kv_that_was_kept_answers_alike_in_the_other_role(
     router: Router, fleet: Fleet, truth: ServerProcess, damaged: bool
 ) -> None:
-    """What a server read to decode, it prefills from; what one prefilled, it decodes with. The twin shows
-    that they do: the last token's value in the last layer has one bit changed while the role changes."""
+    """A server prefills with the KV that it had read as a decode server; and decodes with the KV that it had
+    prefilled. The twin shows that they do: the last token's value in the last layer has one bit changed while
+    the role changes."""
     if fleet.kind not in ("decode", "decode-push", "decode-lab"):
         pytest.skip("its servers do not change their roles")
     servers = {name: router.members.member(name).url for name in ("p", "b")}
@@ -541,7 +542,7 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
     async with session_of(router) as session:
 
         async def asked_of(name: str, prompt: list[int], header: str, but: str) -> Answer:
-            """What this server answers while the other one that could is not asked."""
+            """This server's answer while the other one of that role is drained."""
             await drain(router, but)
             await until(lambda: len(router.fleet.usable()) == len(fleet.servers) - 1)
             answer, headers = await generate(session, router.url, prompt)
@@ -577,7 +578,7 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
 @pytest.mark.long
 @with_servers("decode")
 async def test_roles_change_by_themselves(fleet: Fleet) -> None:
-    """Long prompts: one of two decode servers is made a prefill server, under load, and finds what it had.
+    """Long prompts: one of two decode servers is made a prefill server, under load, and finds its KV.
 
     Its short twins: `tests/router/cluster/test_role_policy.py` (the decision) and the change of a role above.
     """
@@ -596,7 +597,7 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
         await until(lambda: router.tokenizers.trust == EVERYTHING, seconds=60)
         asked = bodies(seed=5, tokens=MANY_TOKENS)
         expected = await asyncio.gather(*(client.ask(*each) for each in asked))
-        # Its client is told where an answer began; it may end at another.
+        # The client sees the instance where its answer began; it may end at another.
         decoded_by = {heard.instance: each for each, heard in zip(asked, expected, strict=True)}
         assert len(decoded_by) == 2
 
@@ -637,7 +638,7 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
 
 
 async def found_by_what_it_had(router: Router, url: str, asked: list[tuple[str, Json]]) -> None:
-    """Ask until the server that decoded has prefilled: it finds what it had."""
+    """Send requests until the server that decoded has prefilled one: it finds its KV."""
     async with session_of(router) as session:
         for path, body in asked * 4:
             body = {**body, "stream": False}

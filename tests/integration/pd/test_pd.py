@@ -233,11 +233,10 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
         if step == "joining" and not pulls(rig):
             # Decode has not met prefill yet; a router tells both.
             rig.pd.prefill[0].server.post("/abort_request", {"rid": rid})
-        # Held up at the end of its read, decode has all: prefill may hear of that before it hears of the
-        # abort.
+        # Held up at the end of its read, decode has all: that message may reach prefill before the abort.
         over = (side, step) == ("decode", "reading")
         if side == "prefill" or step != "joining":
-            # Without waiting for what is held up.
+            # Without waiting for the step that is held up.
             why = why_it_failed(both[0])
             assert why is not None or over
     assert_failed(both[1], f"the request was aborted on {side}", WAS_GIVEN_UP)
@@ -248,7 +247,7 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
     elif side == "prefill":
         assert why in (NO_TOKEN, "the request was aborted on prefill")
     elif (side, step) == ("decode", "joining"):
-        # Decode had not asked for it yet. It never will, or it hears of the abort just after it has.
+        # Decode had not joined yet. It never will, or the abort reaches it just after it has joined.
         assert why.startswith(
             (
                 "no decode server has asked for this request",
@@ -305,7 +304,7 @@ def test_a_prompt_that_decode_has_already(rig: Rig, tokens: int) -> None:
 
 @between_hosts_too
 def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
-    """MemServe, table 4: 1 keeps prompts on prefill; 2 sends decode only what it lacks; 3 returns answers."""
+    """MemServe, table 4: 1 keeps prompts on prefill; 2 sends decode the missing blocks; 3 returns answers."""
     caching = design_of(rig)
     decode = rig.pd.decode[0]
     prompt = prompt_of(40, 100)
@@ -375,7 +374,7 @@ def skipped(server: ServerProcess, outcome: str) -> float:
 
 @between_hosts_too
 def test_what_two_requests_bring_at_once_is_kept_once(rig: Rig) -> None:
-    """MemServe, table 1: an insert of what is there already. The other's memory is free again."""
+    """MemServe, table 1: an insert of blocks that are cached already. The other's memory is free again."""
     decode, prompt = rig.pd.decode[0], prompt_of(81, 320)
     expected = rig.expected(prompt)
     rig.pd.wait_idle()
@@ -555,7 +554,7 @@ LOGPROBS = [
     "stream", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "stream"]
 )
 def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, stream: bool) -> None:
-    """Cold, and with what the request before has left in the caches."""
+    """Cold, and with the KV that the request before has left in the caches."""
     for asked in LOGPROBS:
         body = {
             "input_ids": prompt_of(430 + 10 * stream, 800),
@@ -579,7 +578,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, strea
 MANY = 600
 """Ids for which log probabilities are asked: with 128 others, those of 1,500 positions take 8.7 MB."""
 MOST_TOP = 128
-"""What a metadata row of SGLang's takes of the first token."""
+"""Log probabilities of the first token for which a metadata row of SGLang's has room."""
 
 
 def test_log_probabilities_that_no_message_holds_are_refused_by_their_fields(rig: Rig) -> None:

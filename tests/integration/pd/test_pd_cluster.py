@@ -1,5 +1,5 @@
-"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find what was said. With
-`--decode 2` a server changes its role and back.
+"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find their earlier
+turns. With `--decode 2` a server changes its role and back.
 
 In the short form test_demo starts such a cluster, and test_router_pairs has a router send pairs.
 """
@@ -51,7 +51,7 @@ def test_a_conversation_through_the_router_reuses_prompts_and_answers(cluster: R
         )
         assert len(found["output_ids"]) == ANSWER_TOKENS
         cached.append(found["meta_info"]["cached_tokens"])
-        # All but what a last block lacks, and the answer's last token, whose KV is not computed.
+        # All whole blocks, without the answer's last token, whose KV is not computed.
         assert cached[-1] >= before - 2 * BLOCK, (cached, before)
         history += found["output_ids"]
     assert cached == sorted(cached)

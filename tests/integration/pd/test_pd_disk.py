@@ -1,4 +1,4 @@
-"""Prefill and decode servers with disks: what is on them streams into a forward pass, or is waited for."""
+"""Prefill and decode servers with disks: blocks on disk stream into a forward pass, or are waited for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Disks:
         self.pushed_out(5, seed)  # more than HBM and DRAM hold
 
     def pushed_out(self, prompts: int, seed: int) -> None:
-        """Let others take the place of what is cached, at the speed of the disk."""
+        """Let other prompts push out the cached ones, at the speed of the disk."""
         rng = random.Random(seed)
         for _ in range(prompts):
             self.ask([rng.randrange(100, 30_000) for _ in range(1000)], 1)
@@ -148,7 +148,7 @@ KNOWN = BLOCKS * BLOCK
 
 
 def with_logprobs(prompt: list[int]) -> dict[str, Any]:
-    """A request for log probabilities of what follows a known prefix of a prompt."""
+    """A request for log probabilities of the tokens after a known prefix of a prompt."""
     return {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
@@ -187,12 +187,12 @@ def from_below(
 def test_log_probabilities_of_a_prompt_whose_prefix_comes_from_below(
     tier: str, disks: Disks, truth: ServerProcess
 ) -> None:
-    """Prefill computes what is asked for, and brings what precedes it. The twin: one damaged bit of that."""
+    """Prefill computes the requested positions and loads earlier KV. The twin: one damaged bit of that KV."""
     known = prompt_of(84 + (tier == "disk"), KNOWN + 4)
     body = with_logprobs([*known[:KNOWN], *prompt_of(86, 300)])
     expected = logprobs_of(truth.post("/generate", body))
     assert_alike(expected, from_below(disks, known, body, tier, damaged=False))
-    # From its beginning on: what is cached is computed again.
+    # From its beginning on: cached tokens are computed again.
     of_all = body | {"logprob_start_len": 0}
     whole = logprobs_of(truth.post("/generate", of_all))
     assert_alike(whole, logprobs_of(ask_both(disks.pd, of_all)[1]))

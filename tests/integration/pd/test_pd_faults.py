@@ -73,7 +73,7 @@ def rig(
 
 @pytest.mark.parametrize("part", range(RANDOM_PARTS), ids=lambda part: f"random{part}")
 def test_whoever_stops_at_random_gives_no_wrong_answer(rig: Rig, part: int) -> None:
-    """Under load. Seeded: what is stopped, when and for how long; where a hand-over is then is luck."""
+    """Under load. Seeded are the server, time and length of each stop; the hand-over's state is not."""
     rng = random.Random(20 + part)
     over = threading.Event()
     asked: list[tuple[list[int], Future[Answer]]] = []

@@ -1,4 +1,4 @@
-"""A conversation that moves between prefill servers: its KV is fetched from whoever holds it (equation 2).
+"""A conversation that moves between prefill servers: its KV is fetched from its holder (equation 2).
 
 Two prefill servers and a decode server behind a router; in the long form two decode servers. Nothing returns
 from decode to prefill, so that of a conversation the prefill server has the prompt, and decode all of it.
@@ -85,7 +85,7 @@ async def routing(fleet: Fleet, *, verdict_s: float = 20.0) -> AsyncIterator[Rou
         servers = fleet.pd.servers
         await until(lambda: all(router.trees.trusted(server.url) for server in servers), 60, "all servers")
         await until(lambda: len(router.fleet.usable()) == len(servers), 60, "all servers")
-        # The machine that runs tests may be busy: what is waited for comes, however long that takes.
+        # The machine that runs tests may be busy: reads are awaited for as long as they take.
         router.fetching.least_wait_s = 8.0
         router.agents.verdict_s = verdict_s
         yield router
@@ -112,7 +112,7 @@ class Turn:
 
 
 async def turn(client: aiohttp.ClientSession, router: Router, prompt: list[int]) -> Turn:
-    """One request; what its servers hold of it then, the router knows."""
+    """One request; returns once the router's index has the KV that its servers then hold."""
     answer, headers = await generate(client, router.url, prompt, sampling_params=SAMPLING)
     found = Turn(
         prompt,
@@ -132,7 +132,7 @@ SAMPLING = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
 
 
 async def explained(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
-    """What the router says of a request's fetch, once it has ended."""
+    """The router's explanation of a request's fetch, once the fetch has ended."""
     await until(lambda: not router.fetching.under_way, 30, "the end of the fetch")
     async with client.get(f"{router.url}/explain/{id}") as response:
         return dict((await response.json())["routing"][-1]["fetch"])
@@ -154,7 +154,7 @@ def read(told: dict[str, Any]) -> list[tuple[str, int, int, str]]:
 
 
 def slow_to_read(router: Router, source: str, seconds: float) -> None:
-    """What was read from an instance is told to have taken so long: others are read from."""
+    """Report slow reads from an instance to the cost model: others are read from."""
     router.costs.observe_transfer(source, source, TOKENS, seconds)
 
 
@@ -208,7 +208,7 @@ async def test_each_span_comes_from_who_is_soonest(
 async def test_one_damaged_byte_at_a_holder_is_another_answer(
     where: str, fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """The twin of the tests above: it is what was fetched that is computed with."""
+    """The twin of the tests above: the forward pass uses the fetched KV."""
     async with routing(fleet) as router:
         arenas = {server.url: arena_files(server.pid)[0] for server in fleet.pd.servers}
         before = {url: snapshot(arena) for url, arena in arenas.items()}
@@ -238,7 +238,7 @@ async def test_one_damaged_byte_at_a_holder_is_another_answer(
 async def test_log_probabilities_of_a_prompt_whose_prefix_is_fetched(
     fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """The reader computes what is asked for with what it fetches. The twin: one damaged bit of that."""
+    """The reader computes log probabilities with fetched KV. The twin: one damaged bit of that KV."""
     async with routing(fleet) as router:
         for damaged in (False, True):
             arenas = {server.url: arena_files(server.pid)[0] for server in fleet.pd.decode}

@@ -1,4 +1,4 @@
-"""Several prefill and decode servers: any pair serves, and whoever dies takes nothing of the others along.
+"""Several prefill and decode servers: any pair serves, and a death takes nothing of the others along.
 
 Deaths are placed: a hand-over is held at a step, and then one of its sides is killed or stopped.
 """
@@ -50,8 +50,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 End = Callable[[Router, aiohttp.ClientSession], Awaitable[None]]
 FREED_SECONDS = 20.0
-"""Within which a survivor has freed what a dead peer's requests held, on a machine with other work; the
-answers name the verdict, so that nothing else can have ended them. `pd_faults` holds it to five seconds."""
+"""The time within which a survivor has freed the resources of a dead peer's requests, on a machine with other
+work; the answers name the verdict, so that nothing else can have ended them. `pd_faults` holds it to five
+seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_a_killed_decode_server_frees_prefill_and_the_other_serves(rig: Rig) -> 
 
 
 def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> None:
-    """And what a hint has announced to it."""
+    """Also with a hint for the killed server: the request of the hint is served all the same."""
     decode, (other, gone) = rig.pd.decode[0], (each.server for each in rig.pd.prefill)
 
     def dies_in_a_hand_over() -> None:
@@ -286,8 +287,8 @@ def pushed_ahead(rig: Rig, prompt: list[int]) -> tuple[int, int]:
 
 
 def test_deaths_while_prefill_writes_into_decode(pushing: Rig) -> None:
-    """Push by layer: who writes stands still, and its reader may have the pages for others; then the reader
-    dies. Before, they give right answers, and keep no KV."""
+    """Push by layer: the writer stands still, and its reader may have the pages for other requests; then the
+    reader dies. Before, they give right answers, and keep no KV."""
     pd, folders = pushing.pd, pushing.prefill_faults
     prefill, decode, prompt = pd.prefill[0].server, pd.decode[0], prompt_of(12, 200)
     calls = prefill.pool_calls()

@@ -161,7 +161,7 @@ async def test_one_damaged_bit_is_seen(
 async def test_the_kv_of_a_prompt_comes_once(
     samples: int, rig: Rig, router: Router, client: aiohttp.ClientSession
 ) -> None:
-    """Where decode keeps KV: each sample then brings what follows the last whole page. Where decode keeps
+    """Where decode keeps KV, each sample brings the tokens after the last whole page. Where decode keeps
     none, each sample brings all of it."""
     decode = rig.pd.decode[0]
     flags = decode.spec.flags

@@ -1,7 +1,7 @@
-"""What one prefill server has no DRAM for any more, an idle one keeps (KVDirect, section 7).
+"""An idle prefill server keeps KV that another one evicts from its DRAM (KVDirect, section 7).
 
-Two prefill servers and a decode server, which keeps nothing, so that what prefill evicts is lost. Which
-prefill server computes is the test's choice.
+Two prefill servers and a decode server, which keeps nothing, so that what prefill evicts is lost. The test
+chooses the prefill server that computes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def servers(leak_guard: LeakGuard) -> Iterator[Servers]:
 
 
 class Rig:
-    """A router in front of them, and what a test says to it."""
+    """A router in front of them, and the test's requests to it."""
 
     def __init__(self, router: Router, servers: Servers, client: aiohttp.ClientSession) -> None:
         self.router, self.servers, self.client = router, servers, client

@@ -34,7 +34,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where decode looks for what is wrong with it."""
+    """The folder in which decode looks for faults."""
     return tmp_path_factory.mktemp("decode-faults")
 
 
@@ -102,7 +102,7 @@ def test_ranks_meet_on_loopback(servers: tuple[PdServers, ServerProcess]) -> Non
 
 
 def test_one_damaged_bit_is_another_answer(servers: tuple[PdServers, ServerProcess], faults: Path) -> None:
-    """The twin of the test above: a bit of what has come, at decode."""
+    """The twin of the test above: one bit of the received KV, at decode."""
     pd, truth = servers
     prompt = prompt_of(5, 203)
     with fault(faults, "damage"):

@@ -67,7 +67,8 @@ def server(
     with leak_guard.adopting():
         process = ServerProcess(spec)
         process.start()
-    # What compiles at first use holds up its agent, on a busy machine for longer than a death takes to tell.
+    # Compile now: a compilation at first use holds up its agent, on a busy machine for longer than a silence
+    # that counts as death.
     process.generate(list(range(100, 1000)), max_new_tokens=2)
     process.flush()
     yield process
@@ -87,7 +88,7 @@ async def router(port: int, server: ServerProcess) -> AsyncIterator[Router]:
 async def said_and_pushed_out(
     client: aiohttp.ClientSession, router: Router, server: ServerProcess, rng: random.Random
 ) -> list[int]:
-    """A conversation of the session ``s`` whose KV HBM has given up; what it continues with."""
+    """A conversation of the session ``s`` whose KV HBM has given up; returns its tokens."""
     prompt = random_prompt(rng, TOKENS)
     await generate(client, router.url, prompt, session="s")
     for _ in range(3):
@@ -135,7 +136,7 @@ async def test_a_hinted_request_hits_hbm(server, router, client, rng) -> None:
 
 
 async def test_what_is_brought_is_given_up_under_pressure(server, router, client, rng) -> None:
-    """Case 2: others need HBM after the hint; its request then loads what is gone, and answers the same."""
+    """Case 2: others need HBM after the hint; its request then loads the evicted part and answers alike."""
     prompt = await said_and_pushed_out(client, router, server, rng)
     told = await advise(client, router, session="s")
     await settled(client, router, told["id"])
@@ -194,7 +195,7 @@ async def test_a_high_priority_takes_the_place_of_a_low_one(server, router, clie
         told = await advise(client, router, session=session, priority=int(session == "high"))
         await settled(client, router, told["id"])
         await until(lambda prompt=prompt: held_in_hbm(router, server, prompt) == 75 * BLOCK, 60, session)
-    # What the router guessed when it sent the requests on counts for two seconds.
+    # The router's own guess from sending the requests counts for two seconds.
     await until(lambda: held_in_hbm(router, server, low) < 75 * BLOCK, 60, "the low one to make room")
     for session, prompt in (("high", high), ("low", low)):
         answer, _ = await generate(client, router.url, [*prompt, 7], session=session)
@@ -203,7 +204,7 @@ async def test_a_high_priority_takes_the_place_of_a_low_one(server, router, clie
         assert_same(await cold(client, server, [*prompt, 7]), answer)
 
 
-# -- what nobody holds --------------------------------------------------------------------------------
+# -- uncached prompts ---------------------------------------------------------------------------------
 
 
 async def test_what_nobody_has_is_computed_ahead_and_hit(server, router, client, rng) -> None:
@@ -239,7 +240,7 @@ async def test_a_request_in_the_middle_of_computing_ahead_goes_first(server, rou
         # On a busy machine pieces go on while the request is still on its way to the server.
         if (state, reached <= before + 2 * CHUNK) == ("computing", True):
             break
-        # What was announced is kept for a while, and HBM holds only one such prompt.
+        # An announced prompt is kept for a while, and HBM holds only one of this length.
         await asyncio.to_thread(server.flush)
     else:
         pytest.fail("computing ahead went on beside each request")
@@ -257,7 +258,7 @@ async def test_the_request_itself_finds_what_was_computed_so_far(server, router,
 
 
 async def test_a_full_hbm_keeps_its_running_requests(server, router, client, rng) -> None:
-    """Case 3: nothing of HBM is free. The hint waits below, and whoever runs is not disturbed."""
+    """Case 3: nothing of HBM is free. The hint waits below, and running requests are not disturbed."""
     prompt = await said_and_pushed_out(client, router, server, rng)
     long = random_prompt(rng, HBM_TOKENS - 300)
     running = asyncio.create_task(

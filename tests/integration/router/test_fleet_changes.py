@@ -1,4 +1,4 @@
-"""What changes a whole fleet, on real servers: LoRA adapters, weights and pauses, through the router.
+"""Changes of a whole fleet, on real servers: LoRA adapters, weights and pauses, through the router.
 
 Answers are compared with those of stock servers (SGLang's own radix cache) that have the same adapters, and
 were started with the same weights.
@@ -42,7 +42,7 @@ ADAPTERS = ("one", "two")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With which the tests damage what they test."""
+    """The folder through which the tests damage the servers."""
     return tmp_path_factory.mktemp("hooks")
 
 
@@ -133,7 +133,7 @@ def prompts() -> list[list[int]]:
 def stock(
     folder: Path, adapters: dict[str, Path], prompts: list[list[int]]
 ) -> dict[str | None, list[Answer]]:
-    """What a stock server answers with each adapter, and without one."""
+    """A stock server's answers with each adapter, and without one."""
     spec = ServerSpec(flags=LORA, environment={FOLDER: str(folder)}, run=RUN)
     with ServerProcess(spec) as server:
         for name, path in adapters.items():
@@ -231,7 +231,7 @@ async def test_where_one_server_refuses_an_adapter_none_has_it(
     refused, done = (told[server.url] for server in servers)
     assert (refused["status"], done["status"], done["undone"]) == (400, 200, "set back")
     assert "already" in refused["message"]["error_message"]
-    # Asked by name, a server would load it again: so it is asked what it has loaded.
+    # Asked by name, a server would load it again: so the test reads the list of loaded adapters.
     for server, there in zip(servers, (["one", "two"], ["two"]), strict=True):
         answer = server.post("/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["two"])})
         assert sorted(answer["loaded_adapters"]) == there
@@ -261,7 +261,7 @@ def blocks(server: ServerProcess, tier: str) -> float:
 
 
 def crowd(servers: list[ServerProcess], tokens: int) -> None:
-    """Fill the nearest tiers with so many tokens of prompts that nobody else sends."""
+    """Fill the nearest tiers with so many tokens of prompts that no test sends."""
     rng = random.Random(tokens)
     for server in servers:
         for _ in range(0, tokens, POOL_TOKENS // 2):
@@ -273,7 +273,7 @@ def crowd(servers: list[ServerProcess], tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def tuned_answer(folder: Path, fine_tune: Path, prompts: list[list[int]]) -> Answer:
-    """What a stock server answers that was started with the other weights."""
+    """The answer of a stock server that was started with the other weights."""
     flags = (*LORA, "--model-path", str(fine_tune))
     with ServerProcess(ServerSpec(flags=flags, environment={FOLDER: str(folder)}, run=RUN)) as server:
         return server.generate(prompts[0], max_new_tokens=8)

@@ -1,6 +1,6 @@
 """The router's index of a real server: right within a second of every change, and of no use when in doubt.
 
-What is right is asked of the server itself: a second reader says hello, and is sent a snapshot.
+The truth comes from the server itself: a second reader says hello, and gets a snapshot.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def generate(client: aiohttp.ClientSession, url: str, tokens: list[int], *
 async def test_what_a_server_says_of_itself_is_what_it_is_expected_to_take(
     server: ServerProcess, router: Router, client: aiohttp.ClientSession
 ) -> None:
-    """Its chunks, its running batch of whoever sent it, and how near the estimate came to what was seen."""
+    """Its chunks, its running batch of all clients, and the error of the estimated times."""
     await known(router, server)
     assert router.fleet.batching(server.url).chunk == 512
 
@@ -169,7 +169,7 @@ async def test_what_was_computed_is_known_and_what_was_evicted_is_not(
     slowest = 0.0
     for tokens in prompts:
         await generate(client, router.url, tokens)
-        router.trees.forget(server.url)  # only what is told counts here, not the guess
+        router.trees.forget(server.url)  # only the server's events count here, not the guess
         took = await until(
             lambda tokens=tokens: held(router, server, tokens).tokens >= 20 * BLOCK, WITHIN_S, "an insertion"
         )
@@ -325,7 +325,7 @@ async def test_two_routers_over_redis_know_one_server_and_each_others_sessions(
 async def test_both_workers_of_a_router_know_what_the_server_holds(
     server: ServerProcess, port: int, key_file: Path, client: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """Also one that is started anew after it was killed."""
+    """Also a worker that is started anew after it was killed."""
     log, alone = tmp_path / "log", re.compile(r"worker (\d+) is process (\d+), alone at (http://\S+)")
     flags = ("--port", str(port), "--policy", "prompt-tree", "--cluster-key-file", str(key_file))
     command = [sys.executable, "-m", "sglang_ext.router", "--workers", "2", *flags]

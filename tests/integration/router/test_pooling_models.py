@@ -254,7 +254,7 @@ async def test_answers_are_those_of_a_stock_server(rig: Rig) -> None:
 
 
 async def test_the_stand_in_answers_alike(rig: Rig) -> None:
-    """In form, so that what the router's other tests say of these APIs is true of servers."""
+    """In form, so that results of the router's other tests of these APIs hold for servers."""
     worker = StandInWorker(generates=rig.router.fleet.model.model.kind is ModelKind.GENERATES)  # type: ignore[union-attr]
     async with running_worker(worker):
         for path, bodies in rig.kind.bodies.items():
@@ -292,7 +292,7 @@ async def test_a_prefix_that_requests_share_is_computed_once(rig: Rig) -> None:
         assert record.prompt_tokens == prompt
         assert int(headers["x-kv-matched-tokens"]) >= 0.8 * prompt / 2
 
-        # The twin: the same with another first word finds nothing cached, but for what its own prompts share.
+        # The twin: the same with another first word finds nothing cached but its own prompts' prefix.
         status, _, headers = await rig.ask(rig.router.url, path, about("Not " + query, [" Else."]))
         assert status == 200
         asked = home if headers["x-kv-instance"] == home.url else other

@@ -43,7 +43,7 @@ def port() -> int:
 
 @dataclass(frozen=True)
 class Rig:
-    """A stock server, and one that registers with a router at `port`."""
+    """A stock server, and a server of ours that registers with a router at `port`."""
 
     kind: Kind
     stock: ServerProcess

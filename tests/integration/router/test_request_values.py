@@ -1,4 +1,4 @@
-"""No request ends a server, whatever its fields hold; one that would is not given to a whole fleet."""
+"""No request ends a server, whatever its fields hold; a request that would is not passed to a whole fleet."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ ORDINARY: dict[str, Json] = {
     "log probabilities": {"logprobs": True, "top_logprobs": 3},
     "choices": {"n": 2, "temperature": 1},
 }
-"""Of a chat: what a server first does for some request."""
+"""Fields of a chat for which a server sets something up at its first use."""
 
-# What ended a server, or was answered with 500, before it was refused by name.
+# Requests that ended a server, or were answered with 500, before they were refused by name.
 REFUSED: list[tuple[str, Json, str]] = [
     ("/generate", {"text": "a", "sampling_params": {"top_k": 2**31}}, "top_k"),
     ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"5": 1e300}}}, "logit_bias"),

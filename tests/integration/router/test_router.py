@@ -105,7 +105,7 @@ async def test_answers_are_those_of_the_server(
 
 
 def _essence(body: bytes, stream: bool) -> Json:
-    """What must not depend on the way: texts, tokens and reasons; not ids, times and how it was cut up."""
+    """The parts that must not depend on the way: texts, tokens and reasons; not ids, times and cuts."""
     events = body.split(b"\n\n") if stream else [body]
     values: list[Any] = []
     for event in filter(None, events):
@@ -353,7 +353,7 @@ async def test_conversations_stay_where_their_prefix_is(
             history.append({"role": "user", "content": f"And part {turn}?"})
     assert all(len(home) == 1 for home in homes)
     assert set.union(*homes) == {instance.name for instance in router.fleet.usable()}
-    # The router foresees what the servers find, answers included.
+    # The router foresees the servers' cache hits, answers included.
     value = router.metrics.registry.get_sample_value
     cached = value("sglang_ext_router_cached_tokens_total") or 0.0
     assert abs((value("sglang_ext_router_matched_tokens_total") or 0.0) - cached) < 0.1 * cached

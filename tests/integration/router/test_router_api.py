@@ -106,7 +106,7 @@ def model_of(router: Router) -> str:
 
 
 async def _cached(router: Router, client: aiohttp.ClientSession, path: str, tenant: str) -> int:
-    """What the server itself says it found."""
+    """The server's own count of cached tokens."""
     headers = {"authorization": f"Bearer {KEYS[tenant]}", "x-request-id": f"{tenant}{path.replace('/', '-')}"}
     body = {**BODIES[path], "model": model_of(router)}
     async with client.post(router.url + path, json=body, headers=headers) as answer:
@@ -403,7 +403,7 @@ async def test_no_request_harms_a_server(
 ) -> None:
     """A corpus of broken requests, others made of it, and what schemathesis makes of the description, at real
     servers."""
-    # Whether a busy machine's servers answer probes in time is not what is asked here.
+    # This test does not check whether a busy machine's servers answer probes in time.
     router: Router = await start(health_check_timeout_secs=20.0)
     assert await asyncio.to_thread(send_broken, router.url, never_ours) == len(BROKEN)
     examples = 60 if long_run else 3

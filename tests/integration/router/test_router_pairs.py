@@ -96,13 +96,13 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(leak_guard: LeakGuard, port: int, faults: Path) -> Iterator[tuple[PdServers, ServerProcess]]:
-    """One prefill and one decode server, and one that does both by itself."""
+    """One prefill and one decode server, and a colocated one."""
     told = tells(f"http://127.0.0.1:{port}")
     prefill = ServerSpec(flags=(*FLAGS, *told), environment=STRICT)
     decode = FaultySpec(flags=(*DECODE_FLAGS, *told)).looking_at(faults)
     with leak_guard.adopting(), pd_servers([prefill], [decode], [ServerSpec(flags=FLAGS)]) as (pd, others):
         yield pd, others[0]
-        pd.prefill[0].server.stop()  # which may not be the one that was started here
+        pd.prefill[0].server.stop()  # a restarted server may have replaced the first one
 
 
 def said(body: bytes, *, stream: bool) -> str:
@@ -215,7 +215,7 @@ async def test_a_decode_server_with_another_rope_is_refused_by_its_name(
     body = {"input_ids": prompt, "sampling_params": GREEDY}
     with ServerProcess(replace(first.spec, flags=flags)) as other:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as client:
-            # One that does not know what they registered with.
+            # A router without the servers' registrations.
             async with (
                 Router(RouterConfig(worker_urls=(prefill.url, other.url), port=0)) as router,
                 client.post(f"{router.url}/generate", json=body) as refused,
@@ -467,7 +467,7 @@ async def test_sixteen_at_a_time(cluster: tuple[PdServers, ServerProcess]) -> No
 
 
 async def test_an_abort_ends_the_named_request_only(cluster: tuple[PdServers, ServerProcess]) -> None:
-    """Not those whose names begin with the same characters."""
+    """Requests whose names begin with the same characters go on."""
     pd, _ = cluster
     config = RouterConfig(worker_urls=tuple(server.url for server in pd.servers), port=0)
     async with (
@@ -538,7 +538,7 @@ async def said_and_pushed_out(
     answer, _ = await generate(client, router.url, prompt, session="s")
     said = [*prompt, *answer.tokens]
     known = len(said) // BLOCK * BLOCK
-    for server in pd.servers:  # what decode computed goes back to prefill
+    for server in pd.servers:  # decode's KV goes back to prefill
         await until(lambda s=server: holds(router, s, said).tokens >= known, 20, "both to hold it")
         await asyncio.to_thread(server.wait_idle)
     last = {}
@@ -628,7 +628,7 @@ async def test_a_hint_that_has_expired_changes_no_answer(
     client: aiohttp.ClientSession,
     rng: random.Random,
 ) -> None:
-    """Its request is chosen for like any other; the twin is told in time, and is."""
+    """Its request is placed like any other; the twin's request comes in time, and follows the hint."""
     pd, alone = cluster
     async with Router(RouterConfig(port=port, policy="prompt-tree")) as router:
         router.agents.verdict_s = 20.0

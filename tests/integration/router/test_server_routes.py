@@ -1,5 +1,5 @@
-"""Routes of SGLang's server beside OpenAI's and Anthropic's, through a router: each answer is the one that a
-server gives when it is asked directly."""
+"""Routes of SGLang's server beside OpenAI's and Anthropic's, through a router: each answer equals the answer
+to a direct request."""
 
 from __future__ import annotations
 
@@ -254,6 +254,6 @@ async def test_a_question_of_megabytes_reaches_no_server_and_holds_up_no_other_c
     assert await statuses == [200] * 6
     assert Event.LOST not in events
     assert all(row.state in USABLE for row in router.fleet.rows.values())
-    # The twin: what may be asked is answered, as by a server.
+    # The twin: an allowed request is answered, as by a server.
     theirs, _ = await ask(client, servers[0].url + path, body(TEXT))
     assert (await ask(client, router.url + path, body(TEXT)))[0] == theirs

@@ -1,4 +1,4 @@
-"""A stock SGLang server that publishes KV events: the router knows what it holds, and what it has evicted."""
+"""A stock SGLang server that publishes KV events: the router follows its cached and evicted blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def known(index: Index, name: str, tokens: list[int]) -> int:
 
 
 class Deaf(StockReplica):
-    """Hears of no removal."""
+    """Ignores removals."""
 
     def _removed(self, names: list[int]) -> None:
         """Nothing."""
@@ -77,7 +77,7 @@ async def test_what_is_evicted_is_known_where_requests_alone_would_not_tell(
     assert facts.events is not None
     assert facts.events.topic == "kv"
 
-    # Twins: one is not told of evictions, one knows only what passes by.
+    # Twins: one ignores evictions, one infers the cache from requests alone.
     deaf, believing = Index(FakeClock()), Index(FakeClock(), mode="approximate")
     with monkeypatch.context() as patch:
         patch.setattr("sglang_ext.router.index.index.StockReplica", Deaf)
@@ -101,11 +101,11 @@ async def test_what_is_evicted_is_known_where_requests_alone_would_not_tell(
     await until(lambda: replica.next == truth.next, 20, "the twin's events")
 
     told = [known(router.trees, server.url, tokens) for tokens in prompts]
-    assert told[0] == 5 * BLOCK, told  # evicted, up to what the others share
+    assert told[0] == 5 * BLOCK, told  # evicted, up to the prefix that the others share
     assert told[-1] == 25 * BLOCK, told
     assert known(deaf, server.url, prompts[0]) == 25 * BLOCK
     assert known(believing, server.url, prompts[0]) == 25 * BLOCK
-    # The server itself says so. Asked from behind, as what it computes anew takes the room of the oldest.
+    # The server itself confirms it. Prompts are sent last first, since new KV takes the room of the oldest.
     for tokens in reversed(prompts):
         expected = known(router.trees, server.url, tokens)
         before = truth.next
@@ -126,6 +126,6 @@ async def test_what_is_evicted_is_known_where_requests_alone_would_not_tell(
 
 
 def all_told(router: Router, server: ServerProcess, prompts: list[list[int]], told: int) -> bool:
-    """Whether no guess is left: all that is matched is within the blocks that the server has told of."""
+    """Whether no guess is left: all matched blocks are within the blocks of the server's events."""
     own = [known(router.trees, server.url, tokens) // BLOCK - 5 for tokens in prompts]
     return own[0] < 20 == own[-1] and 5 + sum(own) <= told

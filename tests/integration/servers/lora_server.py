@@ -2,11 +2,11 @@
 
 SGLang 0.5.23 makes tensors of LoRA in pinned memory, which torch has only beside an accelerator, so that none
 of its LoRA backends starts on a CPU. Here torch makes them in ordinary memory: the backend ``torch_native``
-then computes on a CPU what it computes on a GPU. Nothing else is changed, unless the folder
-(`hooked_server`) has one of these files:
+then computes the same on a CPU as on a GPU. Nothing else is changed, unless the folder (`hooked_server`) has
+one of these files:
 
 - ``mix``: KV has the same name whichever adapter it was computed with;
-- ``no-fence``: the cache is not told of changed weights.
+- ``no-fence``: the cache does not learn of changed weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hooked_server import serve
 
 
 def change(folder: Path) -> None:
-    """Make this process's pinned tensors in ordinary memory, and let the folder damage what is tested."""
+    """Make this process's pinned tensors in ordinary memory, and apply the folder's faults."""
     import torch
 
     for name in ("tensor", "empty", "zeros", "arange"):

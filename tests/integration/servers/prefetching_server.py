@@ -1,8 +1,8 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, which brings prompts to HBM when a file says so.
 
-A file ``NAME.ask`` in its folder (`hooked_server`) holds token ids as JSON. What becomes of it is in
-``NAME.told`` when it has ended: how, and how many tokens are in HBM. In a cluster, an agent asks in this
-place: the scheduler's pass.
+A file ``NAME.ask`` in its folder (`hooked_server`) holds token ids as JSON. Its result is in ``NAME.told``
+when it has ended: how, and how many tokens are in HBM. In a cluster, an agent asks in this place: the
+scheduler's pass.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Its folder (`hooked_server`) says how:
 
 - ``slow``: has the seconds that each pass of the scheduler takes longer;
-- ``damage``: one bit of the KV of whoever is retracted is wrong from then on.
+- ``damage``: one bit of a retracted request's KV is wrong from then on.
 """
 
 from __future__ import annotations
