@@ -388,6 +388,18 @@ class RouterConfig(Flagged):
         "address, may take, on average over a minute. More get a 429. 1 for no limit.",
         NUMBER.where(lambda share: 0.0 < share <= 1.0, "is not a share above 0, up to 1"),
     )
+    client_sessions: int = flag(
+        256,
+        "Sessions (/open_session) that one tenant, or without tenants one address, may have open. One more "
+        "gets a 429.",
+        COUNT,
+    )
+    session_timeout_secs: float = flag(
+        86_400.0,
+        "The longest time-out of a session, and that of one opened without: a server closes a session in "
+        "which nothing was sent for so long.",
+        SECONDS.positive(),
+    )
     max_header_bytes: int = flag(64 << 10, "The largest head of a request.", SIZE.positive())
     max_connections: int = flag(
         16_384,

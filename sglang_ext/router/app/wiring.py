@@ -69,6 +69,7 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import open_tracing
 from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.router.tenancy.budgets import MINUTE_S, Budgets
+from sglang_ext.router.tenancy.open_sessions import OpenSessions
 from sglang_ext.router.tenancy.tenants import KeyRing
 from sglang_ext.router.tokens.tokenizing import TokenizerService, default_threads
 from sglang_ext.tasks import Rounds
@@ -406,13 +407,15 @@ class Parts:
             self.replays,
             local=is_loopback(config.host),
         )
+        open_sessions = OpenSessions(clock, most=config.client_sessions, idle_s=config.session_timeout_secs)
+        self.metrics.show_table("open-sessions", open_sessions)
         documents = DocumentsApi(self.documents, self.fleet, clock, config.document_ttl_secs, self.queries)
         self.routes = RouteTable(
             [
                 *generation_routes(self.generation),
                 *self.information.routes(),
                 *control.routes(),
-                *Sessions(self.fleet, self.api, shared, self.homes).routes(),
+                *Sessions(self.fleet, self.api, shared, self.homes, open_sessions).routes(),
                 *cluster.routes(),
                 *self.advisory.routes(),
                 *documents.routes(),

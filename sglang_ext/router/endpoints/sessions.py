@@ -3,19 +3,19 @@
 A session is kept by the server that opened it. Requests that name it in ``session_params`` go there
 (``Job.pinned_to``), whichever router they come to: a name given by the router contains the session's
 instance, and routers inform each other of names chosen by clients, as of responses that are kept. At the
-server, a tenant's session has a name of the tenant's own.
+server, a tenant's session has a name of the tenant's own. Each has a time-out, and each client a limit on
+those that it has open (``OpenSessions``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import orjson
 
 from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.api.dialect import worker_lost
-from sglang_ext.router.api.job import MAX_SESSION_CHARS, session_key
+from sglang_ext.router.api.job import MAX_SESSION_CHARS, session_key, session_of_key
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import Json, check_fields, kinds, parse_json_object
 from sglang_ext.router.dispatch.choosing import no_worker
@@ -24,10 +24,13 @@ from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S
 from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.fleet.instance_record import InstanceRecord
+from sglang_ext.router.fleet.lifecycle import Event, State
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
 from sglang_ext.router.http.types import JSON_TYPE, ConnectFailed, Request, RequestRefused, Responder
 from sglang_ext.router.policies import Role
 from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.open_sessions import OpenSessions
 from sglang_ext.router.tenancy.tenants import Caller
 
 _OPENED = kinds(count="capacity_of_str_len", string="session_id", boolean="streaming", number="timeout")
@@ -43,15 +46,19 @@ class Sessions:
         api: reaches them.
         shared: finds the instances that keep sessions.
         homes: learns where sessions are opened.
+        open: counts the sessions of each client.
     """
 
-    def __init__(self, fleet: Fleet, api: WorkerApi, shared: SharedRequests, homes: Homes) -> None:
+    def __init__(
+        self, fleet: Fleet, api: WorkerApi, shared: SharedRequests, homes: Homes, open: OpenSessions
+    ) -> None:
         self._fleet = fleet
         self._api = api
         self._shared = shared
         self._homes = homes
-        self._opened: Counter[str] = Counter()
-        """Sessions that this router has had an instance open."""
+        self._open_sessions = open
+        shared.used.subscribe(self._used)
+        fleet.happened.subscribe(self._happened)
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -66,13 +73,16 @@ class Sessions:
                 "capacity_of_str_len is missing", param="capacity_of_str_len", code="missing"
             )
         caller = record.caller
-        body = {field: payload[field] for field in _OPENED if field in payload}
+        owner = caller.scope if record.budget is None else record.budget.owner
+        self._open_sessions.check(owner)
+        timeout = self._open_sessions.timeout(payload.get("timeout"))
+        body = {field: payload[field] for field in _OPENED if field in payload} | {"timeout": timeout}
         home, name, answer = await self._opened_at(_name_in(payload), body, caller)
         record.status, record.instance = answer.status, home
         if answer.status != 200:
             await _pass_on(home, answer, responder)
             return
-        self._opened[home] += 1
+        self._open_sessions.opened(owner, caller.scope, name, home, timeout)
         self._homes.keep(caller.scope, session_key(name), home)
         await responder.send(200, {"content-type": JSON_TYPE, "x-kv-instance": home}, orjson.dumps(name))
 
@@ -83,7 +93,9 @@ class Sessions:
         """
         former = None if given is None else await self._shared.found(caller.scope, session_key(given))
         fleet = [instance for instance in self._fleet.usable() if instance.role is Role.COLOCATED]
-        fleet.sort(key=lambda each: (each.name != former, each.in_flight, self._opened[each.name]))
+        fleet.sort(
+            key=lambda each: (each.name != former, each.in_flight, self._open_sessions.kept_by(each.name))
+        )
         for instance in fleet:
             name = given or session_named_after(instance.name)
             sent = body | {"session_id": caller.scope + name}
@@ -107,10 +119,18 @@ class Sessions:
         except ConnectFailed as error:
             raise home_lost(key, home, str(error)) from error
         if answer.status == 200:
-            self._opened[home] -= 1
+            self._open_sessions.closed(caller.scope, name)
             self._homes.forget(caller.scope, key)
         record.status, record.instance = answer.status, home
         await _pass_on(home, answer, responder)
+
+    def _used(self, scope: str, key: str) -> None:
+        if (name := session_of_key(key)) is not None:
+            self._open_sessions.used(scope, name)
+
+    def _happened(self, record: InstanceRecord, event: Event, state: State) -> None:
+        if event is Event.RESTARTED or state is State.LEFT:
+            self._open_sessions.left(record.name)
 
     async def _call(self, instance: str, path: str, body: Json) -> Answer:
         try:

@@ -22,6 +22,7 @@ from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.explain import Explainer
 from sglang_ext.router.dispatch.flight import Homes, no_home
 from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.signals import Signal
 
 
 class SharedRequests:
@@ -37,6 +38,8 @@ class SharedRequests:
         self._aborting = aborting
         self._explainer = explainer
         self._homes = homes
+        self.used: Signal[[str, str]] = Signal()
+        """A client asks for a response, or sends something in a session: (its scope, the key of ``home``)."""
         queries.answer(AbortAsked, self._answer_abort)
         queries.answer(ExplainAsked, self._answer_explain)
         queries.answer(ResponseAsked, self._answer_response)
@@ -74,6 +77,7 @@ class SharedRequests:
         """
         if (found := await self.found(scope, key)) is None:
             raise no_home(key)
+        self.used(scope, key)
         return found
 
     async def found(self, scope: str, key: str) -> str | None:
