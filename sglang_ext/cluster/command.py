@@ -20,7 +20,8 @@ from rich.console import Console
 from sglang_ext.addresses import Ports
 from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import host_facts
-from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls, with_environment
+from sglang_ext.cluster.plan import Door, HostFacts, Keys, Part, make_plan, speaks_tls, with_environment
+from sglang_ext.cluster.process import environment_of
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
@@ -28,6 +29,8 @@ from sglang_ext.folders import own_folder
 from sglang_ext.patches.environment import require_temporary
 
 PROG = ClusterConfig.prog
+CHECK_FLAG = "--check"
+"""Of the router: check the flags, and end."""
 LOG_FOLDER_PREFIX = "sglang-ext-cluster-"
 RUNTIME_FOLDER_PREFIX = "sglang-ext-run-"
 
@@ -138,6 +141,8 @@ async def running_cluster(
         router_port, door = open_door(config, ports, keys.servers.parent)
         server_ports = ports.free_after(router_port, config.ports)
         parts = make_plan(config, host or host_facts(), router_port, server_ports, keys, door)
+        if config.router_args:
+            await check_router(parts[-1])
         cluster = Cluster(
             parts,
             log_dir,
@@ -148,6 +153,31 @@ async def running_cluster(
         )
         async with cluster:
             yield cluster
+
+
+async def check_router(part: Part) -> None:
+    """Have a router check its flags, before servers take minutes to start.
+
+    Raises:
+        ConfigError: it refuses one of ``--router-args``.
+    """
+    checking = await asyncio.create_subprocess_exec(
+        *part.command,
+        CHECK_FLAG,
+        env=environment_of(part, os.environ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        _, said = await checking.communicate()
+    finally:
+        if checking.returncode is None:
+            checking.kill()
+            await checking.wait()
+    if checking.returncode:
+        words = said.decode(errors="replace").strip().splitlines() or [f"status {checking.returncode}"]
+        raise ConfigError(f"the router refuses its flags: {words[-1]}", field="--router-args")
 
 
 class _Stopper:

@@ -15,6 +15,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = RouterConfig.prog) 
     """Run until interrupted. Returns the exit status: 0, 1 for a failure, 2 for a wrong flag."""
     try:
         config = RouterConfig.parse(arguments, prog=prog)
+        if config.check:
+            return 0
         run(config) if config.workers == 1 else run_workers(config)
     except UserError as error:
         sys.stderr.write(f"router: {error}\n")

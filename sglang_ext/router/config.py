@@ -132,6 +132,7 @@ class RouterConfig(Flagged):
         "/metrics and /explain of each are at a port of its own, which the log names.",
         COUNT.where(lambda workers: 1 <= workers <= 64, "is not 1 to 64"),
     )
+    check: bool = flag(False, "Check the flags, and end: with status 2 where one is wrong.")
     listen_fds: tuple[int, ...] = flag(
         (),
         "Inherited sockets to accept connections from, bound to --host and --port by whoever starts the "

@@ -433,6 +433,21 @@ def test_servers_on_a_cpu_get_more_time_for_probes() -> None:
     assert flag_value(plan(HostFacts(8, 2))[-1].command, flag) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [(("--queue-policy", "nothing"), "--queue-policy"), (("--polcy", "cost"), "--polcy")],
+)
+async def test_what_the_router_refuses_starts_no_server(
+    given: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
+    config = ClusterConfig(model_path="m", port=0, router_args=given)
+    with pytest.raises(ConfigError, match=named) as caught:
+        async with running_cluster(config, tmp_path, host=CPU):
+            pass
+    assert caught.value.field == "--router-args"
+    assert not os.listdir(tmp_path), "no part has a log"
+
+
 def test_keys_are_not_shown() -> None:
     """Nor passed on a command line, where everybody on the machine could read them."""
     router = plan(router_args=("--api-key", "secret", "--worker-api-key=hidden", "--queue-size", "3"))[-1]
