@@ -423,7 +423,7 @@ def fixed_roles(config: ClusterConfig) -> str:
 
 
 def _refuse_workers(router_args: Sequence[str]) -> None:
-    """Refuse before any server starts what a router with inherited sockets refuses."""
+    """Refuse worker counts that a router with inherited sockets refuses, before any server starts."""
     workers = flag_value(router_args, WORKERS_FLAG)
     if workers not in (None, "1"):
         raise ConfigError(

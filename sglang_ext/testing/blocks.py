@@ -29,7 +29,9 @@ def prefix_keys(prefix: int, blocks: int, start: int = 0) -> list[bytes]:
 
 
 def contents(layout: BlockLayout, namespace: bytes, key: bytes) -> npt.NDArray[np.uint8]:
-    """What belongs under a key: bytes that differ for every key, namespace and place in the block."""
+    """The contents of the block of a key: bytes that differ for every key, namespace and position in the
+    block.
+    """
     seed = int.from_bytes(key + namespace[:4], "little")
     return np.random.default_rng(seed).integers(0, 256, layout.block_bytes, dtype=np.uint8)
 

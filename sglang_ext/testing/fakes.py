@@ -71,8 +71,8 @@ class FakeClock:
 class Stopwatch:
     """Seconds by the real clock, less those in which this process got no core.
 
-    For upper limits in tests of what has to happen in time: on a busy machine a verdict may be seconds late
-    that fell in time. A thread that does nothing but sleep finds out for how long it was not woken.
+    For upper limits in tests of deadlines: on a busy machine, a process without a core may observe an event
+    seconds after it happened. A thread that does nothing but sleep finds out for how long it was not woken.
 
         with Stopwatch() as watch:
             ...

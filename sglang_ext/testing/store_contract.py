@@ -5,7 +5,8 @@
             store = Store(RadixTree(BLOCK))
             return Rig(store, Tier.DRAM, MyTier(store, blocks))
 
-`run_store_model` makes random calls, and compares each block of the index with what was put there.
+`run_store_model` makes random calls, and compares each block of the index with the bytes that the calls
+wrote.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ NAMESPACE = ("space",)
 
 @dataclass
 class Rig:
-    """A store with the tier under test, empty. close: gives back what is not Python's."""
+    """A store with the tier under test, empty. close: releases resources that Python does not collect, such
+    as memory and files.
+    """
 
     store: Store
     level: Tier
@@ -220,7 +223,8 @@ class StoreContract(abc.ABC):
 
 
 class StoreModel(RuleBasedStateMachine):
-    """Random reservations against a dict of what was written where. Prompts begin alike in all ways."""
+    """Random reservations against a dict of the bytes written to each place.
+    Prompts share prefixes of all kinds."""
 
     def __init__(self, rig: Rig) -> None:
         super().__init__()
@@ -273,7 +277,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(1, CAPACITY))
     def take(self, blocks: int) -> None:
-        """Somebody needs memory, and overwrites it."""
+        """Another user reserves memory and overwrites it."""
         store = self.rig.store
         taken = store.reserve(self.rig.level, NAMESPACE, prompt(1, blocks), Use.RETURN)
         if isinstance(taken, Reservation):
@@ -317,7 +321,7 @@ class StoreModel(RuleBasedStateMachine):
 
 
 def run_store_model(open_rig: Callable[[int], Rig], *, examples: int = 60, shrink: bool = True) -> None:
-    """Raises what an oracle has found."""
+    """Raises the error of the first oracle that fails."""
 
     class Opened(StoreModel):
         def __init__(self) -> None:

@@ -42,7 +42,7 @@ class TierContract(abc.ABC):
 
     @abc.abstractmethod
     def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
-        """A new tier, or for a durable one, what was left at `tmp_path`."""
+        """A new tier; a durable tier opens the blocks that an earlier one left at `tmp_path`."""
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[BlockTier]:
@@ -308,7 +308,7 @@ class TierContract(abc.ABC):
 
     @pytest.mark.parametrize("seed", range(3))
     def test_random_use_agrees_with_a_dict(self, tier: BlockTier, seed: int) -> None:
-        """Nothing is found that was not put, and what is found is right."""
+        """Lookups find only keys that were put, and return the right bytes."""
         choose = random.Random(seed)
         put: set[tuple[bytes, bytes]] = set()
         held: list[Get] = []
@@ -373,7 +373,9 @@ class TierContract(abc.ABC):
 
 
 class DurableTierContract(TierContract):
-    """The suite for tiers whose blocks survive them: `open_tier` finds what was left at `tmp_path`."""
+    """The suite for tiers whose blocks survive them: `open_tier` opens the blocks that an earlier tier left
+    at `tmp_path`.
+    """
 
     def test_it_is_found_again(self, tier: BlockTier, tmp_path: Path) -> None:
         assert tier.durable

@@ -39,7 +39,7 @@ Layers = dict[int, npt.NDArray[np.uint8]]
 
 @dataclass(slots=True, eq=False)
 class MemoryPut(Put):
-    """layers: what has been put so far, by layer: shape (missing, layer bytes)."""
+    """layers: the layers put so far, by number: shape (missing, layer bytes)."""
 
     layers: Layers = field(default_factory=dict)
     open: bool = True
@@ -281,7 +281,7 @@ class FaultyTier(WrappedTier):
             with self._lock:
                 kept = self._random.randrange(read.blocks)
             get.blocks = min(get.blocks, kept)
-            memory.layers[layer][ids[kept:]] ^= 0xFF  # what did not verify is not what was put
+            memory.layers[layer][ids[kept:]] ^= 0xFF  # damage the bytes that fail to verify
             return LayerRead(kept, self._pick(Outcome.IO_ERROR, Outcome.DAMAGED))
         return read
 
@@ -321,7 +321,7 @@ class GatedTier(WrappedTier):
         tier.close_gate("get_layer")
         ... start a thread that reads ...
         tier.wait_until_stopped("get_layer")
-        ... do what the read has to survive ...
+        ... place the event here ...
         tier.open_gate("get_layer")
 
     Gates: `put_layer`, `complete_puts`, `get_layer`.

@@ -12,9 +12,9 @@ Two properties matter to a KV cache and are tested:
 
 - The tokens of a chat prompt are a strict prefix of the tokens of the next turn's prompt. Every newline is a
   token of its own, so nothing that follows the generation prompt can merge into it.
-- What a tiny model answers re-tokenises to the ids it generated (`emitted_ids`: which ids that holds for). A
-  pre-token that is an entry is taken whole (`ignore_merges`), so any sequence of entries of the form
-  "space, letters" comes back as itself; the models' initialisation favours these entries, see `models.py`.
+- The answer of a tiny model re-tokenises to the ids it generated (`emitted_ids` defines for which ids). A
+  pre-token that is an entry is taken whole (`ignore_merges`), so any sequence of entries of the form "space,
+  letters" comes back as itself; the models' initialisation favours these entries, see `models.py`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def tokenizer_json(*, vision: bool = False) -> dict[str, Any]:
 
 
 def tokenizer_config(context_length: int) -> dict[str, Any]:
-    """What transformers' AutoTokenizer reads beside tokenizer.json."""
+    """The fields that transformers' AutoTokenizer reads besides tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,

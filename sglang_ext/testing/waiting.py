@@ -1,4 +1,4 @@
-"""Waiting for what nobody announces: a condition and a deadline, never a fixed time."""
+"""Waiting for events without a notification: a condition and a deadline, never a fixed time."""
 
 from __future__ import annotations
 

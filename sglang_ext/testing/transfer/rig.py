@@ -174,7 +174,7 @@ class ListReceiver:
         self.discarded = 0
 
     async def claim(self, pool: str, blocks: Ids, request: str) -> float | None:
-        """Only what was set aside, and by no more than so many."""
+        """Accept only blocks that were set aside, each for at most `writers` writers at a time."""
         named = tuple(blocks.tolist())
         if not self.aside.issuperset(named) and not 0 < self.writing[named] < self.writers:
             raise RefusedError("blocks", f"{blocks.tolist()} were not set aside")
@@ -189,7 +189,7 @@ class ListReceiver:
             self.written.append(blocks.tolist())
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """They may be named again, once nobody has them."""
+        """The blocks may be granted again once no writer has them."""
         self.discarded += 1
         if not self._left(blocks):
             self.aside |= set(blocks.tolist())
@@ -202,7 +202,7 @@ class ListReceiver:
 
 @dataclass
 class Rank:
-    """One endpoint with its pool and what its leases told."""
+    """One endpoint with its pool and the ends that its leases reported."""
 
     endpoint: Endpoint
     pool: Pool

@@ -49,7 +49,7 @@ SECONDS = 20.0
 
 
 class TransportConformance:
-    """What every transport has to do. See the contract in `sglang_ext.disagg.transports`."""
+    """The requirements that every transport meets. See the contract in `sglang_ext.disagg.transports`."""
 
     transport: ClassVar[TransportName]
     seeds: ClassVar[int] = 4
@@ -58,7 +58,7 @@ class TransportConformance:
     """Blocks that the owner rewrites under the reader's eyes."""
 
     def config(self, name: str, **changes: Any) -> EndpointConfig:
-        """The endpoints' configuration; override to give a transport what it needs."""
+        """The endpoints' configuration; override it for a transport that needs other values."""
         values: dict[str, Any] = {"lanes": 2, "piece_bytes": 1 << 16, "heartbeat": 1.0, "dead_after": 10.0}
         return EndpointConfig(name, NAMESPACE, transports=(self.transport,), **{**values, **changes})
 
@@ -299,7 +299,8 @@ class TransportConformance:
                     cancelled += 1
                 if moment < 2:
                     await links[0].drop(f"c{moment}")  # `complete` never ran
-                # Nothing writes to our blocks any more: what we put there stays, while a later read runs.
+                # Nothing writes to our blocks any more: bytes that we put there stay in place while a later
+                # read runs.
                 readers[0].pool.bytes[:] = 0xAA
                 await links[0].links[0].ask(_ping(links[0]), SECONDS)
                 assert (readers[0].pool.bytes == 0xAA).all()
@@ -333,7 +334,7 @@ class TransportConformance:
     async def test_a_pushed_request_is_granted_and_written(self) -> None:
         for seed in range(max(1, self.seeds // 2)):
             shape = Shape.random(seed + 80)
-            # The writer is the one that connects; the owner of the memory receives.
+            # The writer connects; the owner of the memory receives.
             async with self.pair(shape) as (receivers, senders, links):
                 receiver, endpoint, (link,) = receivers[0].receiver, senders[0].endpoint, links[0].links
                 fill_alike(senders, shape, seed)
