@@ -2,7 +2,7 @@
 
     python scripts/compile_router.py
 
-Does nothing when what is there was compiled of these sources. Ends with 1, and says why, where that cannot be
+Does nothing when the compiled modules match these sources. Ends with 1, and says why, where that cannot be
 done.
 """
 
@@ -41,8 +41,8 @@ MODULES = (
     "radix_global/locks", "radix_global/node", "radix_global/tree", "radix_global/sync/replica",
     "radix_global/sync/runs", *(f"router/{name}" for name in ROUTER),
 )  # fmt: skip
-"""What a request spends its time in. mypyc ignores what msgspec is told of a class (``frozen``, ``eq``), so
-that such classes have modules of their own, which are left as they are."""
+"""The modules in which a request spends its time. mypyc ignores msgspec's options for a class (``frozen``,
+``eq``), so such classes live in modules of their own, which are not compiled."""
 BUILD = """
 import os, sys
 from mypyc.build import mypycify

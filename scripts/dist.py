@@ -35,7 +35,7 @@ BUILD = (
 
 
 class DistError(Exception):
-    """What is wrong with what was built."""
+    """A built distribution is incomplete or contains unexpected files."""
 
 
 def shipped(tracked: Iterable[str]) -> set[str]:
@@ -44,7 +44,7 @@ def shipped(tracked: Iterable[str]) -> set[str]:
 
 
 def lacking(wanted: Iterable[str], wheel: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What a wheel lacks, and what it has that nobody has written."""
+    """Tracked files that a wheel lacks, and files in it that are not tracked."""
     there = {name for name in wheel if ".dist-info/" not in name and not name.endswith("/")}
     return sorted(set(wanted) - there), sorted(there - set(wanted))
 
@@ -53,7 +53,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> None:
     """Run a command quietly.
 
     Raises:
-        DistError: it fails; with the end of what it said.
+        DistError: it fails; carries the end of its output.
     """
     done = subprocess.run(
         [str(word) for word in command],
@@ -133,8 +133,8 @@ def install(package: Path, scratch: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
     (site,) = venv.glob("lib/python*/site-packages")
-    # A path that stands in a .pth file brings packages, but not the .pth files in it: what is installed here
-    # in editable form stays out of sight.
+    # A path in a .pth file adds packages, but Python ignores the .pth files in it: packages installed here in
+    # editable form stay out of sight.
     (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     pip = ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
     run(sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed", *pip, package)

@@ -1,4 +1,4 @@
-"""Record what a real SGLang server's answers look like, for the stand-ins to be held to.
+"""Record the answers of a real SGLang server, to check the stand-ins against.
 
     python -m scripts.record_dialect
 

@@ -3,17 +3,17 @@ commands and other programs, moving and keeping KV, and all others (`part_of` in
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
-Each waits much of the time. Each has a temporary folder of its own, because tests look for what they leave
-there. The output of the first is shown as it comes, that of the others when they have ended. Unless arguments
-select tests, two more runs follow when the tests without servers have ended: the RDMA transport's tests in a
-virtual machine (tests/rdma, under a minute), and some tests of the compiled modules with their sources, which
-is what runs where there is no C compiler. No test runs a second time: one that fails is a finding. How each
-part ended is said at the end, and the worst status of all is the run's. `--fast` runs the tests
-that start no server and are not marked slow.
+Each waits much of the time. Each has a temporary folder of its own, because tests check it for leftovers. The
+output of the first is shown as it comes, that of the others when they have ended. Unless arguments select
+tests, two more runs follow when the tests without servers have ended: the RDMA transport's tests in a virtual
+machine (tests/rdma, under a minute), and some tests of the compiled modules with their sources, which is what
+runs where there is no C compiler. No test runs a second time: a failed test is a finding. How each part ended
+is said at the end, and the worst status of all is the run's. `--fast` runs the tests that start no server and
+are not marked slow.
 
 Processes that a part has left fail the run, also those that have no parent any more. SIGINT, SIGTERM and
-SIGHUP end all that the run has started: first the parts as Ctrl-C does, so that they take down what they set
-up, then what remains.
+SIGHUP end every process that the run has started: first the parts, as Ctrl-C does, so that they take down
+their servers and files, then the remaining processes.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ SKIPPED = 77
 NO_TESTS = 5
 """pytest's status when nothing was selected, as -k may do for some of the parts."""
 END_SECONDS = 5.0
-"""Time for the parts to take down what they set up when the run is ended, and then for guards of servers to
-end them, as their supervisor is gone, and remove their shared memory."""
+"""Time for the parts to clean up when the run is ended, and then for the guards of servers, whose supervisor
+is gone, to end the servers and remove their shared memory."""
 REAP_SECONDS = 0.3
-"""How often what has lost its parent and ended is looked for."""
+"""Interval, in seconds, at which ended orphans are looked for."""
 ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 
 
 def parts_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """What to call the processes of a run with such arguments, and what selects the tests of each; the output
-    of the first is shown as it comes."""
+    """Names of the processes of a run with such arguments, each with the arguments that select its tests; the
+    output of the first is shown as it comes."""
     return {
         PARTS[part] + (f" ({share} of {shares})" if shares > 1 else ""): [
             *("--part", part),
@@ -156,8 +156,8 @@ def end(parts: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def end_orphans(seconds: float) -> list[str]:
-    """End what is still below this process when all parts have ended; the commands of what is there after so
-    many seconds."""
+    """End the processes that are still below this one when all parts have ended; returns the commands of
+    those left after so many seconds."""
     guard.wait_until_alone(0, seconds)
     left = []
     for pid in guard.descendants(os.getpid()):
@@ -171,14 +171,14 @@ def end_orphans(seconds: float) -> list[str]:
 def reap_orphans(
     parts: Mapping[str, subprocess.Popen[bytes]], starting: threading.Lock, over: threading.Event
 ) -> None:
-    """Until the run is over, take the status of what has lost its parent and ended, as init would: tests look
-    whether it is gone."""
+    """Until the run is over, collect the exit status of ended orphans, as init would: tests look whether the
+    processes are gone."""
     while not over.wait(REAP_SECONDS):
         with starting:
             ours = {part.pid for part in parts.values()}
             for pid in guard.descendants(os.getpid()):
                 if pid not in ours:
-                    with suppress(ChildProcessError):  # somebody else's child
+                    with suppress(ChildProcessError):  # a child of another process
                         os.waitpid(pid, os.WNOHANG)
 
 
@@ -234,6 +234,6 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     for asked in ASKED:
         signal.signal(asked, end_the_run)
-    # What loses its parent hangs below this process from then on, and is found.
+    # From here on, a process that loses its parent becomes a child of this process, and is found.
     guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
     raise SystemExit(main(sys.argv[1:]))

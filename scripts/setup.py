@@ -35,13 +35,15 @@ DISK_NEEDED_GB = 5
 """A finished environment is about 3 GB (torch and triton are half of it), plus the wheels while unpacking."""
 
 FIRST = ("torch",)
-"""Installed with their dependencies: which ones they are depends on the build of torch that pip finds."""
+"""Installed with their dependencies, which differ with the build of torch that pip finds."""
 
 WITHOUT_DEPENDENCIES = ("torchvision==0.28.0",)
-"""Beside SGLang: their metadata asks for CUDA builds; what they need on a CPU is in the extra `cpu`."""
+"""Installed beside SGLang without dependencies: their metadata asks for CUDA builds; the extra `cpu` lists
+the dependencies they need on a CPU.
+"""
 
 FOR_SOME_PYTHONS = ("async-timeout==5.0.1; python_full_version < '3.11.3'",)
-"""What packages need on a Python other than that which has made the lock, such as Debian 12's."""
+"""Packages needed on a Python version other than the lock's, such as Debian 12's."""
 
 HELD_BACK = ("pymdown-extensions<13",)
 """Newer versions need a later Python 3.11 than Debian 12's 3.11.2."""
@@ -51,7 +53,7 @@ BROUGHT_BY_TORCH = ("triton",)
 
 
 class SetupError(Exception):
-    """A sentence for the user: what is missing and what to do."""
+    """A sentence for the user: the missing requirement and how to meet it."""
 
 
 def beside(version: str) -> Path:
@@ -67,7 +69,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def digest(*parts: str) -> str:
-    """A mark that changes when what a step depends on changes."""
+    """A digest that changes when an input of the step changes."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -114,7 +116,7 @@ class Step:
     title: str
     mark: str
     run: Callable[[], str | None]
-    """What became of it, if that is not simply done."""
+    """The outcome of the step, unless it is simply done."""
 
 
 class Environment:
@@ -132,7 +134,7 @@ class Environment:
         """The steps in order; a step whose mark changed makes those after it run again.
 
         Args:
-            compiling: with the one that compiles.
+            compiling: include the step that compiles the hot modules.
         """
         pins = read_pins(CPU) | read_pins(TEST) | read_pins(beside(self.sglang))
         first = [pins[name] for name in FIRST]
@@ -153,7 +155,7 @@ class Environment:
         return steps
 
     def make_venv(self) -> None:
-        """Create the environment, or keep one that works."""
+        """Create the environment, or keep a working one."""
         if self.python.exists():
             code = f"import sys, pip; sys.exit(sys.version_info[:2] != {PYTHON})"
             if subprocess.run([self.python, "-c", code], capture_output=True, check=False).returncode == 0:
@@ -201,7 +203,7 @@ class Environment:
         return subprocess.run([self.python, "-c", code], check=False).returncode == 0
 
     def forget_halves(self) -> None:
-        """Let pip install again what it was killed over.
+        """Let pip install again the packages that it was installing when it was killed.
 
         pip takes a package for installed once its metadata is there, and writes the list of its files
         (RECORD) last: metadata without RECORD is a package that may lack files.
@@ -249,7 +251,7 @@ class Environment:
 
 
 def check_host(venv: Path) -> None:
-    """What has to be there before the first step."""
+    """Check the requirements of the first step."""
     if sys.version_info[:2] != PYTHON:
         raise SetupError(
             f"Python {PYTHON[0]}.{PYTHON[1]} is needed and this is {sys.version.split()[0]} "
@@ -270,7 +272,7 @@ def check_host(venv: Path) -> None:
 
 
 def prepare(venv: Path, sglang: str, *, compiling: bool) -> None:
-    """Run what is not done yet."""
+    """Run the steps that are not done yet."""
     check_host(venv)
     environment = Environment(venv, Progress(4 + compiling), sglang)
     steps = environment.steps(compiling=compiling)
@@ -290,7 +292,7 @@ def prepare(venv: Path, sglang: str, *, compiling: bool) -> None:
 
 
 def asked_by_sglang(wheel: Path) -> list[str]:
-    """What a version of SGLang asks of packages, as constraints; of torch it gets ours."""
+    """The requirements of a version of SGLang, as constraints; torch is pinned to our version."""
     with zipfile.ZipFile(wheel) as packed:
         name = next(name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(packed.read(name))

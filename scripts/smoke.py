@@ -1,5 +1,5 @@
-"""What an installed package must be able to do: ``python -P smoke.py PREFIX VERSION compiled|python`` inside
-its environment.
+"""Smoke test of an installed package: run ``python -P smoke.py PREFIX VERSION compiled|python`` inside its
+environment.
 
 Nothing is downloaded and no server is started. Ends with an error that says what does not work.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 NEEDED = frozenset({"python", "sglang-ext", "sglang", "plugin", "patches"})
-"""What the doctor must find in order. Memory, compilers and the like are the machine's."""
+"""The checks that the doctor must pass. Memory, compilers and the like are the machine's."""
 WITH_SGLANG_ONLY = ("sglang_ext.patches", "sglang_ext.launch_server")
 PROGRAMS = ("sglang_ext.testing.", "__main__")
 """Modules that are run, not imported."""
@@ -35,7 +35,7 @@ def command(*words: str, statuses: tuple[int, ...] = (0,)) -> str:
 
 
 def import_all(package: ModuleType) -> None:
-    """Import every module below a package. Not by `walk_packages`: it imports what is left out, too."""
+    """Import every module below a package. `walk_packages` would import the modules left out here."""
     left_out = (*WITH_SGLANG_ONLY, *PROGRAMS)
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if not found.name.startswith(left_out) and not found.name.endswith(left_out):

@@ -1,5 +1,5 @@
 """``make demo``: a conversation over a cluster, and what of it was reused from where.
 
-``script`` is what is said, ``client`` says it and reads what the servers report, ``report`` prints it, and
-``python -m examples.demo`` runs the cluster under it.
+``script`` holds the conversations, ``client`` sends them and reads the servers' reports, ``report`` prints
+the results, and ``python -m examples.demo`` runs the cluster under it.
 """

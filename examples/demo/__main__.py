@@ -37,9 +37,9 @@ can decide between two tokens that are almost equally likely."""
 DRAM_SIZE = "256MB"
 ANSWER_TOKENS = 24
 CACHE_THRESHOLD = 0.7
-"""Share of a prompt that must be cached for the cache to decide where it goes: more than the system prompt,
-which all conversations share and which would keep all of them on one server; less than what a second turn
-has in common with the first."""
+"""Share of a prompt that must be cached for the cache to decide the routing: more than the system prompt,
+which all conversations share and which would keep all of them on one server; less than the share that a
+second turn has in common with the first."""
 FIRST_ANSWER_S = 60.0
 PLAIN = "plain"
 
@@ -99,7 +99,7 @@ def plans(config: ClusterConfig, host: HostFacts, ports: Ports, keys: Keys) -> t
 async def converse(cluster: Cluster, count: int, turns: int, console: Console) -> list[report.Turn]:
     """Hold the conversations, all of them a turn at a time, so that each is forgotten by the time it goes on.
 
-    Both clusters are sent the same words: the history is what the cached cluster answered.
+    Both clusters are sent the same words: the history holds the answers of the cached cluster.
     """
     urls = {name: status.part.url for name, status in cluster.parts.items()}
     servers: Mapping[str, str] = {url: name for name, url in urls.items()}
@@ -110,7 +110,7 @@ async def converse(cluster: Cluster, count: int, turns: int, console: Console) -
     held: list[report.Turn] = []
     async with aiohttp.ClientSession() as session:
         for url in (urls["router"], urls[f"{PLAIN}-router"]):
-            # The first request of a server pays for what it sets up.
+            # The first request of a server pays for its set-up.
             await first_answer(session, url)
         console.print(report.header(), soft_wrap=True, highlight=False)
         for number in range(turns):
@@ -130,7 +130,7 @@ async def first_answer(session: aiohttp.ClientSession, url: str) -> None:
     """Say something until there is an answer: on a busy machine the router may just have missed some probes.
 
     Raises:
-        PeerError: there was none in time; what was the matter in the end.
+        PeerError: there was none in time; carries the last error.
     """
     deadline = time.monotonic() + FIRST_ANSWER_S
     while True:
@@ -215,7 +215,7 @@ async def run_apart(log_dir: Path | None, console: Console) -> int:
 
 
 async def run_parts(given: Arguments, console: Console) -> int:
-    """What ``--part`` asks for; returns the exit status of the first part that fails."""
+    """Run the parts that ``--part`` selects; returns the exit status of the first part that fails."""
     status = 0
     if given.part != "apart":
         status = await run(given.conversations, given.turns, given.log_dir, console)

@@ -1,8 +1,8 @@
 """The demo's second part: prefill and decode apart, and what each side still has of a conversation.
 
 The same conversation is held twice with one prefill server: with a decode server that gives its KV back
-(MemServe's PD-Caching-3), and with one that keeps nothing (PD-Caching-1). An ``extra_key`` keeps the two from
-finding each other's KV.
+(MemServe's PD-Caching-3), and with a decode server that keeps nothing (PD-Caching-1). An ``extra_key`` keeps
+the two from finding each other's KV.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST_TOKENS, LATER_TOKENS, ANSWER_TOKENS = 360, 40, 40
 VOCABULARY = range(100, 30_000)
 TIMEOUT_S = 60.0
 SETTLE_S = 3.0
-"""How long metrics may take to show what a request did, and KV to come back."""
+"""Time limit for metrics to show a request's effect, and for KV to come back."""
 SEED = 5
 
 
@@ -93,7 +93,7 @@ class Conversation:
         first, answer = await asyncio.gather(self._ask(self._prefill, body), self._ask(self._decode, body))
         sent = await self._until_more(self._sent, before) - before
         if self._design == "3":
-            # The next turn is to find what comes back; a person who reads the answer takes longer.
+            # The next turn must find the KV that comes back; a person who reads the answer takes longer.
             await self._until_more(self._returned, returned)
         self._turns += 1
         turn = Turn(
@@ -162,7 +162,7 @@ def decode_had(turns: Sequence[Turn]) -> list[int]:
 
 
 def lines(turns: dict[str, list[Turn]]) -> list[str]:
-    """The report: what each side had of each prompt, and what it comes to."""
+    """The report: the cached part of each prompt on each side, and the sums."""
     one, three = turns["1"], turns["3"]
     had = {design: decode_had(held) for design, held in turns.items()}
     titles = f"{'prefill had':>13}{'decode had':>12}{'sent KiB':>10}"

@@ -1,4 +1,4 @@
-"""Says one turn to a cluster and reads what came back: OpenAI's chat completions, streamed."""
+"""Sends one turn to a cluster and reads the answer: OpenAI's chat completions, streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, with what the servers said of it."""
+    """One answer, with the metadata that the servers reported."""
 
     text: str
     instance: str

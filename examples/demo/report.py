@@ -1,4 +1,4 @@
-"""What the demo prints: a line per turn, the sums, and the comparison. Numbers in, text out."""
+"""The output of the demo: a line per turn, the sums, and the comparison. Numbers in, text out."""
 
 from __future__ import annotations
 

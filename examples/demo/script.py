@@ -1,4 +1,4 @@
-"""What is said in the demo: several conversations that share a long system prompt. The same in every run."""
+"""The demo's conversations, which share a long system prompt. The same in every run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LATER_LOG_LINES = 6
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says, turn by turn."""
+    """The user's messages, turn by turn."""
 
     name: str
     turns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What leaves a tier first: what was used least often, and of that what was used longest ago.
+"""Evict the least frequently used block first; among equals, the least recently used.
 
     sglang-ext serve --kv-eviction-policy eviction:least_frequently_used …
 

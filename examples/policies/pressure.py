@@ -1,8 +1,8 @@
-"""Which announced session loses its KV first: the one whose hint was given last.
+"""Order in which announced sessions lose their KV: the session with the latest hint first.
 
     sglang-ext serve --kv-pressure-policy pressure:newest_first …
 
-Whoever announced first keeps what was brought up: a crowd of hints does not push out what is nearly due.
+Sessions announced earlier keep their promoted KV: a crowd of hints does not push out KV that is nearly due.
 """
 
 from __future__ import annotations

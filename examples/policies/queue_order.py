@@ -1,4 +1,5 @@
-"""Who is next when every instance is full: people who watch a stream before batch jobs, short prompts first.
+"""Order of the queue when every instance is full: people who watch a stream before batch jobs, short prompts
+first.
 
 sglang-ext router --queue-policy queue_order:people_first …
 """

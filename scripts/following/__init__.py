@@ -1,1 +1,3 @@
-"""What to read and to record when a new version of SGLang is followed; see docs/following-sglang.md."""
+"""Requirements to read and state to record when the project follows a new version of SGLang; see
+docs/following-sglang.md.
+"""
