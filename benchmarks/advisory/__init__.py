@@ -1,1 +1,1 @@
-"""What hints are worth: Symphony's evaluation on real servers."""
+"""The benefit of hints: Symphony's evaluation on real servers."""

@@ -1,4 +1,4 @@
-"""What hints are worth: Symphony's evaluation (section 4) on real servers of this machine, in one run.
+"""The benefit of hints: Symphony's evaluation (section 4) on real servers of this machine, in one run.
 
 Systems: recompute (no cache, balanced), stock SGLang behind sglang-router cache_aware (where that is
 installed), sticky swapping (InferCept's way: a session stays where its DRAM is), ours without and with hints.
@@ -7,8 +7,8 @@ All serve the model `small` on servers of equal size, whose HBM holds fewer sess
 - `systems`: normalized latency, TTFT, requests served and load by the number of users (figures 12 and 13).
 - `hits`: TTFT of hinted requests against HBM hits of the same lengths, one request at a time: under load,
   waiting for others would be most of either.
-- `missing`, `priority`: figures 17 and 18. What is varied takes turns every few seconds within one
-  measurement, so that what disturbs the machine disturbs all of it.
+- `missing`, `priority`: figures 17 and 18. The varied parameter changes every few seconds within one
+  measurement, so that disturbances of the machine affect all its levels.
 - `prefill`: figure 16, prompts of 512 new tokens and answers of one. `agents`: section 4.4, from logged runs.
 - `layers`: how many announced sessions the same HBM serves as if they were there, when it holds the lowest
   layers of all instead of whole sessions, over a slow link to DRAM (section 3.3).
@@ -23,8 +23,8 @@ of it, and `--add-to` goes on with the report of the call before. `--model` take
 `--disk-tokens` gives each server a disk tier, and `--dram-tokens` as little DRAM as brings KV there.
 
 How many users a system serves "at equal latency" is read off a line through few points: the latency is that
-of recompute at 4 users. Where it lies beyond what was measured of a system, the ratio is the least that it
-can be, and a note says so. `benchmarks/advisory/talks.py` says how the load differs from people's.
+of recompute at 4 users. Where that point lies beyond the measured points of a system, the ratio is a lower
+bound, and a note says so. `benchmarks/advisory/talks.py` says how the load differs from people's.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ AIMS = {
 
 @dataclass(frozen=True)
 class Group:
-    """What is measured on servers of one kind."""
+    """The parts that are measured on servers of one kind."""
 
     kind: str
     instances: int
@@ -184,7 +184,7 @@ class Benchmark:
     # -- one kind of servers ------------------------------------------------------------------------
 
     def _measure(self, fleet: Fleet, group: Group) -> None:
-        # Ours with and without hints differ in what the clients send, not in the router.
+        # Our systems with and without hints differ in the clients' requests, not in the router.
         for _, systems in itertools.groupby(group.systems, key=lambda system: system.policy):
             sharing = list(systems)
             with fleet.routed(sharing[0], self._peer) as url:

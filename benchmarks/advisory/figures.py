@@ -1,4 +1,4 @@
-"""The figures of the advisory benchmark, from what was served: pure arithmetic.
+"""The figures of the advisory benchmark, computed from the served requests: pure arithmetic.
 
 Normalized latency is Symphony's: the mean over the requests of seconds from sending to the last token, by
 tokens of the answer. Load is requests at an instance, waiting or running.
@@ -22,9 +22,9 @@ WITHIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What became of the hint of a request. ready: all that could be brought was there before the request.
-    below: tokens that were known then and not in HBM. gap_s: from the hint to the request. ready_s: from the
-    hint until all was there; None where the request came sooner."""
+    """The outcome of a request's hint. ready: all that could be brought was there before the request. below:
+    tokens that were known then and not in HBM. gap_s: from the hint to the request. ready_s: from the hint
+    until all was there; None where the request came sooner."""
 
     ready: bool
     below: int
@@ -35,9 +35,9 @@ class Told:
 @dataclass(frozen=True, slots=True)
 class Served:
     """One request. sent, first, ended: seconds of one clock. hbm, dram, disk: cached tokens of the prompt by
-    the tier that they were in when the request was admitted; what was fetched from another instance is in
-    DRAM by then. hinted: whether a hint was sent for it. level: what was varied, when it was sent. stolen:
-    core seconds that the hypervisor took for others meanwhile.
+    the tier that they were in when the request was admitted; tokens fetched from another instance are in DRAM
+    by then. hinted: whether a hint was sent for it. level: level of the varied parameter when the request was
+    sent. stolen: core seconds that the hypervisor took for others meanwhile.
     """
 
     session: str
@@ -131,7 +131,7 @@ def times_the_users(ours: tuple[float, float], theirs: tuple[float, float]) -> f
     return ours[0] / theirs[1]
 
 
-# --- what an HBM hit takes ---
+# --- the time of an HBM hit ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def share_within(served: Iterable[Served], hit: HitTime, factor: float = WITHIN)
 
 
 def hidden_share(before: float, after: float) -> float:
-    """Of what was moved, the share that was moved before its request came.
+    """The share of the moved tokens that were moved before their request came.
 
     Args:
         before: tokens moved for hints. after: tokens loaded once their request was there.
@@ -209,7 +209,7 @@ def cost_of(level: float, served: Sequence[Served]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """What a level costs when the cost grows with it as a line. per_level: of level 1, over the latency at
+    """The cost of a level when it grows linearly with the level. per_level: of level 1, over the latency at
     level 0. noise: its standard error."""
 
     per_level: float
@@ -222,7 +222,8 @@ class CostLine:
 
 def cost_line(served: Sequence[Served], slice_s: float, seed: int, rounds: int = 400) -> CostLine:
     """A line through the normalized latency of all requests over their levels: ten times as sure at 10 % as
-    the difference between two levels. What a prompt's known and new tokens explain is taken out first.
+    the difference between two levels. The part that a prompt's known and new tokens explain is taken out
+    first.
 
     Its error is found by drawing the slices anew: requests of one slice wait for each other.
     """

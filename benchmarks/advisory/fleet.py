@@ -1,4 +1,4 @@
-"""Servers and routers of the advisory benchmark: which flags make which system."""
+"""Servers and routers of the advisory benchmark, and the flags of each system."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ class Fleet:
         self.first = go_first([os.getpid(), *pids])
 
     def _keep_apart(self) -> None:
-        """A core for each server, if there are so many: what one does not use is not another's gain."""
+        """A core for each server, if there are so many: a server cannot gain from the idle time of
+        another."""
         for number, server in enumerate(self.servers):
             stay_on(number, server.pids)
 
@@ -186,7 +187,7 @@ class Fleet:
         )
 
     def settle(self, seconds: float = 0.5) -> None:
-        """Wait until nothing runs, and what is written behind is written."""
+        """Wait until nothing runs and write-behind is complete."""
         for server in self.servers:
             server.wait_idle()
         time.sleep(seconds)
@@ -241,6 +242,6 @@ def router_counts(url: str) -> dict[str, float]:
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line of progress."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
     sys.stderr.flush()

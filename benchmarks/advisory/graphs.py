@@ -1,13 +1,13 @@
-"""The load of agents: runs of calls in which one agent's answer is what others wait for.
+"""The load of agents: runs of calls in which agents wait for the answers of other agents.
 
-Who may be called after whom is a graph. Hints go along its edges: when an agent is called, to every agent
-that may be called next and has been called before (nothing of another's KV could be moved).
+A graph gives the possible successors of each agent. Hints go along its edges: when an agent is called, to
+every agent that may be called next and has been called before (nothing of another's KV could be moved).
 
 - `logged`: ChatDev's runs in their logged order. Hints go to the one agent that is called next, as if the
   path were known, or along all edges that any logged run has taken, as from a client that knows the graph.
 - `fan_out`: as MetaGPT works: a lead publishes to several agents, who read and answer at the same time, and
-  goes on when it has read all of them. No log of such runs is at hand: who calls whom is written here, and
-  the lengths are drawn from those of ChatDev's agents in like roles.
+  goes on when it has read all of them. No log of such runs is at hand: the calls are scripted here, and their
+  lengths are drawn from those of ChatDev's agents in like roles.
 
 The logs have lengths and no text. `benchmarks/advisory/talks.py` says how answers and pauses are shortened.
 """
@@ -25,11 +25,12 @@ from benchmarks.advisory.talks import Shape, fresh
 from benchmarks.lib.traces import AgentCall, agent_runs
 
 NEW_TOKENS = 64
-"""What a call at least adds to its session."""
+"""Least number of tokens that a call adds to its session."""
 LEAD_BEGINS, LEAD = "Coding", "CodeReviewModification"
 """ChatDev's phases whose lengths a lead's first call has, and its others."""
 READERS = ("CodeReviewComment", "TestErrorSummary", "EnvironmentDoc")
-"""Those of the agents who read what a lead publishes: a reviewer, a tester, and a writer of requirements."""
+"""The phases of the agents that read a lead's publications: a reviewer, a tester, and a writer of
+requirements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Call:
     """One call of an agent in a run.
 
     keeps: leading tokens of its session that it repeats. new: tokens that follow. after: places in the run of
-    the calls whose answers it waits for. pause_s: since the last of these. edges: who may be called next.
+    the calls whose answers it waits for. pause_s: since the last of these. edges: the agents that may be
+    called next.
     """
 
     session: str
@@ -64,7 +66,7 @@ def logged(
     where the log has fewer. Of each, the calls from where agents begin to take turns: the cycles of review
     and revision (Symphony, section 4.4), before which each agent is asked once and nothing can be kept.
 
-    A call repeats what its session has, as far as its length goes.
+    A call repeats its session's tokens, as far as its length goes.
 
     Args:
         all_edges: hints go to all whom a logged run has called after this agent, the most frequent one first.
@@ -113,8 +115,8 @@ def fan_out(folder: Path, runs: int, rounds: int, seed: int, shape: Shape) -> li
     """So many runs of so many rounds: a lead is called, then all ``READERS`` at once behind it; a last call
     of the lead reads the last answers.
 
-    An agent's prompt is all that its session has, and behind it what it reads: at first its instructions, of
-    a logged prompt's length, then the answers that it waited for, of their logged lengths.
+    An agent's prompt is its whole session followed by its new input: at first its instructions, of a logged
+    prompt's length, then the answers that it waited for, of their logged lengths.
     """
     logged_calls: dict[str, list[AgentCall]] = {}
     for call in itertools.chain.from_iterable(agent_runs(folder)):

@@ -2,9 +2,10 @@
 
 More sessions than HBM holds take turns; the hint for each is some requests ahead of it. Each is at once asked
 again with other new tokens: an HBM hit of the same lengths under the same conditions: moves for others run
-beside one of the two, by turns. Through these hits goes the line that one takes by its lengths. How often HBM
-hits themselves are within 1.1 of it is told beside: it bounds what a hint can reach on this machine. Where
-that is a guest whose host takes cores away, the requests during which it took none are told apart.
+beside one of the two, by turns. Through these hits goes the line that one takes by its lengths. The rows also
+give how often HBM hits themselves are within 1.1 of the line, which bounds what hints can reach on this
+machine. On a guest whose host takes cores away, the requests during which it took none are reported
+separately.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def measure_hits(report: Report, fleet: Fleet, url: str, rounds: int, tiers: Tie
     for name, found in list(groups.items()):
         for level, word in ((0.0, "alone"), (1.0, "beside moves")):
             groups[f"{name}, {word}"] = [one for one in found if one.level == level]
-        # What another guest of the same host takes is no property of a hint.
+        # Core time taken by another guest of the same host is no property of a hint.
         groups[f"{name}, no core taken"] = [one for one in found if not one.stolen]
     for name, found in groups.items():
         if not found:

@@ -5,8 +5,8 @@ asks again with other new tokens, which is an HBM hit of the same lengths. A ses
 of its rounds is within 1.1 of the median of such hits. In between nothing else runs.
 
 HBM and DRAM of this machine are the same memory; `slow_link` makes the way from one to the other as slow as
-``LINK`` says. What matters of it is how long a session's KV takes to load beside computing what is new, which
-is told with the rows.
+``LINK`` says. Its effect depends on the time to load a session's KV relative to the time to compute the new
+tokens; the rows give both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINK = 60e6
 """Bytes per second."""
 LENGTH, NEW_TOKENS = 2048, 64
 SETTLE_S = 1.5
-"""After the time that all of it takes on the link: what is brought in pieces waits for the scheduler."""
+"""Seconds beyond the transfer time of the link: KV that is promoted in pieces waits for the scheduler."""
 MOVED = "sglang_ext_cache_layer_region_block_layers_total"
 
 

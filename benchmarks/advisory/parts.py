@@ -1,4 +1,5 @@
-"""What the advisory benchmark measures: a method for each part, on servers and a router that run already."""
+"""The measurements of the advisory benchmark: a method for each part, on servers and a router that run
+already."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Parts:
         self._scenes = itertools.count()
 
     def warm(self, fleet: Fleet, system: System, url: str, count: int) -> None:
-        """Have what was said before the measurements computed, once for all of them; nothing else is kept."""
+        """Have the turns before the measurements computed, once for all of them; nothing else is kept."""
         fleet.flush()
         if system is not RECOMPUTE:
             talks = [next(row) for row in users(self._folder, self._encode, count, SEED, self.shape)]
@@ -76,7 +77,8 @@ class Parts:
             self._hidden(fleet, scene, count, moved)
 
     def _hidden(self, fleet: Fleet, scene: Scene, count: int, moved: float) -> None:
-        """How much of the moves nobody waited for, and why the rest was not made before its request."""
+        """The share of moves that no request waited for, and the reasons why the rest was not made in
+        time."""
         left = not_hidden(scene.served)
         told = [one.told for one in scene.served if one.told is not None]
         ready = [one.ready_s for one in told if one.ready_s is not None]

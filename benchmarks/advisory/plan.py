@@ -31,8 +31,8 @@ WORDS = {system.word: system for system in (*SYSTEMS, WHOLE, BY_LAYER)}
 
 @dataclass(frozen=True)
 class Crowd:
-    """The part ``balance``: so many users of so many instances, for so long. What is sent in the first
-    ``settling_s`` is not counted: all users begin at once."""
+    """The part ``balance``: so many users of so many instances, for so long. Requests sent in the first
+    ``settling_s`` are not counted: all users begin at once."""
 
     instances: int = 4
     users: int = 48
@@ -47,9 +47,9 @@ class Crowd:
 class Plan:
     """How much is measured.
 
-    counts: users by system; the one that all share is ``main``. varied_s, slice_s: of the parts that vary
-    something, and of its turns. runs, calls: of agents. fan_out_rounds: of each run that fans out. sessions,
-    rounds: of the part ``layers``.
+    counts: users by system; the count that all systems share is ``main``. varied_s, slice_s: of the parts
+    that vary something, and of its turns. runs, calls: of agents. fan_out_rounds: of each run that fans out.
+    sessions, rounds: of the part ``layers``.
     """
 
     main: int
@@ -153,7 +153,7 @@ class AdvisoryOptions(Options):
 
     @property
     def servers(self) -> str:
-        """What two runs must share to be one report."""
+        """The conditions that two runs must share to be one report."""
         dram = "DRAM as planned" if self.dram_tokens is None else f"DRAM of {self.dram_tokens} tokens"
         disk = f"a disk of {self.disk_tokens} tokens" if self.disk_tokens else "no disk"
         return f"{SERVERS}{self.model}, {dram}, {disk}"

@@ -30,10 +30,10 @@ class Scene:
     """One measurement.
 
     name: goes before the names of sessions: the same for all measurements of one system. mark: a token that
-    comes before what is new in each request, so that no measurement finds what another one has computed.
-    hints: whether hints are sent at all. levels: what is varied, a level per slice of ``slice_s`` seconds.
-    missing: of a level, the share of requests whose hint is missing. urgent: of a level, the share of
-    sessions with a high priority.
+    precedes the new tokens of each request, so that no measurement finds KV that another one has computed.
+    hints: whether hints are sent at all. levels: levels of the varied parameter, one per slice of ``slice_s``
+    seconds. missing: of a level, the share of requests whose hint is missing. urgent: of a level, the share
+    of sessions with a high priority.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Scene:
     hints_refused: int = 0
 
     def level(self, elapsed: float) -> float:
-        """What holds so many seconds after the beginning."""
+        """The level so many seconds after the beginning."""
         return self.levels[min(len(self.levels) - 1, int(elapsed / self.slice_s))]
 
 
@@ -66,10 +66,10 @@ class Player:
         self._hints: dict[str, tuple[str, float]] = {}
         """Session -> id of its last hint, and when it was sent."""
 
-    # -- what is played -------------------------------------------------------------------------
+    # -- the load -------------------------------------------------------------------------------
 
     def warm(self, talks: Sequence[Talk], at_once: int) -> None:
-        """Have what was said before the measurement computed and kept."""
+        """Have the turns before the measurement computed and kept."""
 
         async def play() -> None:
             line = iter([talk for talk in talks if talk.past])
@@ -96,8 +96,8 @@ class Player:
 
     def in_turn(self, talks: Sequence[Talk], ahead: int) -> None:
         """One request at a time: the requests of one talk, each behind its past, then those of the next. A
-        talk's hint comes ``ahead`` talks earlier: what is brought for it is brought while others are served,
-        by turns each request of a talk; level 1 are those that have it beside them.
+        talk's hint comes ``ahead`` talks earlier, so its KV is promoted while others are served, by turns
+        during each request of a talk; level 1 marks the requests served beside such moves.
         """
 
         async def play() -> None:
@@ -217,7 +217,7 @@ class Player:
         *,
         hinted: bool = False,
     ) -> tuple[Served, list[int]]:
-        """One request, streamed; what became of it, and the tokens of the answer."""
+        """Send one request, streamed; returns its outcome and the tokens of the answer."""
         assert self._http is not None
         body: dict[str, Any] = {
             "input_ids": prompt,
@@ -271,7 +271,7 @@ class Player:
                 self._hints[session] = (told["id"], asked)
 
     async def _keep(self, served: Served) -> None:
-        """Add what was served to the scene, with what became of its hint."""
+        """Add a served request to the scene, with the outcome of its hint."""
         assert self._http is not None
         id, asked = self._hints.pop(served.session, ("", 0.0))
         if id and served.hinted:
@@ -305,7 +305,7 @@ class Player:
         self._tasks.start(doing)
 
     async def _to_the_end(self, tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
-        """Until all have ended, or so long; what fails ends the measurement."""
+        """Wait until all have ended, or so long; a failure ends the measurement."""
         done, rest = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in rest:
             task.cancel()

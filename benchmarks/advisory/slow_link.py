@@ -1,8 +1,8 @@
 """SGLang's server with our cache, whose copies from DRAM to HBM are as slow as a link would make them.
 
 On a host without a GPU both are the same memory, so that loading takes no longer than copying. Here a copy
-takes at least its bytes over the bandwidth in the environment (`fleet.LINK`). What is copied within HBM, and
-from HBM to DRAM, is as fast as ever.
+takes at least its bytes over the bandwidth in the environment (`fleet.LINK`). Copies within HBM, and from HBM
+to DRAM, run at full speed.
 """
 
 from __future__ import annotations

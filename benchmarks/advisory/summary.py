@@ -17,12 +17,12 @@ EQUAL = 4
 """Users of recompute: at their latency, others are compared. A measured point, so that it is not recompute's
 curve that makes the ratio."""
 NAMES = ("case", "system", "users", "priority", "runs", "announced")
-"""What two rows have in common of which the newer one counts."""
+"""The fields of a row's identity: of two rows that agree in them, the newer one counts."""
 HITS = "TTFT, hinted"
 
 
 def add_to(report: Report, path: Path) -> None:
-    """Begin a report with what an earlier one has measured.
+    """Begin a report with the rows of an earlier one.
 
     Raises:
         ValueError: the file holds no report of this benchmark, or one of other servers.

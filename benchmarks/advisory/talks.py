@@ -4,10 +4,10 @@ People are Symphony's (section 4, trace generation): a fixed number of them, eac
 speed in conversations that really were. The first conversation of each is under way when the measurement
 begins, at a turn drawn at random, as it is at any moment of a service that has been running for long.
 
-What differs from people and from a GPU, and is told with the figures: pauses are shorter by ``pace``; answers
-are generated to one part in ``answer_scale`` of their logged length, because a step of generation on a CPU
-takes as long as computing some twenty tokens of a prompt, and batches hardly help; the past that a
-conversation begins with has its full length, up to ``most_past`` tokens.
+The load differs from people's and from a GPU's as follows, and the figures say so: pauses are shorter by
+``pace``; answers are generated to one part in ``answer_scale`` of their logged length, because a step of
+generation on a CPU takes as long as computing some twenty tokens of a prompt, and batches hardly help; the
+past that a conversation begins with has its full length, up to ``most_past`` tokens.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Shape:
 
     pace: pauses are so many times shorter than people's. answer_scale: answers are so many times shorter.
     least_turns: of the conversations taken. most_past: tokens that are there at the beginning, at most.
-    least_typing_s, longest_pause_s: bounds of the shortened times; a load from DRAM or a peer is to be
-    shorter than the former, and nobody is to sit out a measurement. prompt_tokens, answer_tokens: of every
-    request, instead of the logged ones (Symphony, figure 16). under_way: the first conversation of each user
-    is; else it begins.
+    least_typing_s, longest_pause_s: bounds of the shortened times; a load from DRAM or a peer must be shorter
+    than the former, and the latter keeps pauses shorter than a measurement. prompt_tokens, answer_tokens: of
+    every request, instead of the logged ones (Symphony, figure 16). under_way: the first conversation of each
+    user is; else it begins.
     """
 
     pace: float = 16.0
@@ -64,7 +64,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """A session: what has been said before it is measured, and what will be."""
+    """A session: the turns before the measurement, and the turns in it."""
 
     name: str
     past: tuple[int, ...]
@@ -101,7 +101,7 @@ def _under_way(session: Session, encode: Encode, rng: random.Random, shape: Shap
     at = rng.choice(late) if late else len(starts) - 1
     past = tuple(said[: min(starts[at], shape.most_past)])
     asks = [_ask(turn, encode, rng, shape) for turn in session.turns[at:]]
-    # Nobody knows how far into a pause we look.
+    # The measurement begins at a random moment of a pause.
     share = rng.random()
     first = asks[0]
     asks[0] = Ask(first.new, first.answer, first.reading_s * share, first.typing_s)
@@ -119,16 +119,16 @@ def _ask(turn: Turn, encode: Encode, rng: random.Random, shape: Shape) -> Ask:
 
 
 def fresh(rng: random.Random, tokens: int) -> tuple[int, ...]:
-    """So many tokens that nobody has seen."""
+    """So many tokens that no earlier prompt contains."""
     return tuple(rng.randrange(*FRESH) for _ in range(tokens))
 
 
-# --- what is varied within a measurement ---
+# --- levels of the varied parameter within a measurement ---
 
 
 def turns_of(levels: Sequence[float], seconds: float, slice_s: float, seed: int) -> list[float]:
-    """Which level holds in each slice of a measurement: each as often as the others, in an order drawn anew
-    for every round of them, so that what disturbs the machine disturbs all."""
+    """The level of each slice of a measurement: each as often as the others, in an order drawn anew for every
+    round of them, so that disturbances of the machine affect all levels."""
     rng = random.Random(f"{seed}/levels")
     rounds = max(1, round(seconds / slice_s / len(levels)))
     order: list[float] = []
@@ -138,5 +138,5 @@ def turns_of(levels: Sequence[float], seconds: float, slice_s: float, seed: int)
 
 
 def drawn(seed: int, session: str, turn: int, share: float) -> bool:
-    """Whether a request is one of a share of all requests; one that is remains so when the share grows."""
+    """Whether a request is in the drawn share of all requests; it stays in when the share grows."""
     return random.Random(f"{seed}/{session}/{turn}").random() < share

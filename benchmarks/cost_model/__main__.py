@@ -7,8 +7,8 @@ of the parallelism, two numbers that six other prefills at TP 2 give (MemServe, 
 14). The error of a point is |predicted - measured| / measured.
 
 Then batches: behind a prompt that keeps the server busy, so many others are sent, which it computes together
-when that is done. What the line takes beyond the first alone is compared with exec over the batch, and with
-the sum of exec over its prompts.
+when that is done. The time for the queue beyond its first request alone is compared with exec over the batch,
+and with the sum of exec over its prompts.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def compare_batches(report: Report, level: OperatorLevel, measured: Sequence[flo
         passes = Passes(level.batch_s)
         for new, context in batch:
             passes = passes.adding(new, context)
-        # What goes on outside of forward passes went on while the first prompt was computed.
+        # Work outside of forward passes ran while the first prompt was computed.
         singles = [level.seconds(new, context) for new, context in batch]
         predicted = {"batch": passes.seconds - level.around_s, "sum": sum(singles) - level.around_s}
         for name, told in predicted.items():

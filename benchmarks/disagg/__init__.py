@@ -1,1 +1,1 @@
-"""What prefill-decode disaggregation costs and saves, by who keeps KV."""
+"""Costs and savings of prefill-decode disaggregation, by the side that keeps KV."""

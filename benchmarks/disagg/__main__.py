@@ -1,4 +1,5 @@
-"""What prefill and decode apart cost and save, by who keeps KV: MemServe's designs beside one server.
+"""Costs and savings of prefill and decode apart, by the side that keeps KV: MemServe's designs beside one
+server.
 
 Each turn of each session is asked of every design, in an order that changes, so that what disturbs the
 machine disturbs all of them. The prompts are the first design's (the answers of a server that finds nothing
@@ -73,7 +74,7 @@ ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_
 TIE = 1e-4
 """How close two log probabilities are between which rounding may decide."""
 SECONDS_FOR_PUSH = 110.0
-"""What pull against push takes at the end of the default form."""
+"""Seconds for pull against push at the end of the default form."""
 
 
 def play(
@@ -82,7 +83,8 @@ def play(
     """Every session, turn by turn, on every design.
 
     Args:
-        until: by `time.monotonic`; what would take longer, by sessions of its load before, is left out.
+        until: by `time.monotonic`; sessions that would take longer, judged by earlier sessions of their load,
+            are left out.
     """
     rng = random.Random(SEED)
     took: dict[str, float] = {}
@@ -151,8 +153,8 @@ def _turn(
 
 
 def _tie(truth: Group, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> bool:
-    """Whether rounding decided where two answers part; what follows has no meaning then. The server that
-    finds nothing is asked once more, with log probabilities.
+    """Whether rounding decided the first difference of two answers; the tokens after it have no meaning then.
+    The server that finds nothing is asked once more, with log probabilities.
     """
     if len(got) != len(expected):
         return False
@@ -163,7 +165,7 @@ def _tie(truth: Group, prompt: Sequence[int], expected: Sequence[int], got: Sequ
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggOptions(Options):
-    """What is measured."""
+    """The measurements to run."""
 
     data: str | None = data_flag()
     mooncake: Path | None = flag(
@@ -245,7 +247,7 @@ class Designs:
             if design.servers in (STOCK, STOCK_LATE) and missing is not None:
                 continue
             if design is LATE_DESIGN and options.designs is None:
-                continue  # two servers more, for what is not how SGLang is used by itself
+                continue  # two more servers, for a configuration that is not SGLang's default
             if design.routed and (router_missing is not None or missing is not None):
                 continue
             if design is STOCK_DESIGN and options.designs is None and router_missing is None:
@@ -263,7 +265,7 @@ class Designs:
         self.played = sessions(data_folder(options.data), count, self.size, loads)
 
     def run(self, until: float) -> None:
-        """Measure; what was seen is in `legs`, also after an exception."""
+        """Measure; the results so far are in `legs`, also after an exception."""
         with running(self._specs) as groups, ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-routers-")))
             for name, python in (("pull", None), (STOCK, self._peer_python)):
@@ -274,7 +276,7 @@ class Designs:
             play(self.legs, groups, self.played, until)
 
     def conditions(self) -> str:
-        """What was played, in words."""
+        """The played sessions, in words."""
         played = len({(turn.load, turn.session) for leg in self.legs for turn in leg.turns})
         return (
             f"{played} of {len(self.played)} sessions of at most {self.size.turns} turns, one request at a "
@@ -284,14 +286,15 @@ class Designs:
         )
 
     def _warm_up(self, groups: Mapping[str, Group]) -> None:
-        """Once, so that nothing is compiled or connected in what is timed; leaves out what cannot serve."""
+        """Play one session, so that nothing is compiled or connected in timed turns; leaves out designs that
+        cannot serve."""
         warm = Session("sharegpt", [7] * 300, (Said([8] * 40, 4), Said([9] * 40, 4)))
         legs = [Leg(design) for design in self.designs]
         play([leg for leg in legs if groups[leg.design.servers].ours], groups, [warm])
         for leg in [leg for leg in legs if not groups[leg.design.servers].ours]:
             try:
                 play([legs[0], leg], groups, [warm])
-            except (AskError, httpx.HTTPError) as error:  # the other is what is left of a server that ended
+            except (AskError, httpx.HTTPError) as error:  # a server that ended leaves an HTTPError
                 reason = f"{leg.design.name} was left out: {str(error).splitlines()[0]}"
                 self.report.note(reason)
                 ends = groups[leg.design.servers].log_ends()
@@ -308,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = [name for name in FIGURES if getattr(options, name)]
     alone = options.roles or options.split or options.fetching or options.spilling
     designs = None if figures or alone else Designs(options, report)
-    # Ends what was started, and what was seen until then is told.
+    # End all that was started, and report the results so far.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     whole = options.designs is None and options.loads is None and not options.quick
     end = begin + 60 * options.minutes

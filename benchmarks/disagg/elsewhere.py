@@ -1,4 +1,4 @@
-"""KV that is on another instance than the one that is asked: read from there, beside computing it again.
+"""KV that is on another instance than the chosen one: fetched from there, or computed again.
 
 `fetching`: two prefill servers and a decode server, under a policy by which a session moves between the
 prefill servers (MemServe, equation 2). Its second turn is asked under its own name, so that the KV is read
@@ -36,7 +36,7 @@ FETCHED, SPILLED = "ttft_2p1d_fetched_vs_computed", "ttft_spilled_vs_not"
 LENGTHS = (1024, 4096)
 ADDED, ANSWER = 64, 4
 PAUSE_S = 0.7
-"""After a turn: the router hears what is held, and looks twice a second at who is full."""
+"""After a turn: the router receives placement events, and looks twice a second for full instances."""
 SESSIONS, PREFIX = 8, 1024
 """Of `spilling`: more than the five that one server's DRAM holds, and less than that of both."""
 DRAM, FOR_OTHERS = "22020096", "18874368"
@@ -81,15 +81,15 @@ def _ask(group: Group, prompt: list[int], name: str) -> Asked:
 
 
 def _moved_tokens(group: Group) -> float:
-    """Tokens that instances have fetched, as the router before them has heard."""
+    """Tokens that instances have fetched, as reported to the router before them."""
     text = httpx.get(f"{group.router}/metrics", timeout=30, trust_env=False).text
     name = "sglang_ext_router_fetched_tokens_total "
     return sum(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
 
 
 def fetching(options: Options, report: Report, until: float = math.inf) -> None:
-    """Rows of each length, fetched and computed. until: by `time.monotonic`; what would begin later is left
-    out, but for the first round."""
+    """Rows of each length, fetched and computed. until: by `time.monotonic`; rounds that would begin later
+    are left out, except for the first one."""
     lengths = (256, 512) if options.tiny else LENGTHS
     rounds = options.rounds(7, quick=3)
     rng, wrong = random.Random(SEED), 0
@@ -113,7 +113,7 @@ def fetching(options: Options, report: Report, until: float = math.inf) -> None:
                 said = [*prompt, *_ask(group, prompt, f"{number}/{length}").tokens, *_tokens(rng, ADDED)]
                 before = _moved_tokens(group)
                 names = {"fetched": f"{number}/{length}", "computed": f"{number}/{length}/other"}
-                # In this order: what was computed makes the second one the fuller.
+                # In this order: the computed KV makes the second server the fuller one.
                 found = {leg: _ask(group, said, name) for leg, name in names.items()}
                 moved = _moved_tokens(group) - before
                 if moved < length:

@@ -2,7 +2,7 @@
 
 Pull and push (KVDirect, figure 16), by layer, by request and aggregated (MemServe, figure 12), and numbers of
 prefill and decode servers (KVDirect, figure 12). Rows are means over requests, at several rates; the rates
-are shares of what one pair can serve, measured first.
+are shares of one pair's capacity, measured first.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def xpyd(options: Options, report: Report, until: float = math.inf) -> None:
 
 def joins(options: Options, report: Report, until: float = math.inf) -> None:
     """KVDirect, section 4.2: the first requests of pairs whose servers have served others, beside later ones
-    of the same pairs; decode was told of prefill servers by a router, or was not. until: as in
+    of the same pairs; a router announced the prefill servers to decode, or did not. until: as in
     `pull_vs_push`.
     """
     load = Load(16, 2, options.rounds(20, quick=10))  # longer prompts hide a connection behind their prefill

@@ -1,10 +1,9 @@
 """Loads for the benchmark of prefill and decode apart, made of texts that people and agents wrote.
 
-ShareGPT-like: conversations; every turn asks after all that was said. ReAct-like: an agent's steps behind
-one few-shot prefix; a turn is what a tool returned, the answer a thought and an action. LooGLE-like:
-questions on a long document; each comes right after the document. Texts are cut into words, and Chinese into
-characters; a word is always the same token id. What was answered in the log is not asked for; how long it
-was is.
+ShareGPT-like: conversations; every turn asks after all that was said. ReAct-like: an agent's steps behind one
+few-shot prefix; a turn is a tool's output, the answer a thought and an action. LooGLE-like: questions on a
+long document; each comes right after the document. Texts are cut into words, and Chinese into characters; a
+word is always the same token id. An answer has the length of the logged answer, not its text.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """load: which it is of. first: token ids that come before every turn. grows: whether a turn comes after
-    the turns and answers before it; else each comes right after `first`.
+    """load: the load that it belongs to. first: token ids that come before every turn. grows: whether a turn
+    comes after the turns and answers before it; else each comes right after `first`.
     """
 
     load: str
@@ -68,8 +67,8 @@ def tokens(text: str) -> list[int]:
 
 
 def sharegpt(folder: Path, size: Size) -> Iterator[Session]:
-    """Conversations with enough turns: that in the middle by the length of its answers first, then those in
-    the middle of what is shorter and longer, and so on, so that few are like all.
+    """Conversations with enough turns: the median by the length of its answers first, then the medians of the
+    shorter and the longer half, and so on, so that few are like all.
     """
     talks = [pairs[: size.turns] for _, pairs in conversations(folder) if len(pairs) >= size.turns]
     talks.sort(key=lambda pairs: sum(_length(answer, size) for _, answer in pairs))
@@ -96,7 +95,7 @@ def react(folder: Path, size: Size) -> Iterator[Session]:
     """Steps of an agent behind one few-shot prefix."""
     prefix = tokens(_prefix(folder))[: size.document]
     path = folder / "react_hotpotqa/reflexion_logs/ReAct_base_100q_5trials.txt.gz"
-    # What later trials got right already is there again, word by word.
+    # Steps that were right in earlier trials appear again in later ones, word by word.
     log = _text(path).split("BEGIN TRIAL 2")[0]
     for run in log.split("\nQuestion: ")[1:]:
         question = run.split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""What is told of a run of the benchmark of prefill and decode apart: rows, and the summary.
+"""The report of the benchmark of prefill and decode apart: rows, and the summary.
 
 Every turn was asked of every design, so two designs are compared by pairs: the ratio of their means, with
 the span in which it lies when the pairs are drawn anew (90 % of a bootstrap), and the median of the pairs'
@@ -37,12 +37,12 @@ SUMMARY = (
     "ttft_spilled_vs_not",
     "wrong_answers",
 )
-"""What the summary has, in each form of the benchmark; what was not measured is null."""
+"""The keys of the summary, in each form of the benchmark; a value that was not measured is null."""
 
 
 @dataclass
 class Turn:
-    """What one turn took, in seconds and bytes. added: tokens that are new in its prompt."""
+    """Durations of one turn in seconds, and its sizes in bytes. added: tokens that are new in its prompt."""
 
     load: str
     session: str
@@ -59,7 +59,7 @@ class Turn:
 
 @dataclass
 class Leg:
-    """A design, and what was seen of it."""
+    """A design, and the results measured with it."""
 
     design: Design
     turns: list[Turn] = field(default_factory=list)
@@ -176,7 +176,7 @@ def report_on(report: Report, legs: Sequence[Leg]) -> None:
 
 
 def complete_summary(report: Report, why: Mapping[str, str]) -> None:
-    """Give the summary exactly its keys, in their order; what is null is said to be.
+    """Give the summary exactly its keys, in their order; a note explains each null.
 
     Args:
         why: reasons, by key; else it was not chosen.
@@ -193,7 +193,8 @@ def breakdown(
     """Where the time of requests goes, in means (KVDirect, figures 3 and 14).
 
     Args:
-        asked: (stages, seconds to the last token). What no stage has are HTTP, tokenizer and detokenizer.
+        asked: (stages, seconds to the last token). The rest, outside all stages, is HTTP, tokenizer and
+            detokenizer.
     """
     told = [(stages, jct) for stages, jct in asked if stages is not None]
     if not told:
@@ -244,7 +245,7 @@ def _turns(report: Report, legs: Sequence[Leg]) -> None:
                 )
         for leg in legs:
             mine = [turn for turn in leg.turns if turn.load == load]
-            # From the second turn on: what all sessions share is found by each but the first.
+            # From the second turn on: every session but the first finds the prefix that all sessions share.
             means = [
                 (float(number), statistics.mean(t.cached for t in mine if t.number == number))
                 for number in sorted({turn.number for turn in mine if turn.number > 1})

@@ -1,8 +1,8 @@
 """Roles that change by themselves (KVDirect, section 7): three servers under a load that shifts from long
-prompts to long answers, as one that prefills and two that decode, the other way round, and with a controller.
+prompts to long answers, as one prefill and two decode servers, the other way round, and with a controller.
 
 One set of servers is played three times, each time behind a router of its own. Requests arrive as a Poisson
-process, the same each time, at a share of what the split that suits each load can serve, measured first.
+process, the same each time, at a share of the capacity of the split that suits each load, measured first.
 Decode generates for a few requests at a time, as where memory is short: on two cores that all servers share,
 a second decode server would else be of no use.
 """
@@ -32,7 +32,7 @@ from sglang_ext.testing.waiting import wait_until
 from tests.support.servers.ports import free_port
 
 SHARE = 0.8
-"""Of what the split that suits a load can serve."""
+"""Shares of the capacity of the split that suits a load."""
 LANES = 8
 """Requests under way while that is measured."""
 DWELL_S = 8.0
@@ -113,7 +113,7 @@ def _router(group: Group, port: int, split: str, *flags: str) -> Iterator[None]:
 
 def _set_roles(group: Group, split: str) -> None:
     wanted = dict(zip([server.url for server in group.servers], ROLES[split], strict=True))
-    # Whoever gets another one first gets the one that more shall have: neither role is left without a server.
+    # Servers take the prefill role before others take decode: neither role is left without a server.
     for role in ("prefill", "decode"):
         for instance in _there(group):
             if wanted[instance["url"]] == role != instance["role"]:

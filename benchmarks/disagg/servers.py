@@ -1,11 +1,11 @@
 """Servers of the benchmark of prefill and decode apart, and asking them.
 
-Designs share servers: who keeps what follows from the names under which a request's KV is kept on each side
-(SGLang's `extra_key`), and prefill and decode may be told different ones.
+Designs share servers: the names under which each side keeps a request's KV (SGLang's `extra_key`) decide
+which side finds it again, and prefill and decode may get different names.
 
-    keeps nothing      a name of its own for every turn: nothing is ever found
-    keeps what it has  one name
-    takes nothing back one name, but another on the other side: what returns is not found
+    keeps nothing      a name of its own for every turn: no prompt finds KV
+    keeps its own KV   one name
+    takes nothing back one name, but another on the other side: returned KV is not found
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STOCK_LATE = "stock-prefill_complete"
 
 
 class Keeps(enum.Enum):
-    """What a side finds again."""
+    """The KV that a side finds again."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -60,8 +60,8 @@ class Keeps(enum.Enum):
 
 @dataclass(frozen=True)
 class Design:
-    """One way to serve. servers: which group answers. prefill, decode: what each keeps; colocated servers are
-    `decode`. routed: through the group's router.
+    """One way to serve. servers: the group that answers. prefill, decode: the KV that each keeps; colocated
+    servers are `decode`. routed: through the group's router.
     """
 
     name: str
@@ -71,9 +71,7 @@ class Design:
     routed: bool = False
 
     def keys(self, talk: str, turn: int) -> tuple[str, str]:
-        """The names for prefill and decode. What is kept is found by every conversation: agents share a
-        prefix.
-        """
+        """The names for prefill and decode. Kept KV is found by every conversation: agents share a prefix."""
         found = []
         for side, keeps in (("p", self.prefill), ("d", self.decode)):
             name = self.name
@@ -126,7 +124,7 @@ class Group:
         return sum(_sum(server.metrics(), CONNECTED) for server in self.decode)
 
     def registered(self) -> int:
-        """Servers that the router before them has heard of, and may use."""
+        """Number of registered servers that the router before them may use."""
         found = httpx.get(f"{self.router}/cluster", timeout=30, trust_env=False).json()
         return sum(one["usable"] and one["registered"] for one in found["instances"])
 
@@ -143,7 +141,7 @@ class Group:
             )
 
     def log_ends(self) -> str:
-        """What the servers wrote last."""
+        """The last lines of the servers' logs."""
         return "\n".join(line for server in self.servers for line in tail(server.log))
 
     def flush(self) -> None:
@@ -158,7 +156,7 @@ def _sum(samples: Mapping[str, float], *names: str) -> float:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What to start. prefill, decode: how many; no prefill is colocated. flags: of every server;
+    """The servers to start. prefill, decode: how many; no prefill is colocated. flags: of every server;
     decode_flags: of decode besides. environment: on top. own_ports: whether decode servers have a bootstrap
     port, too, as those need that change their role.
     """
@@ -210,7 +208,7 @@ def pair(*flags: str, prefill: int = 1, decode: int = 1, own_ports: bool = False
 def stock(mooncake: Path | None, *, late: bool = False) -> GroupSpec:
     """SGLang's own hand-over by Mooncake over TCP, with its own caches. late: see `STOCK_LATE`."""
     policy = ("--disaggregation-decode-allocation-policy", "prefill_complete") if late else ()
-    # What it has for caching on decode is off unless it is asked for, and late allocation goes without.
+    # Its caching on decode is off unless a flag turns it on; late allocation runs without it.
     cache = () if late else ("--disaggregation-decode-enable-radix-cache",)
     return GroupSpec(
         1,
@@ -336,8 +334,8 @@ async def ask(
     which: tuple[int, int] = (0, 0),
     margins: bool = False,
 ) -> Asked:
-    """One turn, streamed. keys: names of its KV on prefill and decode. which: of the servers. margins: ask
-    for log probabilities too, which makes every event of the stream a long one.
+    """One turn, streamed. keys: names of its KV on prefill and decode. ``which``: index of the server that
+    is asked. margins: ask for log probabilities too, which makes every event of the stream a long one.
     """
     body: dict[str, Any] = {
         "input_ids": list(prompt),

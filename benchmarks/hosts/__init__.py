@@ -1,1 +1,1 @@
-"""What latency and loss between hosts cost, and what requests in flight hide of it."""
+"""The cost of latency and loss between hosts, and the share of it that concurrent requests hide."""

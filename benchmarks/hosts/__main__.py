@@ -1,4 +1,4 @@
-"""What latency and loss between hosts cost: hand-overs, the router, the index.
+"""The cost of latency and loss between hosts: hand-overs, the router, the index.
 
 Three hosts made of this machine's namespaces (`tests.support.lab`): a router with its clients, and two
 servers with a tiny model, KV over tcp. Each packet is delayed by so much in either direction, so a round trip
@@ -104,7 +104,7 @@ class Prompts:
 
 @dataclass
 class Bench:
-    """The lab, this thread being on its router's host, and what servers are told."""
+    """The lab, with this thread on its router's host, and the servers' arguments."""
 
     lab: Lab
     folder: Path
@@ -146,7 +146,7 @@ def bench() -> Iterator[Bench]:
 def fetching(
     prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
-    """In turn; what another instance has more of, it fetches from that, whatever computing takes."""
+    """Round robin; an instance fetches a longer prefix from another one, whatever computing it would cost."""
     chosen = min(fleet, key=lambda each: (each.last_picked, each.name))
     held = {each.name: matches.get(each.name, Match(0)).tokens for each in fleet}
     source = max(held, key=lambda name: held[name])
@@ -203,7 +203,7 @@ class Colocated:
         return found
 
     async def lag(self, rounds: int) -> list[float]:
-        """Seconds from a server's answer until the router knows what it has computed."""
+        """Seconds from a server's answer until the router's index contains the computed blocks."""
         found = []
         for number in range(rounds):
             prompt, server = self.prompts.next(4 * BLOCK + 3), self.servers[number % 2]
@@ -212,8 +212,8 @@ class Colocated:
         return found
 
     async def fetched(self, rounds: int) -> tuple[list[float], list[float], int]:
-        """Seconds until an answer whose prompt the other server has, and of one that nobody has; and of how
-        many of the former the KV was fetched."""
+        """Seconds until an answer whose prompt the other server has cached, and until an answer to an
+        uncached prompt; and for how many of the former the KV was fetched."""
         fetched: list[float] = []
         computed: list[float] = []
         whole = 0

@@ -6,7 +6,7 @@ indexes whole blocks of 16 tokens; SGLang's default is a page of one token, so o
 less. Rows with pages of 16 and 64 tokens compare equal granularity.
 
 The trees of one table are built from the same prompts and take turns, in an order that changes each time.
-What each answers is compared with the prompt. Python's garbage collector is off while times are taken.
+Every answer is compared with the prompt. Python's garbage collector is off while times are taken.
 
 The summary gives, per call and peer, the median over the sizes of ours over theirs in calls per second, for
 an equal mix of hits, partial hits and misses, or of known, longer and new prompts.
@@ -43,7 +43,7 @@ CONVERSATIONS = 32
 """Measured conversations in each tree."""
 
 CHANCE_TOKENS = 2
-"""A random continuation may agree with what another prompt has at the same place, for very few tokens."""
+"""A random continuation may agree with another prompt's tokens at the same place, for very few tokens."""
 
 MATCHES: dict[str, Callable[[Workload, int], Prompt]] = {
     "full hit": Workload.whole,
@@ -84,7 +84,8 @@ class Index:
         return found.device_indices
 
     def insert(self, prompt: Prompt) -> int:
-        """Insert as at the end of a request that had matched what it could. Returns tokens known before."""
+        """Insert as at the end of a request that had matched all its cached tokens. Returns tokens known
+        before."""
         known = prompt.known // self._page * self._page
         result = self._cache.insert(
             self._insert(key=self._key(prompt.tokens), value=prompt.slots, prev_prefix_len=known)
@@ -92,7 +93,7 @@ class Index:
         return int(result.prefix_len)
 
     def verify(self, prompt: Prompt, known: int, slots: Any = None) -> None:
-        """Raises RuntimeError unless the cache has answered what the prompt's making implies."""
+        """Raises RuntimeError unless the cache's answer agrees with the prompt's construction."""
         least = prompt.known // self._granule * self._granule
         if not least <= known <= prompt.known + CHANCE_TOKENS:
             raise RuntimeError(f"{self.name} knows {known} tokens of a prompt of which it has {prompt.known}")

@@ -1,10 +1,10 @@
 """An index without a tree, to compare ours with: chained hashes of blocks, searched by jumps.
 
 A block's hash is of its tokens and the hash before it, so that one hash stands for a whole prefix and a
-dictionary of hashes is an index. Whoever has a block has all before it: who has block n of a prompt is asked
-by one look, the depth of a match is a binary search, and a run of blocks with the same holders is seen by
-its two ends. This is how Dynamo's indexer finds its 10^8 operations a second over many threads; the hashing
-is compiled here (numba), the dictionary is Python's.
+dictionary of hashes is an index. A holder of a block holds all blocks before it: one look-up finds the
+holders of block n of a prompt, a binary search finds the depth of a match, and the two ends of a run show
+that its blocks have the same holders. This is how Dynamo's indexer finds its 10^8 operations a second over
+many threads; the hashing is compiled here (numba), the dictionary is Python's.
 
 It may answer a wrong prefix where two hashes of 64 bits are equal, and it forgets what no event takes back.
 """
@@ -51,7 +51,7 @@ def chain(words, out):  # type: ignore[no-untyped-def]
 
 
 class Hashes:
-    """Who holds which prefix, by hashes. Holders are bits of a number."""
+    """The holders of each prefix, by hashes. Holders are bits of a number."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
@@ -71,12 +71,12 @@ class Hashes:
             masks[name] = masks.get(name, 0) | bit
 
     def runs(self, key: bytes) -> list[tuple[int, int]]:
-        """(blocks, who has so many and no more), the longest first."""
+        """(blocks, bits of the holders of exactly so many), the longest first."""
         names, get = self.of(key), self._masks.get
         found: list[tuple[int, int]] = []
         low, high, above = 0, len(names), 0
         while low < high:
-            # How far anybody has it whom no longer run has told of.
+            # Depth up to which a holder that no longer run lists has the prompt.
             first, last = low, high
             mask = get(names[low], 0) & ~above
             if not mask:
@@ -106,8 +106,8 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def measure_hashes(report: Report, *, quick: bool, tiny: bool) -> None:
-    """Rows of microseconds a match and an event take, in the tree and by hashes; events are a turn of 256
-    tokens behind what is known."""
+    """Rows of microseconds per match and per event, in the tree and by hashes; events are a turn of 256
+    tokens behind the known ones."""
     times: dict[str, float] = {}
     for tokens in TOKENS[:1] if tiny else TOKENS:
         for count in HOLDERS[:1] if tiny else HOLDERS:

@@ -1,6 +1,6 @@
 """Prompts for the index benchmark: conversations that share system prompts and grow turn by turn.
 
-Everything follows from the seed. Token ids serve as slots too, so that what a cache answers can be checked
+Everything follows from the seed. Token ids serve as slots too, so that a cache's answer can be checked
 against the prompt itself.
 """
 
@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the scheduler has it, and what the tree is expected to know of it."""
+    """A prompt as the scheduler has it, and its expected match in the tree."""
 
     tokens: array[int]
     slots: torch.Tensor
@@ -93,7 +93,7 @@ class Workload:
         return Conversation(tokens, ends, len(system))
 
     def filling(self) -> Iterator[Prompt]:
-        """What to insert, in order, to build the tree: every turn of every conversation."""
+        """The prompts that build the tree, in order: every turn of every conversation."""
         left = self._nodes - SYSTEM_PROMPTS
         known_systems: set[int] = set()
         for conversation in self._measured:
@@ -127,7 +127,7 @@ class Workload:
         return prompt(np.concatenate([tokens[:known], new]), known)
 
     def parting(self, number: int) -> Prompt:
-        """One that leaves a known conversation at a random place, most often inside an edge."""
+        """A prompt that leaves a known conversation at a random place, most often inside an edge."""
         tokens = self._measured[number % len(self._measured)].tokens
         known = int(self._random.integers(len(tokens) // 4, len(tokens) * 3 // 4))
         new = self._fresh(len(tokens) - known)
@@ -141,7 +141,7 @@ class Workload:
         return prompt(np.concatenate([conversation.tokens[: conversation.system], new]), conversation.system)
 
     def unknown(self) -> Prompt:
-        """One that shares nothing with the tree."""
+        """A prompt that shares nothing with the tree."""
         tokens = self._fresh(self._length)
         tokens[0] = MISSING
         return prompt(tokens, 0)

@@ -1,1 +1,2 @@
-"""What telling routers of every placement costs the scheduler, and how fast a router takes it in."""
+"""The cost to the scheduler of sending every placement to routers, and the rate at which a router takes them
+in."""

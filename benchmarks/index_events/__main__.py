@@ -1,8 +1,9 @@
-"""What telling routers of every placement costs the scheduler, and how fast a router takes it in.
+"""The cost to the scheduler of sending every placement to routers, and the rate at which a router takes them
+in.
 
-A pass of the scheduler inserts what one request has computed (the next turn of a conversation) into a tree
-that is full, and evicts as much: with nobody told, and with a feed that tells. Both trees get the same
-prompts, in turns that change. The agent's thread is not part of the pass; what it takes is a row of its own.
+A pass of the scheduler inserts one request's computed tokens (the next turn of a conversation) into a tree
+that is full, and evicts as much: without subscribers, and with a feed that sends events. Both trees get the
+same prompts, in turns that change. The agent's thread is not part of the pass; its time is a row of its own.
 
 A router's index takes in the messages of the same passes, from one instance and from eight that hold the same
 system prompts; then it is asked for prompts, beside the index that only believes what passes by.
@@ -43,7 +44,7 @@ SYSTEMS = 8
 CONVERSATIONS = 64
 """Conversations that go on at the same time."""
 HELD_BLOCKS = 20_000
-"""Blocks that the instance can hold; then each pass evicts what it inserts."""
+"""Blocks that the instance can hold; then each pass evicts as many as it inserts."""
 NAMESPACE = (0, None, None)
 PLAIN = ("tokens", None, None, None)
 
@@ -72,7 +73,7 @@ class Passes:
 
 
 class Instance:
-    """A tree, and a feed if anybody is to be told."""
+    """A tree, and a feed if it has subscribers."""
 
     def __init__(self, name: str, *, tells: bool) -> None:
         self.tree = RadixTree(BLOCK)
@@ -80,7 +81,7 @@ class Instance:
         self.feed = PlacementFeed(self.tree, (self.hbm, dram)) if tells else None
 
     def step(self, key: bytes) -> None:
-        """What a pass does to the tree."""
+        """Apply one pass to the tree."""
         blocks = len(key) // (4 * BLOCK)
         self.tree.insert(NAMESPACE, key, self.hbm, np.arange(blocks * BLOCK, dtype=np.int64))
         over = self.tree.blocks_of(self.hbm) - HELD_BLOCKS
@@ -90,7 +91,7 @@ class Instance:
             self.feed.publish()
 
     def taken(self) -> list[PlacementEvent]:
-        """What the agent would take from the feed."""
+        """The events that the agent would take from the feed."""
         assert self.feed is not None
         return [event for entry in self.feed.take() if isinstance(entry, Changed) for event in entry.events]
 
@@ -116,7 +117,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def scheduler_rows(report: Report, passes: int, warm: int) -> Sent:
-    """Passes with nobody told and with a feed, in turns. Returns what was told."""
+    """Passes without subscribers and with a feed, in turns. Returns the messages that were sent."""
     silent, telling = Instance("silent", tells=False), Instance("telling", tells=True)
     source, order = Passes(SEED), random.Random(SEED)
     sent = Sent("telling", EventStream("telling", b"e" * 16, BLOCK), [])
@@ -178,7 +179,7 @@ def scheduler_rows(report: Report, passes: int, warm: int) -> Sent:
 
 
 def told(name: str, seed: int, passes: int) -> Sent:
-    """What another instance would send."""
+    """The messages that another instance would send."""
     instance, source = Instance(name, tells=True), Passes(seed)
     sent = Sent(name, EventStream(name, seed.to_bytes(16, "big"), BLOCK), [])
     sent.stream.hello(b"r", Hello("r"))
@@ -219,7 +220,8 @@ def taken_in(sources: Sequence[Sent]) -> tuple[Index, float]:
 
 
 def router_rows(report: Report, sources: Sequence[Sent], calls: int) -> None:
-    """How fast a router takes in what one and what all instances tell, and how long it looks."""
+    """The rate at which a router takes in the messages of one and of all instances, and the time of its
+    look-ups."""
     for count in sorted({1, len(sources)}):
         some = sources[:count]
         index, spent = taken_in(some)

@@ -1,1 +1,1 @@
-"""What all benchmarks share."""
+"""The parts that all benchmarks share."""

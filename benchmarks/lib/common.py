@@ -1,4 +1,4 @@
-"""What all benchmarks share: the command line, paired measuring, the environment, the report.
+"""The parts that all benchmarks share: the command line, paired measuring, the environment, the report.
 
 A benchmark is a module with `main()`, run as `python -m benchmarks.NAME [--quick] [--json FILE]`:
 
@@ -61,7 +61,7 @@ class Options(Flagged):
         return self.pick(full, quick=quick, tiny=min(quick, 2))
 
     def pick(self, full: T, *, quick: T, tiny: T) -> T:
-        """What the form that was asked for takes."""
+        """The value for the chosen form."""
         return tiny if self.tiny else quick if self.quick else full
 
     @classmethod
@@ -142,7 +142,7 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure of a summary should reach."""
+    """The aim of a figure of a summary."""
 
     bound: float
     at_most: bool = False
@@ -167,7 +167,7 @@ def at_most(bound: float) -> Aim:
 class Report:
     """Rows in named groups, and a summary of ratios; printed as tables and written as one JSON object.
 
-    aims: what figures of the summary should reach, by their names; each is reported as met or missed.
+    aims: aims of the summary's figures, by their names; each is reported as met or missed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A shared machine that is as quiet as it can be made: what is measured goes before other work.
+"""A shared machine that is as quiet as it can be made: the measured processes go before other work.
 
 Where the kernel groups processes by session (``sched_autogroup_enabled``), niceness inside a group says
 nothing about other groups; the group's own does. Raising it needs CAP_SYS_NICE; without, measuring goes on,
@@ -32,8 +32,8 @@ def go_first(pids: Iterable[int], niceness: int = FIRST) -> bool:
 
 
 def stay_on(number: int, pids: Iterable[int]) -> None:
-    """Keep processes on one of this process's cores, counted around: all their threads, and what those start
-    from now on. What has ended meanwhile is passed over."""
+    """Keep processes on one of this process's cores, counted around: all their threads, and the processes
+    they start from now on. Processes that have ended meanwhile are skipped."""
     cores = sorted(os.sched_getaffinity(0))
     core = cores[number % len(cores)]
     for pid in pids:

@@ -1,4 +1,5 @@
-"""Who asks what and when: sessions of people and of agents, with the moments at which a hint can be sent.
+"""The prompts of people and of agents, and their times: sessions, with the moments at which a hint can be
+sent.
 
 People (Symphony, section 4, trace generation): the next request of a conversation comes once its user has
 read the answer and typed the question, at human speed; the hint comes when the typing begins. Nothing says
@@ -25,7 +26,7 @@ from benchmarks.lib.data import rows
 class Speed:
     """How fast people are: characters per minute, drawn once per person from a normal distribution.
 
-    mean, deviation: of the distribution. least: nobody is slower.
+    mean, deviation: of the distribution. least: lower bound of a drawn speed.
     """
 
     mean: float
@@ -56,10 +57,10 @@ IDEOGRAPHIC = Script(reading=Speed(255.0, 29.0, 120.0), typing=Speed(55.0, 15.0,
 class Turn:
     """One request of a session.
 
-    text: what is new in it; what came before is the session's past.
-    reading_s: seconds between the end of the answer before and the start of the typing; 0 in a first turn.
-    typing_s: seconds of typing, so what a hint at its first key is ahead of the request.
-    answer_text: what was answered when it was logged; its length is how much to generate.
+    text: the new text of the request; the text before it is the session's past. reading_s: seconds between
+    the end of the answer before and the start of the typing; 0 in a first turn. typing_s: seconds of typing,
+    which is the lead of a hint that is sent at the first key. answer_text: the logged answer; its length
+    gives the number of tokens to generate.
     """
 
     text: str
@@ -129,7 +130,7 @@ def timed(
 def conversations(folder: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """ShareGPT's conversations of people with an assistant: a name, and (question, answer) pairs.
 
-    What does not begin with a person or has no answer is left out.
+    Conversations that do not begin with a person or have no answer are left out.
     """
     name = "sharegpt_zh/sharegpt_zh.0000-0499.jsonl.gz"
     for number, row in enumerate(rows(folder, name)):

@@ -2,7 +2,7 @@
 
 Four workloads from the data folder (see `benchmarks.lib.data`): questions about documents at a share ratio of
 1 and 2 (MemServe, section 8.4 and figure 15; the latter at two loads), conversations, and a production trace;
-each with caches of any size, and with caches too small for it. Then a prefix that everybody shares. The
+each with caches of any size, and with caches too small for it. Then a prefix that all sessions share. The
 policies are the router's own code; the fleet is a model (`benchmarks.policies.simulator`), so the figures
 compare policies and say nothing of absolute speed.
 """

@@ -1,10 +1,11 @@
 """A simulated fleet under real policies: the router's own code decides, instances are models of instances.
 
-What is real: ``sglang_ext.router.policies``, ``sglang_ext.router.placing.costs`` with its queues and
-corrections, called as the router calls them. What is simulated: an instance computes what waits in passes, as
-SGLang fills them, each as long as its cost model says for what its cache really holds, and generates for the
-others meanwhile; its cache keeps the blocks used last, up to its size. The router learns of a cache's
-contents at once (an exact index) or believes whatever it sent there (an approximate one).
+Real are ``sglang_ext.router.policies`` and ``sglang_ext.router.placing.costs`` with its queues and
+corrections, called as the router calls them. Simulated are the instances: an instance computes its waiting
+prompts in passes, as SGLang fills them, each as long as its cost model says for the real contents of its
+cache, and generates for the others meanwhile; its cache keeps the blocks used last, up to its size. The
+router learns of a cache's contents at once (an exact index) or believes whatever it sent there (an
+approximate one).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class BlockCache:
         return count, bool(count) and self._held[chain[count - 1]]
 
     def insert(self, chain: Blocks) -> None:
-        """Hold a prefix, and drop what was not used for longest, ends of prefixes first."""
+        """Hold a prefix, and drop the least recently used blocks, ends of prefixes first."""
         for place in range(len(chain) - 1, -1, -1):
             name = chain[place]
             ended = self._held.get(name, False) or place == len(chain) - 1
@@ -79,7 +80,7 @@ class SimInstance:
     name: str
     cache: BlockCache
     believed: BlockCache
-    """What the router takes its cache to be."""
+    """The router's belief about the contents of its cache."""
     in_flight: int = 0
     queued_tokens: int = 0
     last_picked: int = 0
@@ -104,7 +105,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of one request."""
+    """The outcome of one request."""
 
     session: str
     instance: str
@@ -115,7 +116,7 @@ class Served:
 
 @dataclass
 class Outcome:
-    """What became of all of them."""
+    """The outcomes of all requests."""
 
     served: list[Served] = field(default_factory=list)
 
@@ -143,8 +144,8 @@ class FleetPlan:
     """The fleet to simulate.
 
     instances: how many. cache_blocks: of each; None for any number. exact: whether the router knows what
-    caches hold. model: what instances take. believed: what the router believes that they take. batching: how
-    instances fill their passes. told: what they tell the router of that.
+    caches hold. model: the true costs of the instances. believed: the costs that the router assumes.
+    batching: how instances fill their passes. told: the batching that they report to the router.
     """
 
     instances: int = 4
@@ -224,8 +225,8 @@ class _Run:
             self._compute(chosen)
 
     def _compute(self, chosen: SimInstance) -> None:
-        """What waits is computed, as far as one pass takes it: what the cache holds now counts, and a step of
-        generation that is under way is waited for."""
+        """Compute the waiting prompts, as far as one pass takes them: the cache's present contents count, and
+        the pass waits for a step of generation that is under way."""
         passes = self._model.passes(self._batching, chosen.generating)
         batch: list[tuple[_Flight, int]] = []
         for flight in chosen.line:
@@ -279,7 +280,7 @@ class _Run:
             self._at(self._now + wait, lambda: self._send(flight.session, turn))
 
     def _seen(self, chain: Blocks) -> tuple[tuple[Instance, ...], dict[str, Match]]:
-        """What the router sees: the fleet, and what it believes each to hold."""
+        """The router's view: the fleet, and the blocks that it assumes each instance holds."""
         fleet, matches = [], {}
         for one in self._instances.values():
             fleet.append(

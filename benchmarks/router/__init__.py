@@ -1,1 +1,1 @@
-"""What the router costs a request, and how much of the caches it brings to use."""
+"""The router's cost per request, and the share of the caches that it puts to use."""

@@ -1,12 +1,11 @@
-"""What the router costs a request, and how much of the caches it brings to use, beside sglang-router.
+"""The router's cost per request, and the share of the caches that it puts to use, beside sglang-router.
 
 With fast stand-in workers: requests per second and added latency, one core for the router; the same beside
-thousands of idle streams and clients that read slowly, and over new connections; what it executes for a
-request, by stage. Memory, events and decisions with a thousand instances, and while a snapshot comes
-in. With real servers:
-tokens reused and time to first token by policy, in ordinary operation, with pools too small for the load,
-and right after an instance has restarted; and the tail of the time to first token when some sessions share
-their beginning (MemServe, figure 15).
+thousands of idle streams and clients that read slowly, and over new connections; bytecodes per request, by
+stage. Memory, events and decisions with a thousand instances, and while a snapshot comes in. With real
+servers: tokens reused and time to first token by policy, in ordinary operation, with pools too small for the
+load, and right after an instance has restarted; and the tail of the time to first token when some sessions
+share their beginning (MemServe, figure 15).
 
 Two things are compared with sglang-router: the routing alone, in front of the very same servers, without
 tiers (ordinary, scarce pools); and the whole, our router in front of servers with DRAM and disk tiers, beside
@@ -73,7 +72,7 @@ class RouterOptions(Options):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    # Ends what was started.
+    # End all that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = RouterOptions.of(argv, "router", __doc__)
     report = Report("router", AIMS)
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "serving" in options.parts:
             measure_serving(options, report, options.cases, options.sglang_router_python)
     finally:
-        # What was measured before it was ended is told, too.
+        # The measurements made before the end are reported, too.
         report.finish(options)
     return 0
 

@@ -100,7 +100,7 @@ class _Asked:
 
 
 def _beside(folder: Path, leg: Leg, asked: _Asked, count: int, text: str, seconds: float) -> dict[str, float]:
-    """What requests take beside so many streams, and what these cost."""
+    """The latency of requests beside so many streams, and the cost of the streams."""
     assert leg.running is not None
     pid = leg.running.pid
     quiet, memory, files = asked.p50_ms(), _resident(pid), _files(pid)

@@ -1,6 +1,6 @@
 """Clients that do nothing but hold streams, `python -m benchmarks.router.crowd JSON`.
 
-It opens them, prints what came of that as JSON once all have begun, and holds them until its input ends.
+It opens them, prints the outcome as JSON once all have begun, and holds them until its input ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def hold(port: int, count: int, text: str) -> None:
     loop = asyncio.get_running_loop()
     gate = asyncio.Semaphore(AT_ONCE)
 
-    # An event loop forgets, and so closes, a connection that nobody has and that does not read.
+    # An event loop drops, and so closes, a connection that has no reference and does not read.
     clients: list[Client] = []
 
     async def begin() -> str:

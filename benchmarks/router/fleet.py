@@ -34,14 +34,14 @@ def forked_servers() -> Iterator[None]:
 
 
 class RealFleet:
-    """Servers that tell the router on ``router_port`` what they cache.
+    """Servers that report their cached blocks to the router on ``router_port``.
 
     Args:
         folder: for logs.
         instances: how many.
         pool_tokens: of each one's pool, which is all the cache it has until `give_tiers`.
-        apart: each on a core of its own, as far as there are so many: what one does not use is not another's
-            gain, as on machines of their own.
+        apart: each on a core of its own, as far as there are so many: a server cannot gain from the idle time
+            of another, as on machines of their own.
     """
 
     def __init__(self, folder: Path, instances: int, pool_tokens: int, *, apart: bool = False) -> None:
@@ -87,7 +87,7 @@ class RealFleet:
         self._start(list(self._tiers))
 
     def restart(self, number: int) -> None:
-        """End a server and start it anew at its address; it keeps what is on its disk, if it has one."""
+        """End a server and start it anew at its address; it keeps the blocks on its disk, if it has one."""
         self._stop([number])
         self._start([number])
 

@@ -1,4 +1,4 @@
-"""What no router in Python goes below: `python -m benchmarks.router.floor PORT WORKER_PORT...`.
+"""The lower bound for a router in Python: `python -m benchmarks.router.floor PORT WORKER_PORT...`.
 
 A proxy that passes bytes on over uvloop and looks at them with httptools only to see where messages end: no
 checks, no choice but turns, no headers of its own, no limits, no errors. It runs until it is killed.
@@ -15,7 +15,7 @@ import uvloop
 
 
 class Worker(asyncio.Protocol):
-    """A connection to a worker, which is in its pool while nobody waits for an answer."""
+    """A connection to a worker, which is in its pool while no client waits for an answer."""
 
     def __init__(self, pool: list[Worker]) -> None:
         self.pool = pool

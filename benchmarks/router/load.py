@@ -61,7 +61,7 @@ class Job:
 
 
 def prompt(number: int, size: int) -> str:
-    """Text that nobody would take for another prompt's beginning, of ordinary words."""
+    """Text of ordinary words that shares no beginning with another prompt."""
     words = random.Random(SEED + number)
     parts = [f"{number:x} "]
     length = len(parts[0])

@@ -45,7 +45,7 @@ class Peer:
 SGLANG_ROUTER = Peer("sglang-router", "0.3.2", "warn")
 VLLM_ROUTER = Peer("vllm-router", "0.1.17", "warning")
 PEER = SGLANG_ROUTER.name
-"""The one that aims are compared with."""
+"""The router that the aims compare with."""
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Where a request's time goes in the router: bytecodes, calls and microseconds by stage; and what the floor
-takes, a proxy in Python that only passes bytes on."""
+"""A request's time in the router: bytecodes, calls and microseconds by stage; and the same of the floor, a
+proxy in Python that only passes bytes on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STAGES = {
     "app": "service", "endpoints": "service", "tokens": "tokens", "telemetry": "telemetry",
     "hints": "hints", "cost_model": "decision",
 }  # fmt: skip
-"""Folder of a module -> stage; what is in none is a library's, or shared."""
+"""Folder of a module -> stage; a module in none of them is a library's, or shared."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Spent:
 
 
 def measure_profile(options: Options, report: Report) -> None:
-    """Rows of what each stage spends on a request, by case, and what a request takes in all."""
+    """Rows of each stage's cost per request, by case, and of the total."""
     asked, seconds = options.pick((256, 12.0), quick=(128, 5.0), tiny=(4, 0.1))
     router_core, other_core = two_cores()
     with tempfile.TemporaryDirectory(prefix="router-profile-") as name:
@@ -167,7 +167,7 @@ def _by_stage(
 
 
 def stage_of(file: str) -> str:
-    """The stage of what stands in a file."""
+    """The stage of the code in a file."""
     if not file:
         return BETWEEN
     return STAGES.get(Path(file).parent.name, "other")

@@ -121,7 +121,7 @@ class _Bench:
         return play_rounds(port, sessions, self.plan.turns, at_once=AT_ONCE)
 
     def restart(self, policy: str, port: int, sessions: Sequence[Session]) -> list[Seen]:
-        """An instance restarts after the first turns; what counts is the turns after that."""
+        """An instance restarts after the first turns; the turns after that count."""
         play_rounds(port, sessions, self.plan.turns - 1, at_once=AT_ONCE)
         self.fleet.restart(0)
         if policy != PEER:
@@ -161,7 +161,7 @@ class _Bench:
         )
 
     def compare(self, key: str, ours: Reuse, theirs: Reuse) -> None:
-        """Into the summary: what is reused behind our router over what is behind the peer's."""
+        """Add to the summary the ratio of tokens reused behind our router to those behind the peer's."""
         if OURS in ours and PEER in theirs:
             self._report.summary[key] = statistics.median(
                 mine / max(other, 1.0) for mine, other in zip(ours[OURS], theirs[PEER], strict=True)

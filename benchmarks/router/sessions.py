@@ -20,7 +20,7 @@ TIMEOUT_S = 300.0
 
 @dataclass
 class Session:
-    """One conversation: what is said in each turn, and what has been said so far."""
+    """One conversation: the text of each turn, and the text so far."""
 
     name: str
     turns: Sequence[str]

@@ -1,4 +1,4 @@
-"""What a router costs a request: the part of the router benchmark with fast stand-in workers."""
+"""The router's cost per request: the part of the router benchmark with fast stand-in workers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SERVICE_S = 0.001
 FIRST_FRESH = 1 << 20
 DIRECT, OURS = "direct", "ours"
 ONE, MANY, CROWD = 1, 32, 256
-"""Connections: one shows what a request waits longer, more show how many requests a core carries."""
+"""Connections: one shows the added latency of a request, more show how many requests a core carries."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked."""
+    """One kind of request of the load."""
 
     path: str
     prompt_bytes: int
@@ -53,7 +53,7 @@ class Case:
     fresh: bool = False
     """Whether no prompt was seen before, so that each is tokenized anew."""
     shared_bytes: int = 0
-    """What fresh prompts begin with alike."""
+    """Bytes that fresh prompts share at their beginning."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ CASES = SEEN_CASES + FRESH_CASES
 
 @dataclass
 class Leg:
-    """A way to the workers, and what was measured of it: one result per round, for each case."""
+    """A way to the workers, and its results: one per round, for each case."""
 
     port: int
     running: subprocess.Popen[str] | None
@@ -209,7 +209,7 @@ def _median_added(legs: dict[str, Leg], name: str, case: Case, key: str) -> floa
 
 
 def summarise(report: Report, legs: dict[str, Leg]) -> None:
-    """Of several cases, the one that is worst for us counts."""
+    """Of several cases, the worst for us counts."""
     single = [case for case in CASES if case.connections == ONE]
     for key in ("p50", "p99"):
         report.summary[f"added_{key}_ms"] = max(_median_added(legs, OURS, case, key) for case in single)

@@ -1,8 +1,8 @@
 """A fast stand-in for an SGLang server, for measuring routers: `python -m benchmarks.router.standin JSON`.
 
-It answers what a router asks of a server at its start, and every generation request after a service time that
-costs no CPU. Answers are made beforehand; each event of a stream is sent in a turn of the event loop of its
-own, and so in a segment of its own. It prints its port and runs until it is killed.
+It answers the requests that a router sends to a server at its start, and every generation request after a
+service time that costs no CPU. Answers are made beforehand; each event of a stream is sent in a turn of the
+event loop of its own, and so in a segment of its own. It prints its port and runs until it is killed.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ LARGE_EVENT = _chunk(b'data: {"text": "' + b"x" * (1 << 16) + b'"}\n\n')
 
 
 def facts(tokenizer: str, serial: int) -> dict[str, Any]:
-    """What the server tells about itself, by path."""
+    """The server's descriptions of itself, by path."""
     model = {
         "model_path": "stand-in", "served_model_name": "stand-in", "tokenizer_path": tokenizer,
         "is_generation": True, "weight_version": "default", "disaggregation_mode": "null",

@@ -1,8 +1,8 @@
-"""What a router's state costs, in one process: `python -m benchmarks.router.state JSON` prints rows as JSON.
+"""The cost of a router's state, in one process: `python -m benchmarks.router.state JSON` prints rows as JSON.
 
-The index is told what instances hold by the messages that their agents send; then instances are chosen for
+The index receives the instances' blocks in the messages that their agents send; then instances are chosen for
 prompts, with nothing else to do and while another snapshot comes in, a message per turn of the event loop, as
-from an agent's socket. Nothing is sent anywhere, so that what is measured is the router's own time.
+from an agent's socket. Nothing is sent anywhere, so the measurements show the router's own time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class NoHints:
 
 
 class Router:
-    """The parts of a router that decide, and instances that have told it what they hold.
+    """The parts of a router that decide, and instances that have reported their blocks to it.
 
     Args:
         instances: how many.
@@ -152,7 +152,7 @@ class Router:
 
 
 class Prompts:
-    """Conversations of random tokens. What several instances hold begins alike everywhere."""
+    """Conversations of random tokens. Prefixes that several instances hold begin alike everywhere."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -213,7 +213,7 @@ def state_rows(
     for number, name in enumerate(router.streams):
         prompts = [key for count, key in common.items() if number < count]
         messages = router.snapshot(name, Prompts(number).held(blocks, prompts))
-        began = time.thread_time()  # of what it computes: it waits for nothing
+        began = time.thread_time()  # CPU time only: it waits for nothing
         for data in messages:
             router.take(name, data)
         took += time.thread_time() - began

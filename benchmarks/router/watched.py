@@ -1,11 +1,12 @@
 """The router under observation, `python -m benchmarks.router.watched FOLDER FLAGS...`, for `profile`.
 
 SIGUSR1 begins an observation or ends it, in turns: bytecodes are counted while requests come, then for as
-long without any, for what the router does anyway; then a clock looks in which function the event loop is.
-Each turn is answered by a file in FOLDER (two signals at once are one): `begun-N`, or what was seen, as JSON.
+long without any, for the router's idle work; then a clock samples the function that the event loop is in.
+Each turn is answered by a file in FOLDER (two signals at once are one): `begun-N`, or the observation as
+JSON.
 
 Bytecodes are exact, and the same on every machine. Time is sampled (CPU seconds of the process, by the
-system's tick), so that looking costs next to nothing and falls on nobody in particular.
+system's tick), so that looking costs next to nothing and favours no function.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from sglang_ext.router.__main__ import main
 TICK_S = 0.001
 """Asked for; the system's own tick may be longer."""
 ENTRY = 8
-"""Bytes of code at whose execution a function has only begun: what a tick finds there is what went on before,
-in C: a signal waits until Python code runs."""
+"""Bytes of code at whose execution a function has only begun: a tick there belongs to the C code that ran
+before, since a signal waits until Python code runs."""
 
 
 class Watch:
-    """What is counted by function."""
+    """Counts by function."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""What `--kv-durability acked` costs an answer: its time to the last token beside that of `disk`, which
+"""The cost of `--kv-durability acked` to an answer: its time to the last token beside that of `disk`, which
 writes the same and waits for nothing."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure_acked(options: Options, report: Report, folder: Path | None) -> None
             for leg in LEGS if number % 2 else LEGS[::-1]:
                 seconds, wait = _answer(servers[leg], prompt)
                 if not number:
-                    continue  # what compiles
+                    continue  # the first one compiles
                 took[leg].append(seconds)
                 if leg == "acked":
                     waits.append(wait)

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 16
 HEAD_DIM = 64
 ITEM_BYTES = 2
 PLANE_BYTES = (4 << 10, 8 << 10, 32 << 10, 256 << 10)
-"""Bytes of one plane of a block: what is contiguous in the pool."""
+"""Bytes of one plane of a block: its contiguous part in the pool."""
 
 Bytes = npt.NDArray[np.uint8]
 

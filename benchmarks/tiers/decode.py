@@ -1,4 +1,5 @@
-"""What writing through to disk costs decoding: tokens per second of two servers that differ in that alone."""
+"""The cost to decoding of writing through to disk: tokens per second of two servers that differ in that
+alone."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def measure_decode(
     times = paired(
         {name: partial(answer, client) for name, client in clients.items()},
         rounds=rounds,
-        # The other server must not still be writing what the run before has left. What it leaves to itself
-        # is its own cost.
+        # The other server must not still be writing KV of the run before. Writes that a server leaves to
+        # itself are its own cost.
         before={"off": writing.wait_until_written},
         deadline=seconds,
     )

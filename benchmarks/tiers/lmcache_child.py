@@ -1,9 +1,9 @@
 """LMCache's local disk backend in a process of its own: run by `lmcache.py`, with another interpreter.
 
-LMCache wants other versions of common packages than SGLang, so it lives in an environment of its own, which
-has neither this package nor what it needs: this file imports nothing but the standard library, torch and
-LMCache. It reads commands from its input, `clear`, `write` or `read`, one a line, and answers each with the
-seconds that it took, in JSON.
+LMCache wants other versions of common packages than SGLang, so it lives in an environment of its own, without
+this package and its dependencies: this file imports nothing but the standard library, torch and LMCache. It
+reads commands from its input, `clear`, `write` or `read`, one a line, and answers each with the seconds that
+it took, in JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LAYERS = 16
-"""Of the shape that LMCache is told: its chunks are bytes to the disk, however they are cut."""
+"""Layers of the shape that LMCache gets: its chunks are bytes to the disk, however they are cut."""
 
 
 PROBE = 64
@@ -46,7 +46,8 @@ class Backend:
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=256,
             local_cpu=False,
-            # Twice: what was read is given back before the next read, what is written is kept beside it.
+            # Twice: chunks that were read are given back before the next read, chunks being written are kept
+            # beside them.
             max_local_cpu_size=2 * gib + 0.1,
             local_disk=str(folder),
             max_local_disk_size=2 * gib + 1,

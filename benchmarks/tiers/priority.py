@@ -20,7 +20,7 @@ FIGURE = "ttft_high_priority_with_retraction"
 AIM = at_most(0.5)
 PLACES = 2
 LONG, HIGH = 200, 8
-"""Tokens of the answers that fill the server, and of the one that comes."""
+"""Tokens of the answers that fill the server, and of the new request's answer."""
 RUNNING = 10
 """Tokens that each of those has when it comes."""
 LEGS = {"with retraction": "0.5", "without": "1000000"}

@@ -74,7 +74,7 @@ def spec(sizes: Sizes, folder: Path, durability: str, io: IoMode) -> TimedSpec:
             # On a CPU, SGLang's attention looks at the whole prompt again for each chunk: one piece is the
             # fastest way to compute it, and so the fairest to compare loading with.
             *("--chunked-prefill-size", "-1", "--max-total-tokens", str(sizes.hbm), "--enable-metrics"),
-            # Sizes are given above; what SGLang would reserve for a batch of any length is not.
+            # Sizes are given above, so SGLang reserves nothing for a batch of any length.
             *("--mem-fraction-static", "0.5"),
         ),
     )
@@ -133,7 +133,7 @@ class Seen:
 
 
 class Client:
-    """Talks to one server over connections that stay open: one is not part of what is timed."""
+    """Talks to one server over connections that stay open: connecting is not part of the timed requests."""
 
     def __init__(self, server: ServerProcess, folder: Path) -> None:
         self.server = server
@@ -225,5 +225,5 @@ class Prompts:
         self._random = random.Random(seed)
 
     def new(self, tokens: int) -> Prompt:
-        """One that nobody has seen before."""
+        """A prompt that no server has seen before."""
         return [self._random.randrange(*VOCABULARY) for _ in range(tokens)]

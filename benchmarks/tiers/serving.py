@@ -75,7 +75,7 @@ def measure_on(plan: Plan, report: Report, sizes: Sizes, path: Path) -> None:
 
 @contextlib.contextmanager
 def serving(sizes: Sizes, folder: Path, durability: str, io: IoMode) -> Iterator[Client]:
-    """A server that has answered once, which compiles what it compiles on its first request."""
+    """A server that has answered once: the first request compiles."""
     with ServerProcess(spec(sizes, folder, durability, io)) as server:
         client = Client(server, folder)
         try:

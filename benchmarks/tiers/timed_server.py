@@ -1,10 +1,10 @@
 """SGLang's server as `sglang_ext.launch_server` starts it, which notes how long it stands still for loads.
 
-What the scheduler's thread cannot do because KV has to be loaded shows in the time to first token one to one:
+The time in which the scheduler's thread waits for KV loads adds one to one to the time to first token:
 waiting for the lowest layer from disk before the request is admitted, preparing the load, waiting for a layer
-in the forward pass, and verifying at its end what has streamed in. Against the seconds that a prompt takes to
-compute this is too little to be seen as a difference of two of them. The sums of it are written to the file
-that `FILE_VARIABLE` names, one float64 of seconds since the start for each of `PARTS`.
+in the forward pass, and verifying at its end the layers that have streamed in. Against the seconds that a
+prompt takes to compute this is too little to be seen as a difference of two of them. The sums of it are
+written to the file that `FILE_VARIABLE` names, one float64 of seconds since the start for each of `PARTS`.
 
 SGLang spawns its scheduler, and a spawned process imports this module again; only there anything is timed.
 """

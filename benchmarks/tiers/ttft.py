@@ -2,14 +2,14 @@
 
 A prompt is a known beginning and `NEW_TOKENS` new tokens. To put the beginning where it is wanted, other
 prompts are asked for until it has left the tiers above: as many as fill HBM, or HBM and DRAM. Every answer
-says where its tokens came from; one that came from elsewhere ends the benchmark.
+reports the tiers that its tokens came from; an answer from another tier ends the benchmark.
 
-What TTFT shows of a load is how much longer the server stood still for loads (`timed_server.py`) in the
-request that loads than in the next, which finds the same beginning in HBM and has equally many new tokens.
-The difference of their TTFT says the same, only that computing varies by more than a load takes; it stands
-beside it. The load time is that of the same bytes on the same tier with nothing to hide behind
-(`load.py`), taken in the same round. hidden = 1 - shown / load, within 0 and 1; over several lengths,
-by the sums of the lengths' medians.
+The part of a load that TTFT shows is how much longer the server stood still for loads (`timed_server.py`) in
+the request that loads than in the next, which finds the same beginning in HBM and has equally many new
+tokens. The difference of their TTFT says the same, only that computing varies by more than a load takes; it
+stands beside it. The load time is that of the same bytes on the same tier with nothing to hide behind
+(`load.py`), taken in the same round. hidden = 1 - shown / load, within 0 and 1; over several lengths, by the
+sums of the lengths' medians.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang_ext.tiered_store.disk.state import IoMode
 NEW_TOKENS = 512
 SWEEPER_TOKENS = 1024
 PAUSE_S = 0.1
-"""Between requests: what the one before writes in the background is not part of the next."""
+"""Seconds between requests: background writes of the one before are not part of the next."""
 SHARE = 0.9
 """Of a beginning that has to come from the tier that is measured."""
 ROUNDS_AT_LEAST = 3
@@ -56,7 +56,7 @@ class Loads:
 
     @property
     def shown(self) -> list[float]:
-        """What TTFT shows of the load."""
+        """Seconds of the loads that TTFT shows."""
         return [sum(parts.values()) for parts in self.stood_still]
 
     @property
@@ -74,7 +74,7 @@ def hidden(rounds: Sequence[Loads]) -> float:
 
 @dataclass
 class Length:
-    """What was measured for prompts of one length."""
+    """The measurements for prompts of one length."""
 
     tokens: int
     cold: list[float]
@@ -95,8 +95,8 @@ class Length:
 
 
 def sizes_for(longest: int) -> Sizes:
-    """The smallest tiers that do: HBM for the longest prompt and what its second request adds; DRAM for what
-    fills HBM, the longest prompt, and the new tokens of some rounds.
+    """The smallest sufficient tiers: HBM for the longest prompt and the tokens that its second request adds;
+    DRAM for the prompts that fill HBM, the longest prompt, and the new tokens of some rounds.
     """
     hbm = longest + 3 * NEW_TOKENS
     return Sizes(hbm, hbm + 2 * SWEEPER_TOKENS + longest + 8 * NEW_TOKENS)
@@ -117,7 +117,7 @@ class Stage:
         self._sweepers = [prompts.new(SWEEPER_TOKENS) for _ in range(count)]
 
     def warm_up(self) -> None:
-        """Compute what the sweeps will load."""
+        """Compute the prompts that the sweeps will load."""
         self._ask(self._sweepers)
 
     def sweep(self, tier: str) -> None:

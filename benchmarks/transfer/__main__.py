@@ -10,8 +10,8 @@ acknowledgement follows off that path and is a column of its own. Every size has
     mooncake    Mooncake's engine over TCP, in a network namespace of its own       nixl    NIXL over UCX
 
 Scattered: random blocks on both sides. Contiguous: one run. All legs write to one destination that was
-touched before, and a leg has other blocks each time, so that no cache holds them still: what is shared by
-legs that take turns must not help some of them. Ours are timed inside an event loop that runs. `coalescing`
+touched before, and a leg has other blocks each time, so that no cache holds them still: buffers that
+alternating legs share must not help some of them. Ours are timed inside an event loop that runs. `coalescing`
 rows read small blocks in runs of a given length, with coalescing on and off (KVDirect, figure 17).
 `granularity` rows compare MemServe's by-layer, by-request and by-request aggregated (section 5.2).
 """
@@ -113,7 +113,7 @@ class Reader:
         return run
 
     def offer(self, transport: str, request: str, pool: str) -> Offer:
-        """What the owner has published for a transport."""
+        """The offer that the owner has published for a transport."""
         instance = self.instances[transport]
         return self.loop.run_until_complete(instance.offer(0, f"{request}/{transport}", pool, 30.0))
 
@@ -355,7 +355,7 @@ def by_size(
 def by_fragmentation(
     report: Report, child: subprocess.Popen[str], reader: Reader, options: Options
 ) -> dict[str, list[float]]:
-    """What coalescing gains for small blocks, by the length of contiguous runs (KVDirect, figure 17)."""
+    """The gain of coalescing for small blocks, by the length of contiguous runs (KVDirect, figure 17)."""
     gains: dict[str, list[float]] = {name: [] for name in OURS}
     rng = np.random.default_rng(SEED + 1)
     for size in RUN_SIZES:

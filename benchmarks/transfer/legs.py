@@ -34,7 +34,8 @@ from sglang_ext.wire import pack_ids, unpack_ids
 Ids = npt.NDArray[np.int64]
 
 MESSAGE_BUFFER = 256 << 10
-"""Communication buffer of the message-based baseline: what is gathered, sent and scattered at a time."""
+"""Communication buffer of the message-based baseline: bytes that are gathered, sent and scattered at a
+time."""
 
 
 def specs(memory: SharedMemory, sizes: list[int]) -> list[PoolSpec]:
@@ -80,8 +81,8 @@ def serve_raw(memory: SharedMemory, sock: socket.socket) -> None:
 
 
 def serve_messages(memory: SharedMemory, sock: socket.socket) -> None:
-    """KVDirect's baseline (figures 3 and 7a): told block ids, gathers them into its buffer and sends that;
-    the next round begins when it is told that the blocks are in place.
+    """KVDirect's baseline (figures 3 and 7a): receives block ids, gathers the blocks into its buffer and
+    sends that; the next round begins when the reader reports that the blocks are in place.
     """
     buffer = np.zeros(MESSAGE_BUFFER + (1 << 20), np.uint8)
     base, own = np.array([memory.address]), np.array([buffer.ctypes.data])
