@@ -35,7 +35,8 @@ def fuzz(
     Args:
         check: called with (path, method, body, answer); fails if the answer must not be.
         examples: per operation and mode.
-        passed_on: also send what the router does not look into; it pauses real servers, and changes weights.
+        passed_on: also send requests that the router passes on unread; they pause real servers, and change
+            weights.
     """
     schema = schemathesis.openapi.from_dict(description)
     sent = 0

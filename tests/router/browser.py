@@ -1,4 +1,4 @@
-"""A real browser, headless, driven through its own DevTools protocol: what a test of the chat page needs.
+"""A real browser, headless, driven through its own DevTools protocol, for tests of the chat page.
 
 The usual libraries bring a runtime of their own, many times the size of all else that the tests need.
 """
@@ -22,7 +22,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser() -> str | None:
-    """The browser to use: the variable ``CHROME``, else what is installed."""
+    """The browser to use: the variable ``CHROME``, else an installed one."""
     return os.environ.get("CHROME") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -35,7 +35,7 @@ class Page:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read())
         self.requests: list[dict[str, Any]] = []
-        """What the page asked of the network: DevTools' ``request``, in its order."""
+        """The page's network requests: DevTools' ``request``, in its order."""
         self.faults: list[str] = []
         """Exceptions and errors of the page."""
 

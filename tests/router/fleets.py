@@ -53,7 +53,7 @@ def no_failures(router: Router) -> None:
 
 
 def _signature(path: str) -> tuple[tuple[str, int, int], ...]:
-    """The files of a tokenizer: one that is written anew is loaded anew."""
+    """The files of a tokenizer: a rewritten one is loaded anew."""
     found = sorted(file for file in Path(path).glob("*") if file.is_file())
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in found)
 
@@ -108,13 +108,13 @@ async def client(stack: AsyncExitStack) -> aiohttp.ClientSession:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[float]]:
-    """Wait until a condition that nobody announces holds."""
+    """Wait until a condition without a notification holds."""
     return until
 
 
 @pytest.fixture(autouse=True)
 def router_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Let ``caplog`` see what the router logs."""
+    """Let ``caplog`` see the router's log."""
     logger = logging.getLogger("router")
     before = logger.level, logger.propagate
     logger.setLevel(logging.DEBUG)

@@ -36,15 +36,15 @@ def chunked(path: str, *pieces: bytes, trailers: bytes = b"") -> bytes:
 
 @dataclass
 class Echo:
-    """Answers with what was asked. Paths make it do otherwise: ``/gate...`` waits at the gate first,
-    ``/stream/N`` answers in N pieces of one letter, ``/big/N`` with N bytes in pieces of 64 KiB, ``/cut``
-    cuts its answer, ``/fail`` raises."""
+    """Answers with the request's own contents. Paths make it do otherwise: ``/gate...`` waits at the gate
+    first, ``/stream/N`` answers in N pieces of one letter, ``/big/N`` with N bytes in pieces of 64 KiB,
+    ``/cut`` cuts its answer, ``/fail`` raises."""
 
     gate: Gate = field(default_factory=Gate)
     requests: list[Request] = field(default_factory=list)
     refused: list[RequestRefused] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
-    """Whose bodies were large."""
+    """Requests with large bodies."""
     cancelled: int = 0
     written: int = 0
     """Bytes of ``/big`` that the connection has taken."""
@@ -167,7 +167,7 @@ class Wire:
 
 @dataclass
 class Rig:
-    """A server under test, and everybody connected to it."""
+    """A server under test, and all clients connected to it."""
 
     server: HttpServer
     echo: Echo
@@ -180,7 +180,7 @@ class Rig:
         return wire
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what nobody announces."""
+        """Wait for a condition without a notification."""
         await until(condition, CLIENT_TIMEOUT_S)
 
     async def until_empty(self) -> None:

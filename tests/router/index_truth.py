@@ -1,4 +1,4 @@
-"""Whether what a router believes of an instance is what that instance tells a newcomer."""
+"""Compares a router's copy of an instance with the snapshot that the instance sends to a newcomer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BLOCK = 16
 
 
 class Server(Protocol):
-    """Who is asked: a server, or a stand-in with a real agent."""
+    """The server in question: a real one, or a stand-in with a real agent."""
 
     url: str
 
 
 async def known(router: Router, server: Server) -> Replica:
-    """The router's copy of what the server tells, once it is trusted."""
+    """The router's copy of the server's reports, once it is trusted."""
     await until(lambda: router.trees.replica(server.url) is not None, 30, "registration")
     await until(lambda: router.trees.trusted(server.url), 60, "a snapshot")
     await until(lambda: router.fleet.usable(), 30, "a usable server")
@@ -32,7 +32,7 @@ async def known(router: Router, server: Server) -> Replica:
 
 
 async def told_anew(router: Router, server: Server) -> Replica:
-    """What the server tells a reader that knows nothing."""
+    """The snapshot that the server sends to a new reader."""
     link = router.agents._links[server.url]
     truth = Replica(RadixTree(BLOCK), "truth")
     socket = router.agents.socket(link.registration)
@@ -51,8 +51,8 @@ async def told_anew(router: Router, server: Server) -> Replica:
 
 
 async def assert_right(router: Router, server: Server, seconds: float = 0.0) -> None:
-    """The copy becomes what the server tells a newcomer: at once, when nothing changes meanwhile. seconds:
-    for how long what was told before may still be under way."""
+    """The copy becomes equal to the snapshot for a newcomer: at once, when nothing changes meanwhile.
+    seconds: for how long earlier messages may still be under way."""
     replica = await known(router, server)
     end = asyncio.get_running_loop().time() + seconds
     truth = await told_anew(router, server)

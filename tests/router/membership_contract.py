@@ -1,4 +1,4 @@
-"""The conformance suite of memberships: what ``cluster/membership.py`` promises, for every implementation.
+"""The conformance suite of memberships: the promises of ``cluster/membership.py``, for every implementation.
 
 A subclass makes memberships (``make``).
 """
@@ -130,7 +130,7 @@ class Router:
 
 
 class MembershipContract:
-    """What every implementation does. Subclasses give a fixture ``make``."""
+    """The behaviour of every implementation. Subclasses give a fixture ``make``."""
 
     @pytest.fixture
     async def begin(self, make: Make) -> Callable[..., Awaitable[Router]]:
@@ -173,7 +173,8 @@ class MembershipContract:
 
 
 class SharedMembershipContract(MembershipContract):
-    """What those do beyond it that several routers share: memberships that ``make`` makes see each other."""
+    """The additional behaviour of memberships that several routers share: memberships that ``make`` makes see
+    each other."""
 
     async def test_a_record_reaches_the_others(self, begin) -> None:
         one, two = await begin("one"), await begin("two")

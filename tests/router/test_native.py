@@ -64,7 +64,7 @@ def test_nothing_compiled_hides_other_sources(what: str, package: Path) -> None:
     """One difference, and none of it is used: the modules know each other's insides."""
     if what == "edited":
         (package / "one.py").write_text("NAME = 'edited'\n")
-    elif what == "constant":  # which is inlined in the compiled modules
+    elif what == "constant":  # inlined in the compiled modules
         (package / "limits.py").write_text("LIMIT: Final = 11\n")
     elif what == "gone":
         (package / "http" / "two.py").unlink()

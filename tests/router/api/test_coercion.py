@@ -42,7 +42,7 @@ JSON = st.one_of(
     st.booleans(),
     st.integers().map(str),
     st.floats(allow_nan=False, allow_infinity=False).map(str),
-    # pydantic also takes what nobody means, such as "0-1" for -1 and "0__9" for 9.
+    # pydantic also takes unintended spellings, such as "0-1" for -1 and "0__9" for 9.
     st.from_regex(r"[ \t\n]?[+-]?[1-9][0-9]{0,5}(\.[0-9]{0,3})?([eE]-?[0-9])?[ \t\n]?", fullmatch=True),
     st.from_regex(r"[+-]?[1-9][0-9]{0,2}(_[0-9]{3}){0,2}", fullmatch=True),
     st.text(st.characters(categories=["L", "P", "S"], exclude_characters="_+-."), max_size=5),
@@ -51,7 +51,8 @@ REFUSED = object()
 
 
 def taken(adapter: TypeAdapter[Any], value: Any) -> Any:
-    """What a server makes of a value; numbers that are not finite are none, as it refuses them later."""
+    """The value that a server reads; infinities and NaN count as refused, since the server refuses them
+    later."""
     try:
         found = adapter.validate_python(value)
     except ValidationError:

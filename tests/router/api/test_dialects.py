@@ -1,4 +1,4 @@
-"""Anthropic's messages and OpenAI's responses: what is refused, what becomes of them, how they are routed."""
+"""Anthropic's messages and OpenAI's responses: refusals, translation, routing."""
 
 from __future__ import annotations
 
@@ -554,7 +554,7 @@ async def test_a_request_is_explained_by_the_id_in_its_answer(
 async def test_cached_tokens_stand_where_people_look_first(
     path: str, stream: bool, start_worker, start_router, client
 ) -> None:
-    """What a worker with ``--enable-cache-report`` says in ``usage`` reaches the client, in streams too."""
+    """The ``usage`` of a worker with ``--enable-cache-report`` reaches the client, in streams too."""
     router = await start_router(await start_worker())
     text = "Hello " * 40
     body = {"messages": [{"role": "user", "content": text}], "prompt": text, "max_tokens": 2, "model": "m"}

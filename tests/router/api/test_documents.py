@@ -1,4 +1,4 @@
-"""Documents in bodies: registering one, and what a request that names some means."""
+"""Documents in bodies: registering one, and requests that name some."""
 
 from __future__ import annotations
 

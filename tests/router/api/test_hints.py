@@ -1,4 +1,4 @@
-"""What counts as a hint, and what is wrong with one."""
+"""Valid hints, and the errors of invalid ones."""
 
 from __future__ import annotations
 

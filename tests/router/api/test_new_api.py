@@ -240,7 +240,7 @@ GENERAL = {
 TABLES = {"endpoints/server_routes.py"}
 """Name every route of SGLang's server, whatever becomes of it."""
 ASKED_OF_SERVERS = {("fleet/worker.py", "/generate")}
-"""What the router itself asks a server, in the dialect that all servers speak."""
+"""The router's own requests to a server, in the dialect that all servers speak."""
 
 
 def named(source: str, where: str) -> Iterator[str]:

@@ -52,7 +52,7 @@ BLOCK = 32
 POOLING = {path: DIALECTS[path] for path in BODIES}
 
 
-# -- what a body must look like ---------------------------------------------------------------------
+# -- the form of a body -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ async def test_they_are_routed_by_prefix(path: str, start_pooling, start_router,
         assert got[0]["score"] == vector(ids)[0]
     else:
         assert json.dumps(vector(ids)) in json.dumps(got)
-    # What is told of it.
+    # The request's explanation and record.
     async with client.get(f"{router.url}/explain/{answer.headers['x-request-id']}") as told:
         assert told.status == 200
         assert home.url in await told.text()
@@ -303,7 +303,7 @@ async def test_the_next_of_another_prefix_goes_elsewhere(start_pooling, start_ro
     assert [cached for worker in workers for cached in worker.cached] == [0, 0]
 
 
-# -- what a model cannot answer -----------------------------------------------------------------------
+# -- requests that a model cannot answer --------------------------------------------------------------
 
 
 async def test_a_model_that_embeds_is_not_asked_to_generate(start_pooling, start_router, client) -> None:

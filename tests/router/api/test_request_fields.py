@@ -1,4 +1,4 @@
-"""What clients may say in a request: content that is named by others, at any depth, and what nobody knows."""
+"""Fields of clients' requests: content that is named by others, at any depth, and unknown fields."""
 
 from __future__ import annotations
 

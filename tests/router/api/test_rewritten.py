@@ -1,4 +1,4 @@
-"""Ollama's and Vertex AI's APIs: what workers are sent for them, and what clients are answered."""
+"""Ollama's and Vertex AI's APIs: the requests that workers get for them, and the clients' answers."""
 
 from __future__ import annotations
 

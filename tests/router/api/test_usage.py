@@ -1,4 +1,4 @@
-"""What answers say of tokens."""
+"""Token counts in answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, with which words; and that the worker never sees it."""
+"""Refused requests and their messages; the worker never sees them."""
 
 from __future__ import annotations
 

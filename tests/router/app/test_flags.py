@@ -1,4 +1,4 @@
-"""Flags whose values nothing else holds to what the router does."""
+"""Flags whose values no other test compares with the router's behaviour."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_stream_that_takes_too_long_ends_in_an_error(start_worker, start
 
 @contextmanager
 def full_backlog() -> Iterator[str]:
-    """An address that answers no connection: its queue of connections is full, and nobody accepts."""
+    """An address that answers no connection: its queue of connections is full, and no process accepts."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)
@@ -161,7 +161,7 @@ async def test_a_common_beginning_attracts_up_to_the_factor(factor: float, sprea
     ("queue", "computing", "chosen"), [(1.0, 1.0, "b"), (1.0, 2.0, "a"), (2.0, 2.0, "b"), (0.0, 1.0, "a")]
 )
 async def test_the_weights_of_equation_1_decide(queue: float, computing: float, chosen: str) -> None:
-    """What a holds takes b 90 ms more to compute, and the queue at a is 115 ms longer."""
+    """Computing a's cached tokens takes b 90 ms, and the queue at a is 115 ms longer."""
     router = Router(RouterConfig(queue_weight=queue, exec_weight=computing))
     fleet = tuple(
         Instance(name=name, in_flight=1, queued_tokens=0, cached_tokens=0, last_picked=1) for name in "ab"

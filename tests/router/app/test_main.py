@@ -82,7 +82,7 @@ async def test_importing_it_is_light() -> None:
 
 
 async def ended(process: asyncio.subprocess.Process) -> str:
-    """Tell it to stop; returns what it has logged."""
+    """Stop it; returns its log."""
     process.send_signal(signal.SIGTERM)
     _, errors = await asyncio.wait_for(process.communicate(), 60)
     log = errors.decode()

@@ -1,4 +1,4 @@
-"""The table of endpoints: keys, methods, what is told of workers, flushing."""
+"""The table of endpoints: keys, methods, the reports about workers, flushing."""
 
 from __future__ import annotations
 

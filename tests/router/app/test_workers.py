@@ -116,7 +116,7 @@ async def test_both_answer_and_one_that_is_killed_comes_back(start: Any, start_w
     worker = await start_worker()
     async with start("--worker-urls", worker.url) as router:
         await until(lambda: len(router.started()) == 2, START_S)
-        router.process.send_signal(signal.SIGHUP)  # what they read is still new, and none dies of it
+        router.process.send_signal(signal.SIGHUP)  # their files are unchanged, and no process dies of it
         await router.are_ready(2)
         before = dict.fromkeys((own for _, _, own in router.started()), 0.0)
         async with asyncio.timeout(START_S):

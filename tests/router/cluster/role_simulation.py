@@ -1,5 +1,5 @@
-"""Requests that arrive at random at prefill and decode instances, in steps of a tenth of a second: what a
-role controller sees of them, and what becomes of its changes."""
+"""Requests that arrive at random at prefill and decode instances, in steps of a tenth of a second: the input
+of a role controller, and the outcome of its changes."""
 
 from __future__ import annotations
 

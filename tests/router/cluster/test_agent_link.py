@@ -35,7 +35,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 async def test_a_channel_that_is_ended_while_it_is_made_anew_leaves_no_socket(
     sockets: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was left would keep the router from ever ending."""
+    """A socket that was left would keep the router from ever ending."""
     ending = asyncio.Event()
 
     async def receive(_link: Link) -> None:
@@ -43,7 +43,7 @@ async def test_a_channel_that_is_ended_while_it_is_made_anew_leaves_no_socket(
             await asyncio.Event().wait()
         finally:
             ending.set()
-            await asyncio.sleep(0)  # what waits for this end is ended meanwhile
+            await asyncio.sleep(0)  # the task that waits for this end is cancelled meanwhile
 
     monkeypatch.setattr(Link, "_receive", receive)
     clock = SystemClock()
@@ -100,7 +100,8 @@ class Listener:
 
 
 async def test_an_agent_that_falls_silent_is_reported_once(sockets: list[Any]) -> None:
-    """Its index is not trusted from then on (`health.py`). One that was never heard is not reported."""
+    """Its index is not trusted from then on (`health.py`). An agent that never sent a heartbeat is not
+    reported."""
     clock, listener = FakeClock(), Listener()
     agents = Agents(Index(clock, block_size=16, max_bytes=1 << 20), clock, router="r", listener=listener)
     agents.verdict_s = 5.0

@@ -38,7 +38,7 @@ def registration(worker: StandInWorker, name: str = "a", epoch: int = 1, **more:
 
 
 class Client:
-    """Calls of one router, and what they answer."""
+    """Calls of one router, and their answers."""
 
     def __init__(self, session: aiohttp.ClientSession, router: Router, headers: Json | None = None) -> None:
         self._session = session
@@ -271,7 +271,7 @@ async def test_only_members_register_where_there_is_a_key(start, start_worker, k
     status, answer = await client.call("POST", PATH, body, authorization=good)
     assert status == 401
     assert "used before" in answer["error"]["message"]
-    # An agent without the key: whoever listens there could speak for the instance.
+    # An agent without the key: any process that listens there could speak for the instance.
     bare = json.dumps(registration(worker) | {"agent": "tcp://127.0.0.1:1", "agent_key": ""}).encode()
     header = key.sign("POST", PATH, bare, now)
     status, answer = await client.call("POST", PATH, bare, authorization=header)

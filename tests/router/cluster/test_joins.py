@@ -1,4 +1,5 @@
-"""Who is told of which prefill servers, and when: by records and a clock that stands still."""
+"""The messages that announce prefill servers to decode instances, and their times: by records and a clock
+that stands still."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ P, Q, D, E = (f"http://127.0.0.1:{port}" for port in (1001, 1002, 2001, 2002))
 
 
 class Rig:
-    """A fleet whose happenings are told; agents that hear, or do not."""
+    """A fleet whose events are published; agents that take messages, or do not."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()

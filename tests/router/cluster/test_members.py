@@ -62,7 +62,7 @@ def registration(name: str = "a", url: str = A, epoch: int = 1, **more: Any) -> 
 
 @dataclass
 class Links:
-    """What the agents were told."""
+    """The messages that the agents received."""
 
     connected: dict[str, Registration] = field(default_factory=dict)
     dead: list[tuple[str, int]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Links:
 
 
 class Watch(HealthWatch):
-    """Who is looked after."""
+    """The instances that are watched."""
 
     def __init__(self, fleet: Fleet, clock: FakeClock) -> None:
         nobody: Any = None
@@ -99,7 +99,7 @@ class Watch(HealthWatch):
 
 @dataclass
 class Store(EmbeddedMembership):
-    """What was shared."""
+    """The records that were shared."""
 
     published: list[Member] = field(default_factory=list)
     told: list[RouterStatus] = field(default_factory=list)
@@ -202,7 +202,7 @@ def test_a_name_that_lives_elsewhere_is_taken(rig: Rig) -> None:
 
 
 def test_two_that_announce_one_address_do_not_take_turns(rig: Rig) -> None:
-    """Whether they have one name or two: the second is refused while the very first is heard."""
+    """The second is refused while heartbeats of the very first arrive, whether they have one name or two."""
     rig.join(epoch=1, agent="tcp://127.0.0.1:5000")
     rig.links.beats[A], rig.links.silent[A] = Beat((1).to_bytes(16, "big"), 0), HEARTBEAT_S
     for name in ("a", "b"):
@@ -213,7 +213,7 @@ def test_two_that_announce_one_address_do_not_take_turns(rig: Rig) -> None:
     rig.links.silent[A] = HEARD_S  # it was killed
     rig.members.register(registration(epoch=2))
     assert rig.links.dead == [("a", 1)]
-    # What is heard now is the old process, still, or another one.
+    # Heartbeats now come from the old process, still, or from another one.
     rig.links.silent[A] = 0.0
     rig.members.register(registration(epoch=3))
     rig.check()
@@ -315,7 +315,7 @@ def test_a_drain_is_taken_back(rig: Rig) -> None:
 
 
 def test_a_drain_lasts_as_long_for_a_router_with_another_clock(rig: Rig) -> None:
-    """One that is 90 s ahead and learns of it later gives it its 60 s, too."""
+    """A router whose clock is 90 s ahead, and that learns of the drain later, gives it its 60 s, too."""
     ahead = Rig(FakeClock(wall=rig.clock.wall() + 90.0))
     rig.join()
     ahead.join()
@@ -524,7 +524,7 @@ def test_what_is_no_record_is_refused(data: bytes) -> None:
 
 
 class LifeOfACluster(RuleBasedStateMachine):
-    """Instances register, die, drain and leave in any order, requests go on: what must hold holds."""
+    """Instances register, die, drain and leave in any order, requests go on: all invariants hold."""
 
     names = st.sampled_from(["a", "b"])
     urls = {"a": A, "b": B}
@@ -593,7 +593,7 @@ class LifeOfACluster(RuleBasedStateMachine):
 
     @rule(name=names)
     def comes_and_is_busy(self, name: str) -> None:
-        """What takes several steps of chance to come about."""
+        """A state that random steps reach rarely, since it takes several of them."""
         self.register(name, new=False)
         self.answers(name)
         self.send(name)

@@ -1,4 +1,5 @@
-"""Sixteen streams at a time while instances drain, hang, die, restart and leave: what had not begun succeeds.
+"""Sixteen streams at a time while instances drain, hang, die, restart and leave: requests that had not begun
+succeed.
 
 The same with real servers is in ``tests/integration/cluster/test_real_members.py``.
 """
@@ -96,7 +97,7 @@ async def test_an_instance_dies_and_is_started_anew(
 
 
 async def test_the_streams_would_notice(streams: Streams, start_worker: Start, eventually: Any) -> None:
-    """The twin: with nobody else to go to, a death is seen."""
+    """The twin: without another instance to go to, clients see a death."""
     one = await start_worker()
     await join(streams, one, "one", 1)
 

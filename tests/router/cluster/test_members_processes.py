@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = "tests.support.servers.instance_process"
 PATIENCE = {"health_check_interval_secs": 0.5, "health_check_timeout_secs": 60.0}
-"""Probes that never give up: what is found out is found out by heartbeats."""
+"""Probes that never give up: failures are found by heartbeats alone."""
 
 
 class Instance:
@@ -85,7 +85,7 @@ async def streams(start_router: Any, client: Any, port: int) -> Streams:
 
 
 def told_blocks(router: Router, instance: Instance) -> int:
-    """What an instance's agent has told that it holds, if that is believed."""
+    """Blocks that an instance's agent has reported, if the report is trusted; else -1."""
     replica = router.trees.replica(instance.url)
     return replica.blocks if replica is not None and router.trees.trusted(instance.url) else -1
 

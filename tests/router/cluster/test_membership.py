@@ -67,7 +67,7 @@ SECRET = b"a key of at least thirty-two characters"
 
 @needs_redis
 async def test_what_no_member_has_signed_is_not_believed(redis: RedisServer) -> None:
-    """Somebody who can write to Redis names an instance, a router and a session of his own."""
+    """An intruder who can write to Redis names an instance, a router and a session of his own."""
     key = ClusterKey(SECRET)
     good, false = member("good"), member("false")
     ear = Ear()
@@ -241,7 +241,8 @@ async def test_what_nobody_hears_expires_and_what_is_heard_stays(redis: RedisSer
             while await client.pttl(keys["heard"]) <= 5_000:
                 pass
             assert await client.pttl(keys["silent"]) <= 5_000
-            # It has expired, nobody hears it, and it was not told just now: it is not written down again.
+            # The record has expired, its instance sends no heartbeats, and no router has just announced it:
+            # it is not written again.
             await client.delete(keys["silent"], keys["heard"])
             clock.advance(1000.0)
             while not await client.exists(keys["heard"]):

@@ -47,7 +47,7 @@ class TestLocal(SharedMembershipContract):
 
 @asynccontextmanager
 async def router(folder: Path, name: str, ear: Ear | None = None) -> AsyncIterator[Router]:
-    """One that has begun."""
+    """A router that has begun."""
     found = Router(LocalMembership(folder, name, SystemClock()), ear or Ear())
     await found.store.start(found.ear)
     try:
@@ -112,7 +112,7 @@ async def test_only_their_user_can_reach_them(folder: Path) -> None:
 
 
 async def test_what_one_router_knew_outlives_it(folder: Path) -> None:
-    """Members, documents and sessions of a router that goes are told by another one to a third."""
+    """After a router has gone, another sends its members, documents and sessions to a third."""
     async with router(folder, "two", Ear(alive={"a"})) as two:
         async with router(folder, "one") as one:
             one.publish(member(intent=Intent.GO, deadline_s=5.0))
@@ -199,12 +199,12 @@ async def test_who_does_not_keep_up_is_told_everything_again(
             await reader.readexactly(1 << 30)  # it was cut off
         writer.close()
         async with router(folder, "two") as two:
-            # It starts after `HEARING_S`, whether it has heard everything or not.
+            # It starts after `HEARING_S`, whether it has received everything or not.
             await until(lambda: two.ear.texts() == one.ear.texts())
 
 
 async def test_what_was_kept_of_a_session_does_not_take_back_what_is_new(folder: Path) -> None:
-    """A router that was away for a moment may hear old things from one that was, too."""
+    """A router that was away for a moment may receive old records from another that was away, too."""
     async with router(folder, "one") as one:
         one.store.remember("session", "old")
         two = LocalMembership(folder, "two", SystemClock())

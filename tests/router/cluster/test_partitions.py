@@ -88,8 +88,9 @@ def rig(key_file: Path, tokenizer_dir: Path, leak_guard: LeakGuard) -> Iterator[
 
 
 async def test_who_is_cut_off_is_missed_by_nobody_or_in_time(rig: Rig) -> None:
-    """For as long as networks fail over: no request fails, nobody is dead. For longer: the others answer,
-    what had begun ends with an error, and when it is back the router believes what it says now."""
+    """For as long as networks fail over: no request fails, no instance is dead. For longer: the others
+    answer, requests that had begun end with an error, and when the instance is back the router trusts its
+    present reports."""
     config = RouterConfig(
         host=rig.lab["router"].address(), port=PORT, api_key=API_KEY, cluster_key_file=str(rig.key_file)
     )
@@ -143,7 +144,7 @@ def ask_there(rig: Rig, first: int) -> None:
     "seconds", [4, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 10, 60))]
 )
 async def test_what_changed_behind_a_cut_is_known_at_once_when_it_heals(rig: Rig, seconds: int) -> None:
-    """However long it took: TCP would send again what was lost as late as the cut was long."""
+    """However long it took: TCP would repeat lost bytes as late as the cut was long."""
     config = RouterConfig(
         host=rig.lab["router"].address(), port=PORT, api_key=API_KEY, cluster_key_file=str(rig.key_file)
     )

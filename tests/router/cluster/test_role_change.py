@@ -1,5 +1,5 @@
-"""An instance that changes its role: drained, switched, and back; what is refused, and who dies in the
-middle. A controller that has instances do so by itself. Stand-in workers."""
+"""An instance that changes its role: drained, switched, and back; refusals, and deaths in the middle. A
+controller that has instances do so by itself. Stand-in workers."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_it_dies_while_it_switches(rig: Rig) -> None:
     with pytest.raises(CannotChangeRole, match="gone"):
         await change
     assert rig.router.members.member("q").changing is None
-    # It comes back as what it was started.
+    # It comes back in the role that it was started with.
     rig.register("q", "prefill", epoch=78)
     await rig.eventually(lambda: rig.roles == ["decode", "prefill", "prefill"])
 
@@ -202,7 +202,7 @@ async def test_its_router_dies_meanwhile(
     client: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another one takes the drain back; until it is known to be gone, nobody does."""
+    """Another router takes the drain back; until the first is known to be gone, none does."""
     monkeypatch.setattr(role_change, "ORPHANED_S", 0.5)
     rig = await start_rig(cluster=redis.url)
     other: Router = await start_router(cluster=redis.url)

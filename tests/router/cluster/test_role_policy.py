@@ -1,4 +1,4 @@
-"""When instances change between prefill and decode: what is expected of a split, hysteresis, loads that shift
+"""When instances change between prefill and decode: expected times of a split, hysteresis, loads that shift
 and loads that do not. Simulated; no I/O."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_neither_role_is_left_without_an_instance(there: RoleLoads) -> None:
     found = wished(there)
     assert not (found.role is Role.PREFILL and there.decode == 1)
     assert not (found.role is Role.DECODE and there.prefill == 1)
-    # What it says is what it compared.
+    # The reported values are the compared ones.
     for split, seconds in found.expected.items():
         prefill, _, decode = split[:-1].partition("P")
         assert seconds == expected_s(there, int(prefill), int(decode), 60.0)
@@ -172,7 +172,7 @@ def test_it_follows_a_load_that_shifts(seed: int) -> None:
 def test_noise_moves_nothing_to_and_fro(
     instances: int, seed: int, rate: float, share: float, tokens: float, more_s: float
 ) -> None:
-    """A load that stays as it is, also one that is too much for any split, and one at the border of two."""
+    """A constant load, also one beyond any split's capacity, and one at the border of two."""
     prefill = 1 + seed % (instances - 1)
     found = Simulation(prefill, instances - prefill, seed, more_s=more_s)
     found.play(Phase(1200, rate, share * instances / 2 / rate, tokens))
@@ -186,7 +186,7 @@ def test_noise_moves_nothing_to_and_fro(
     assert len(found.gained) - backs <= instances + 1
 
 
-# -- what is seen of a load ------------------------------------------------------------------------------
+# -- observing a load ------------------------------------------------------------------------------------
 
 
 def sends(name: str, requests: int = 0, tokens: int = 0, **fields: Any) -> Sends:

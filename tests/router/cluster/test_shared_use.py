@@ -1,4 +1,5 @@
-"""What routers share: hints, sessions, limits, requests by their ids; over one folder, and over Redis."""
+"""State that routers share: hints, sessions, limits, requests by their ids; over one folder, and over
+Redis."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def both_see(one: Router, two: Router) -> bool:
 async def test_a_request_finds_its_hint_at_any_router(
     shared, start_worker, start_router, client, eventually
 ) -> None:
-    """By its session, and by its conversation; who took the hint ends it, and counts it as used."""
+    """By its session, and by its conversation; the router that took the hint ends it, and counts it as
+    used."""
     workers = [await start_worker(), await start_worker()]
     one, two = await pair(start_router, shared, *workers, policy="round-robin")
     links = link(one)
@@ -230,7 +232,7 @@ async def test_a_key_has_its_limit_once_and_not_at_each_router(
     assert [await generate(client, router, B) for router in (one, two)] == [429, 429]
     refilled = MINUTE / 60 * (one.clock.monotonic() - began)
     assert meter(one, B).use().tokens_left <= MINUTE - 4 * 64 + refilled
-    # A third router begins with what is left, not anew.
+    # A third router begins with the rest of the limit, not anew.
     three = await start_router(worker, cluster=shared, api_keys_file=keys)
     await eventually(lambda: meter(three, B).use().requests_left < 1)
     assert await generate(client, three, B) == 429
@@ -350,7 +352,8 @@ async def test_a_request_is_explained_by_any_router(
 async def test_what_one_router_has_just_answered_is_known_at_the_other(
     shared, start_worker, start_router, client, eventually
 ) -> None:
-    """Hints, documents, responses and instances: asked at once at the router that was not told yet."""
+    """Hints, documents, responses and instances: asked at once at the router that has not received them
+    yet."""
     worker = await start_worker()
     one, two = await pair(start_router, shared, worker)
     link(one)
@@ -366,7 +369,8 @@ async def test_what_one_router_has_just_answered_is_known_at_the_other(
         status, response = await named(client, f"{one.url}/v1/responses", "POST", **asked)
         assert status == 200
         assert (await named(client, f"{two.url}/v1/responses/{response['id']}"))[0] == 200
-    # One that the other router has forgotten, or was never told, is asked for, also to go on from it.
+    # A response that the other router has forgotten, or never received, is asked for, also to continue from
+    # it.
     two.homes._homes.clear()
     assert (await named(client, f"{two.url}/v1/responses/{response['id']}"))[0] == 200
     two.homes._homes.clear()

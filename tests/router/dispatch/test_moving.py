@@ -50,8 +50,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Agents(AgentChannels):
-    """Agents of all workers. Each stops what it is told to, and says that a request runs when the worker has
-    got it with the ticket that the agent was told of."""
+    """Agents of all workers. Each stops the requests that it is asked to stop, and reports that a request
+    runs when the worker has received it with the ticket sent to the agent."""
 
     router: Router
     why: str = ""
@@ -92,7 +92,7 @@ class Agents(AgentChannels):
         self.router.mover.calls.on_message(name, Running(EPOCH, watch.id))
 
     def ends(self) -> list[bool]:
-        """What became of each request that was stopped: whether it stays."""
+        """The outcome of each stopped request: whether it stays."""
         return [message.stay for _, message in self.told if isinstance(message, Unpark)]
 
 
@@ -221,7 +221,7 @@ async def test_what_is_not_taken_ends_where_it_is(
 async def test_the_twin_that_repeats_a_token_is_seen(
     rig: Rig, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other worker makes another answer: the client is told, and gets none of it."""
+    """The other worker makes another answer: the client gets an error, and none of that answer."""
     body = {**BODIES["/generate"], "stream": True}
     rig.source.chunks_before_gate = 4
     answer = await first_there(rig, client, "/generate", body)
@@ -313,7 +313,7 @@ async def test_each_of_several_is_moved_once(
 async def test_a_prompt_is_copied_while_its_request_still_runs(
     tokens: int, tag: str, rig: Rig, client: Any, eventually: Any
 ) -> None:
-    """If it is worth it. An agent can be told of every tenant."""
+    """If it is worth it. A message to an agent has room for every tenant's name."""
     assert MAX_NAME_CHARACTERS <= MAX_TAG
     rig.agents.endpoints = {rig.source.url: ("there:1",), rig.target.url: ("here:1",)}
     sampling = {"max_new_tokens": 8}

@@ -117,7 +117,7 @@ async def test_either_half_may_die_before_the_first_byte(
 async def test_a_pair_of_which_a_half_answers_with_an_error_is_not_the_last(
     first: str, start_pair, start_router, client, eventually
 ) -> None:
-    """Both halves fail, as when their weights differ: it does not matter which of them is heard first."""
+    """Both halves fail, as when their weights differ, and either may answer first."""
     pair = {role: await start_pair(role) for role in ("prefill", "decode")}
     router = await start_router(*pair.values())
     late = next(worker for role, worker in pair.items() if role != first)
@@ -135,7 +135,7 @@ async def test_a_pair_of_which_a_half_answers_with_an_error_is_not_the_last(
     assert pair[first].url in text
     assert all(row.in_flight == 0 for row in router.fleet.rows.values())
 
-    # With another to go to, nobody hears of the one that fails.
+    # With another pair to go to, no client sees the failure.
     prefill, decode = await start_pair("prefill"), await start_pair("decode")
     other = await start_router(pair[first], prefill, decode)
     heard, prefills = len(pair[first].requests), [prefill, pair["prefill"]]
@@ -187,7 +187,7 @@ async def test_a_client_that_goes_away_ends_both_halves(start_pair, start_router
 
 
 async def halves(leg_ends: int, block_ends: int, *, cancel_at: int | None = None, fails: bool = True) -> str:
-    """What comes of a block that takes ``block_ends`` turns beside a leg that fails after ``leg_ends``."""
+    """The outcome of a block that takes ``block_ends`` turns beside a leg that fails after ``leg_ends``."""
 
     async def leg() -> None:
         for _ in range(leg_ends):

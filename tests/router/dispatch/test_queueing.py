@@ -1,4 +1,4 @@
-"""Waiting for a place: who is next, and that no place is lost."""
+"""Waiting for a place: the order of the queue, and that no place is lost."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_the_retry_budget_is_a_share_of_requests() -> None:
         budget.begin(100.0)
     assert [budget.spend(100.0) for _ in range(8)] == [True] * 7 + [False]
     assert not budget.spend(104.0)
-    # Those that still run count in the next window too; what was spent long ago does not.
+    # Requests that still run count in the next window too; budget spent long ago does not.
     assert budget.spend(106.0) is False
     assert budget.spend(111.0) is True
 

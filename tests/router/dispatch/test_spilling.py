@@ -1,4 +1,5 @@
-"""What full instances have others keep, as agents are told it. Agents are a list of what they were told."""
+"""Prefixes that full instances have others keep, by the messages to their agents. Agents are a list of the
+messages that they received."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Channels(SpillChannels):
 
 
 class Rig:
-    """Instance a is full and b is idle; a holds what was asked, unless a test says otherwise."""
+    """Instance a is full and b is idle; a holds the prompts that were asked, unless a test says otherwise."""
 
     def __init__(self, tenant_blocks: int = 1000) -> None:
         self.clock = FakeClock()
@@ -91,7 +92,7 @@ class Rig:
         return generate_latest(self.metrics.registry).decode()
 
     def round(self) -> list[tuple[str, ToAgent]]:
-        """What is told in a round."""
+        """Run a round; returns its messages."""
         self.channels.told.clear()
         self.clock.advance(LOOK_S + 0.1)
         self.spilling.round()

@@ -1,4 +1,4 @@
-"""Which requests are refused because instances died while they worked on them."""
+"""Requests that are refused because instances died while they worked on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: the hint goes out at the first key, and what comes back is shown."""
+"""The chat page in a real browser: the hint goes out at the first key, and the page shows the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 @dataclass
 class Listening:
-    """An agent that takes hints, and does what the test says."""
+    """An agent that takes hints, and reacts as the test orders."""
 
     hints: list[Advise] = field(default_factory=list)
 
@@ -124,7 +124,7 @@ async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
 async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     page, start_worker, start_router, monkeypatch
 ) -> None:
-    """The instance's agent is this test: the page shows each state once the agent has told it."""
+    """This test acts as the instance's agent: the page shows each state once the agent has reported it."""
     worker = await start_worker()
     router = await start_router(worker)
     links = router.advisor._links = Listening()

@@ -1,4 +1,4 @@
-"""The cluster page in a real browser: what the router tells of its instances, live."""
+"""The cluster page in a real browser: the router's view of its instances, live."""
 
 from __future__ import annotations
 

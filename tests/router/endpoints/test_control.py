@@ -1,4 +1,4 @@
-"""Aborting, waiting for room, retries within their budget, explanations, and what is asked of one worker."""
+"""Aborting, waiting for room, retries within their budget, explanations, and requests to one worker."""
 
 from __future__ import annotations
 

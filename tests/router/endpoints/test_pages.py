@@ -1,4 +1,4 @@
-"""The chat page: its files are there, and a browser is told to load nothing else."""
+"""The chat page: its files are there, and its policy lets a browser load nothing else."""
 
 from __future__ import annotations
 

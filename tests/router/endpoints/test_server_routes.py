@@ -1,4 +1,4 @@
-"""The table of SGLang's routes is complete and true, and each kind of row does what it says."""
+"""The table of SGLang's routes is complete and true, and each kind of row acts as it states."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ async def test_a_change_goes_on_without_its_client_and_before_the_next(fleet, cl
     first.cancel()
     second = asyncio.create_task(client.post(router.url + "/update_weights_from_disk", json={}))
     await eventually(lambda: router.server.state.active == 1)
-    # What pauses and continues waits for nothing.
+    # Requests that pause or continue workers do not wait.
     for worker in workers:
         worker.answers["/continue_generation"] = (200, {})
     third = asyncio.create_task(client.post(router.url + "/continue_generation", json={}))

@@ -1,4 +1,4 @@
-"""The life of an instance: the table, the counters, and what follows from verdicts."""
+"""The life of an instance: the table, the counters, and the consequences of verdicts."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_new_epoch_drops_what_was_known_at_once() -> None:
 
 
 def test_salts_are_for_those_that_registered_and_still_tell() -> None:
-    """A stock server in the place of one that registered is not among them."""
+    """A stock server in the place of a registered one is not among them."""
     fleet = Fleet(("a", "b"))
     fleet.learnt("b", FACTS)
     fleet.join("a", registration())
@@ -404,7 +404,7 @@ def test_halves_that_cannot_hand_over_are_given_nothing_and_the_reason_is_said()
 
     fleet.join("old", half("old", "prefill"))
     fleet.learnt("old", replace(FACTS, role="prefill"))
-    # What it was started with is not known.
+    # The flags that it was started with are not known.
     assert {instance.name for instance in fleet.usable()} == {"p", "d", "e", "old"}
     fleet.check()
 

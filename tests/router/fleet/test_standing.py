@@ -1,4 +1,4 @@
-"""What is kept of the whole fleet is what a look at each instance finds, whatever has changed in between."""
+"""The fleet's running totals equal a look at each instance, whatever has changed in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(name: str, draw: random.Random) -> Instance:
 
 
 def agrees(whole: tuple[Instance, ...], matches: dict[str, Match]) -> None:
-    """A fleet knows of itself what is found out by looking."""
+    """A fleet's answers equal those of a look at each instance."""
     plain = tuple(whole)
     for question in (all_colocated, all_trusted, any_awaited, least_loaded, in_flight_range):
         assert question(whole) == question(plain), question

@@ -48,7 +48,7 @@ async def test_what_fails_takes_its_hint_back(start_worker, start_router) -> Non
         return hints
 
     hints = await asyncio.to_thread(program)
-    # What had not been sent yet when the block failed was never sent.
+    # A hint that was still waiting when the block failed was never sent.
     states = [entry.state.value for entry in router.advisor.book._entries.values()]
     assert sorted(states) in (["ready"], ["cancelled", "ready"])
     assert hints.withdrawn == states.count("cancelled")
@@ -100,7 +100,7 @@ def test_a_router_that_is_not_there_stops_nobody() -> None:
 
 def test_the_oldest_goes_when_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     hints = Hints("http://127.0.0.1:1")
-    monkeypatch.setattr(hints, "_thread", object())  # nobody sends
+    monkeypatch.setattr(hints, "_thread", object())  # no thread sends
     for number in range(MOST_WAITING + 10):
         hints.hint(session=str(number))
     assert hints.dropped == 10

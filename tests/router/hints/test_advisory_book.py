@@ -1,4 +1,4 @@
-"""The book of hints: each rule by itself, then random histories against what must always hold."""
+"""The book of hints: each rule by itself, then random histories against its invariants."""
 
 from __future__ import annotations
 

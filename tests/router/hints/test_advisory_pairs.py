@@ -1,4 +1,4 @@
-"""Hints where prefill and decode are apart: the place is a pair, and both ends bring up what they hold."""
+"""Hints where prefill and decode are apart: the place is a pair, and both ends promote their blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Cluster:
-    """A router, what its agents are told, and its stand-ins by their URLs."""
+    """A router, the messages to its agents, and its stand-ins by their URLs."""
 
     router: Router
     links: Links
@@ -53,7 +53,7 @@ class Cluster:
             return dict(await answer.json())
 
     def told(self, kind: type) -> list[str]:
-        """The instances that were told so much of hints, in order."""
+        """The instances that received messages of this kind, in order."""
         return [name for name, message in self.links.told if isinstance(message, kind)]
 
     def withdrawn(self) -> set[str]:
@@ -95,7 +95,7 @@ async def hinted(cluster: Cluster) -> dict[str, Any]:
 
 
 async def test_a_hinted_request_goes_to_its_pair(start: Any) -> None:
-    """Claimed: the hint named a pair, both were told, and both are told that the request has come."""
+    """Claimed: the hint named a pair, both received it, and both are informed when the request has come."""
     cluster = await start()
     first = await cluster.ask()
     told = await cluster.hint()
@@ -137,7 +137,7 @@ async def test_a_hint_is_ready_when_both_ends_are(start: Any) -> None:
 
 
 async def test_who_decodes_is_not_asked_to_fetch_or_to_compute(start: Any) -> None:
-    """What a decode instance lacks, prefill hands over."""
+    """Prefill hands over the blocks that a decode instance lacks."""
     cluster = await start()
     cluster.links.computing = True
     told = await cluster.hint(messages=CHAT, session=None)
@@ -183,7 +183,7 @@ async def test_another_instance_decodes_when_the_first_is_gone(how: str, noticed
     cluster = await start()
     told = await hinted(cluster)
     gone, other = told["decode"], cluster.other(told["decode"])
-    # What keeps it from being drained at once.
+    # A running request keeps it from being drained at once.
     with cluster.router.fleet.carrying(gone, 0):
         if how == "dead":
             cluster.router.fleet.lost(gone, "the test says so")
@@ -251,7 +251,7 @@ async def test_a_hint_ends_with_the_last_instance_that_decodes(start: Any) -> No
 
 
 async def test_a_pair_that_dies_under_its_request_is_replaced(start: Any) -> None:
-    """Nobody has noticed yet: the request itself finds out, and goes on with another decode instance."""
+    """No probe has noticed yet: the request itself finds out, and goes on with another decode instance."""
     cluster = await start()
     told = await hinted(cluster)
     cluster.workers[told["decode"]].deaths_before_head = 1
@@ -281,7 +281,7 @@ async def test_one_that_carries_too_much_meanwhile_does_not_decode(start: Any) -
 
 
 async def test_the_load_of_who_decodes_says_nothing_of_who_prefills(start: Any) -> None:
-    """Idle decode instances do not make a prefill instance one that carries too much."""
+    """Idle decode instances do not make a prefill instance count as overloaded."""
     cluster = await start(prefill=1, balance_abs_threshold=2)
     told = await hinted(cluster)
     fleet = cluster.router.fleet

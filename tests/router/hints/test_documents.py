@@ -1,4 +1,4 @@
-"""Documents through a router: what reaches workers, whose they are, what is held back, by stand-ins."""
+"""Documents through a router: the workers' requests, ownership, retention, by stand-ins."""
 
 from __future__ import annotations
 
@@ -256,7 +256,8 @@ async def test_a_tenant_has_its_own_documents(start_worker, start_router, client
 
 
 async def test_routers_learn_from_each_other(start_worker, start_router, client) -> None:
-    """What one was told, the other serves and holds back; the newest counts, whatever the order."""
+    """A document registered at one router is served and held back by the other; the newest counts, whatever
+    the order."""
     worker = await start_worker()
     one, two = await start_router(worker), await start_router(worker)
     links = link(two)

@@ -1,4 +1,5 @@
-"""Hints through a router: where requests then go, what is told, what a flood does. Workers are stand-ins."""
+"""Hints through a router: the routing of later requests, the reports, the effects of a flood. Workers are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ EPOCH = bytes(16)
 
 @dataclass
 class Links:
-    """Agents that take every hint, and are heard only when the test wants."""
+    """Agents that take every hint, and report only when the test wants."""
 
     told: list[tuple[str, Advise | Withdraw]] = field(default_factory=list)
     reachable: bool = True
@@ -182,7 +183,8 @@ async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
 async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
     why: str, start_worker, start_router, client, monkeypatch
 ) -> None:
-    """Else, where that was lost with the former one, it holds KV back for as long as it was told."""
+    """Otherwise, if the message was lost with the former channel, it holds KV back for the hint's full
+    time."""
     worker = await start_worker()
     router = await start_router(worker)
     links = link(router)

@@ -24,10 +24,10 @@ KEYS = '{"keys": [{"key": "sk-first-key", "tenant": "a"}]}'
 async def order_of(
     fifo: Path, read: Awaitable[Any], router: Any, client: Any, patience_s: float
 ) -> list[str]:
-    """What comes first: a request is answered, or the disk. It answers when the request was, or nobody
-    waited for it any more.
+    """The order of two events: a request is answered, and the disk responds. The disk responds after the
+    answer, or after ``patience_s`` seconds without one.
 
-    read: what reads the file.
+    read: the reader of the file.
     """
     order: list[str] = []
     answered = threading.Event()

@@ -1,4 +1,4 @@
-"""What the HTTP server reads and what it refuses: bodies, heads, and bytes of any kind, over real sockets."""
+"""Input that the HTTP server reads or refuses: bodies, heads, and bytes of any kind, over real sockets."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class CountingZlib:
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "mixed"])
 async def test_unpacking_takes_linear_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What zlib is handed and does not consume is copied: four times the body, four times that."""
+    """zlib copies the input that it does not consume: for four times the body, four times as much."""
     monkeypatch.setattr(http_body.zlib, "decompressobj", CountingZlib)
     handed = []
     for size in (1 << 18, 1 << 20, 1 << 22):

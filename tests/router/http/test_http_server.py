@@ -211,7 +211,7 @@ async def test_a_slow_body_is_waited_for_while_it_comes() -> None:
         for part in range(4):
             wire.send(bytes(1000))
             expected = len(message) - 3000 + 1000 * part
-            # What is complete is read no more.
+            # A complete body is read no more.
             ends = (0, expected) if part == 3 else (expected,)
             await rig.until(lambda ends=ends: _read(connection) in ends)  # type: ignore[misc]
             rig.later(9.0)

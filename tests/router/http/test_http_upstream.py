@@ -1,4 +1,4 @@
-"""The HTTP client against scripted workers: what is kept, what is repeated, what a failure is called."""
+"""The HTTP client against scripted workers: connections kept, requests repeated, names of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web pages of other origins: how their requests are told, and that a keyless router refuses them."""
+"""Web pages of other origins: how their requests are recognised, and that a keyless router refuses them."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ _ATTACK = """
 
 
 def attack(url: str) -> str:
-    """What a page tries at the router of this URL; its value is what became of each try."""
+    """A page's attacks on the router at this URL, as a script; its value is the outcome of each."""
     return _ATTACK % {"url": json.dumps(url), "body": json.dumps(json.dumps(BODY))}
 
 
@@ -285,13 +285,13 @@ async def test_a_page_in_a_real_browser_reaches_nothing(start_worker, start_rout
         sent = {(request["method"], request["url"].removeprefix(router.url)) for request in page.requests}
         assert {("POST", "/flush_cache"), ("POST", "/generate"), ("GET", "/flush_cache")} <= sent
         assert (worker.flushed, worker.requests, worker.rids_aborted) == (0, [], [])
-        # The router's own page does what it may.
+        # The router's own page may flush.
         await page.open(router.url + "/ui")
         answer = "fetch('/flush_cache', {method: 'POST'}).then((answer) => answer.status)"
         assert await page.evaluate(answer) == 200
         assert worker.flushed == 1
 
-        # A router that was told to let every page in shows what the same page would do.
+        # A router with a flag that lets every page in shows the effect of the same page.
         lenient = await start_router(worker, allowed_hosts=("*",), allowed_origins=("*",))
         await page.open(f"{EVIL}:{other}/")
         told = await page.evaluate(attack(lenient.url))

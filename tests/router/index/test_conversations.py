@@ -1,4 +1,4 @@
-"""Which conversations may go on, against a list of what was said."""
+"""Conversations that may continue, against a list of all prompts and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matching looks at each holder only where its prefix ends, and finds what a look at every block finds."""
+"""Matching looks at each holder only where its prefix ends, and finds the same as a look at every block."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def held_by(tree: RadixTree, namespace: object, holders: Iterable[Holder]) -> di
 
 
 def ends_there(tree: RadixTree, namespace: object, prefix: bytes, held: Mapping[bytes, object]) -> bool:
-    """Whether nothing of what somebody holds goes on after a prefix, which is no common beginning."""
+    """Whether no holder has a block beyond a prefix, and the prefix has few continuations, so it is no common
+    beginning."""
     everybody = held_by(tree, namespace, tree.known_holders())
     further = {path[: len(prefix) + STEP] for path in everybody if path.startswith(prefix)} - {prefix}
     return len(further) <= MANY_CHILDREN and not any(path in held for path in further)
@@ -54,7 +55,7 @@ def prefixes(prompt: bytes) -> list[bytes]:
 
 
 def believed(index: Index, prompt: bytes) -> dict[str, Match]:
-    """What the trees of what passed by say, instance by instance."""
+    """The matches in the trees of prompts that passed by, instance by instance."""
     found = {}
     for name in {known.instance for known in index._live.values()}:
         holders = [holder for holder, known in index._live.items() if known.instance == name]
@@ -67,7 +68,7 @@ def believed(index: Index, prompt: bytes) -> dict[str, Match]:
 
 
 def told(index: Index, prompt: bytes) -> dict[str, Match]:
-    """What each instance tells, block by block."""
+    """The matches in each instance's reports, block by block."""
     found = {}
     for name, known in index._known.items():
         replica = known.replica
@@ -113,7 +114,7 @@ def told(index: Index, prompt: bytes) -> dict[str, Match]:
 
 
 def agrees(index: Index, prompt: bytes, expected: Mapping[str, Match] | None = None) -> dict[str, Match]:
-    """An index finds what a plain look at everything does."""
+    """An index finds the same as a plain look at every block."""
     if expected is None:
         expected = told(index, prompt)
         for name, guess in believed(index, prompt).items():
@@ -142,7 +143,7 @@ class Filling(Told):
 
 
 class Scene:
-    """An index to which happens what can."""
+    """An index under random events of all kinds."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -194,7 +195,7 @@ class Scene:
                 rng.choice([self.index.guess, self.index.confirm])(NS, prompt, name)
         if rng.random() < 0.1:
             self.clock.advance(rng.choice((0.5, 3.0)))
-        while self.index.tidy():  # what is dead counts as a continuation until it is taken out
+        while self.index.tidy():  # a dead block counts as a continuation until it is taken out
             pass
 
 
@@ -212,7 +213,7 @@ def test_it_finds_what_a_look_at_every_block_finds(seed: int) -> None:
 
 
 def test_a_change_that_is_not_looked_at_is_found() -> None:
-    """Whatever is damaged in what an index finds: tokens, whether it ends there, a tier, a holder."""
+    """Damage to any part of a match is found: tokens, whether it ends there, a tier, a holder."""
     scene = Scene(0)
     for _ in range(100):
         scene.step()

@@ -1,4 +1,5 @@
-"""A router is ready when it knows what its instances hold; until then its decisions say that they lack it."""
+"""A router is ready when it has its instances' snapshots; until then its decisions report that they are
+missing."""
 
 from __future__ import annotations
 

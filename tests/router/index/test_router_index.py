@@ -1,4 +1,4 @@
-"""The index: what instances tell, what is believed of others, and what memory allows of both."""
+"""The index: blocks that instances report, blocks assumed of others, and the memory limit of both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def key(*blocks: int) -> bytes:
 
 
 class Told:
-    """An instance whose every change is told to an index at once."""
+    """An instance that reports every change to an index at once."""
 
     def __init__(
         self, index: Index, name: str, role: Role = Role.COLOCATED, *, naming: Naming | None = None
@@ -153,7 +153,7 @@ def test_what_passes_by_counts_for_stock_servers_only(index: Index) -> None:
         index.confirm(NS, key(1, 2), name)
     assert index.match(NS, key(1, 2)) == {"stock": Match(8, own=True)}
     adapted = ("tokens", "adapter", None, None)
-    index.confirm(adapted, key(1, 2), "a")  # its agent tells the adapter's KV under a name nobody knows here
+    index.confirm(adapted, key(1, 2), "a")  # its agent names the adapter's KV otherwise
     assert index.match(adapted, key(1, 2)) == {"a": Match(8, own=True)}
 
 
@@ -325,13 +325,14 @@ def test_the_estimate_of_memory_is_near_the_truth(clock: FakeClock, instances: i
 
 
 def _reports(instance: Told, prompt: bytes) -> list[bytes]:
-    """What an instance would send on an insertion."""
+    """The messages that an instance would send on an insertion."""
     instance.tree.insert((None, None), prompt, instance.hbm)
     return [data for _, data in instance.stream.publish(instance.log.take())]
 
 
 def test_what_a_newer_peer_has_in_tiers_unknown_here_is_left_out(index: Index) -> None:
-    """The index then knows less than there is; what continues it, and comes after it, is still understood."""
+    """The index then holds less than the peer does; runs that continue the unknown ones, and later runs, are
+    still understood."""
     unknown = 1 << 5
     told = Told(index, "a")
     told.insert(key(1))

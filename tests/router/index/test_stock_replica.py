@@ -1,4 +1,4 @@
-"""What a stock server's KV events tell of it. `tests/engine/events/test_stock_events.py` holds the dialect to
+"""A stock server's blocks, by its KV events. `tests/engine/events/test_stock_events.py` holds the dialect to
 SGLang's own.
 """
 
@@ -170,7 +170,7 @@ def test_what_was_lost_is_all_dropped_and_what_passes_by_is_believed_beside_the_
     index.confirm(NS, encode_tokens(old), "s")
     stock.held.clear()
     stock.store(new)
-    stock.tell(BlockStored([999], 4242, [1], 1, None, "GPU"))  # continues what it said before
+    stock.tell(BlockStored([999], 4242, [1], 1, None, "GPU"))  # continues a run that was reported before
     assert (found(index, old), found(index, new)) == (8, 8)
     stock.held.clear()
     stock.tell(AllBlocksCleared())  # nothing is missing any more

@@ -1,4 +1,4 @@
-"""Which instances fetch from which, when that is worth it, and the messages that agents are sent."""
+"""Sources and targets of fetches, when they are worth it, and the messages to agents."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
 def wanted(
     found: Fetching, decision: Decision, fleet: tuple[Instance, ...], matches: dict[str, Match]
 ) -> Fetch | None:
-    """What an instance is told to fetch for a prompt of 1000 tokens."""
+    """The fetch that an instance is ordered to make for a prompt of 1000 tokens."""
     note = carried_out(found, decision, fleet, matches)
     if note is None or note.end == NOT_WORTH_IT:
         return None
@@ -195,7 +195,7 @@ def test_another_instance_is_told_to_compute_the_beginning() -> None:
     assert (span.tokens, span.computed, span.source.export) == (first.stop, True, export.export)
     assert fetch.wait_s == export.ttl_s
     assert note.as_json()["plan"][0]["tier"] == "compute"
-    # What it computes for this prompt keeps others waiting, until that has ended.
+    # Its computing for this prompt keeps others waiting, until that has ended.
     assert found._costs.queue_s(FLEET[1]) > 0
     channels.messages("a", Fetched(b"e" * 16, "r1", False, "done", (FetchedSpan("done", 512, 1.0),)))
     assert found._costs.queue_s(FLEET[1]) == 0
@@ -335,7 +335,7 @@ def test_what_came_of_it_is_noted_once() -> None:
     note = fetch_from_b(found)
     assert note is not None
     assert found.under_way == 1
-    found.on_message("b", fetched())  # that was not the one that was told
+    found.on_message("b", fetched())  # b was not asked to fetch
     found.on_message("a", fetched())
     found.on_message("a", fetched())
     value = metrics.registry.get_sample_value
@@ -416,7 +416,7 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
 
 
 def test_a_disk_is_read_from_while_it_is_fast_enough() -> None:
-    """What instances tell of it is weighed for both, the disk and the way from there."""
+    """The instances' load times count for both, the disk and the way from there."""
     now = [0.0]
     found = fetching(now=lambda: now[0])
     costs, slow = found._costs, costs_of(found, 900)
@@ -440,7 +440,7 @@ def test_a_disk_is_read_from_while_it_is_fast_enough() -> None:
 
 
 def costs_of(found: Fetching, tokens: int) -> float:
-    """What b's disk is expected to take."""
+    """Expected seconds of a load from b's disk."""
     return found._costs.load_s(instance("b"), Tier.DISK, tokens)
 
 

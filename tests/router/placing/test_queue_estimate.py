@@ -47,14 +47,14 @@ def test_what_arrives_while_the_instance_computes_is_computed_together() -> None
     assert joined.adding(1, 0).seconds - joined.seconds == 1.0
     assert queue.first_byte(first, 11.0) == Computed(11.0, 11.0)
     assert queue.waits_s(12.0) == 14 - 1
-    # Their first bytes come together: what they teach is what all took.
+    # Their first bytes come together: they teach the time of the whole batch.
     assert [queue.first_byte(other, 25.5) for other in others[:3]] == [None, None, None]
     assert queue.first_byte(others[3], 25.5) == Computed(14.0, 14.5)
     assert (queue.waits_s(26.0), len(queue)) == (0.0, 0)
 
 
 def test_a_batch_that_was_none_teaches_the_same_sums() -> None:
-    """The instance computes one after the other what was expected to be one batch."""
+    """The instance computes prompts one after the other that were expected to be one batch."""
     queue = line(once_s=10.0)
     first = queue.enter(1, 0, 0.0, streams=True)
     second, third = (queue.enter(5, 0, 1.0, streams=True) for _ in range(2))
@@ -187,7 +187,7 @@ def test_requests_on_their_way_are_the_queue_until_their_first_byte() -> None:
         assert costs.queue_s(instance("b")) == 0
         clock.now += alone
         first_byte()
-        # What is left is the step of generation that the next prompt finds under way.
+        # The step of generation that the next prompt finds under way is left.
         assert costs.queue_s(instance("a", 1)) == pytest.approx(CostModel().decode_s(1))
     assert costs.queue_s(instance("a")) == 0
 
@@ -212,7 +212,7 @@ DEFAULT = CostModel().exec_s(2000, 0)
 
 @pytest.mark.parametrize("actual", [0.1, 1.0, 30.0])
 def test_an_uncalibrated_fleet_is_learnt(actual) -> None:
-    """Every answer takes ``actual`` times what the defaults say."""
+    """Every answer takes ``actual`` times the default cost."""
     clock = Clock()
     costs = RouterCosts(CostModel(), clock)
     answer(costs, clock, "a", actual * DEFAULT)
@@ -290,7 +290,7 @@ def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
         assert costs.queue_s(instance("a", 1)) == pytest.approx(DEFAULT + others + model.decode_s(4))
         clock.now += DEFAULT
         first_byte()
-        # What it said has been computed for that long, and it generates for one more.
+        # The reported prompts have been computed for that long, and it generates for one more request.
         assert costs.queue_s(instance("a", 1)) == pytest.approx(others - DEFAULT + model.decode_s(5))
         assert costs.decode_s(instance("a", 1)) == pytest.approx(model.decode_s(6))
     assert costs.decode_s(instance("a")) == pytest.approx(model.decode_s(5))
@@ -328,7 +328,7 @@ def test_what_this_router_knows_of_is_not_counted_twice() -> None:
 
 
 def test_prompts_that_are_computed_together_are_taken_together() -> None:
-    """Four first bytes at one moment, after half of what one after the other would take."""
+    """Four first bytes at one moment, after half of the time that they would take one after the other."""
     clock = Clock()
     costs = RouterCosts(CostModel(), clock)
     for _ in range(10):
@@ -377,7 +377,7 @@ def test_transfers_are_possible_where_they_are() -> None:
     hand_over = costs.transfer_s(instance("p", role=Role.PREFILL), instance("d", role=Role.DECODE), 100)
     assert 0 < hand_over < 1
     fetching = RouterCosts(CostModel(), Clock(), can_fetch=lambda source, target: True)
-    # What is fetched is in DRAM then.
+    # Fetched blocks are in DRAM then.
     load = fetching.load_s(instance("b"), Tier.DRAM, 100)
     assert fetching.transfer_s(instance("a"), instance("b"), 100) == pytest.approx(hand_over + load)
     assert costs.load_s(instance("a"), Tier.DISK, 100) > costs.load_s(instance("a"), Tier.DRAM, 100) > 0

@@ -1,4 +1,4 @@
-"""What was observed of fetches counts, within bounds, and fades."""
+"""Observed fetch times count, within bounds, and fade."""
 
 from __future__ import annotations
 

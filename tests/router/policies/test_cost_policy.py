@@ -1,4 +1,4 @@
-"""The cost policy and what surrounds every policy: tables of situations and what they must decide."""
+"""The cost policy and the rules around every policy: tables of situations and the required decisions."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_the_scores_are_equation_1() -> None:
 
 
 def test_what_is_computed_counts_more() -> None:
-    """Computing 900 tokens elsewhere saves 50 s of this request, and costs whoever comes next 900."""
+    """Computing 900 tokens elsewhere saves 50 s of this request, and costs the next request 900."""
     matches, costs = {"b": FULL}, Seconds({"b": 950})
     assert choose((A, B), matches, costs).instance == "a"
     assert choose((A, B), matches, costs, options=PolicyOptions()).instance == "b"
@@ -467,7 +467,7 @@ def test_the_example_in_the_documentation_is_a_policy(module) -> None:
     assert (decision.instance, decision.reason) == ("b", Reason.LEAST_LOAD)
 
 
-# -- what holds for all -----------------------------------------------------------------------------------
+# -- properties of all decisions --------------------------------------------------------------------------
 
 roles = st.sampled_from([Role.COLOCATED, Role.COLOCATED, Role.PREFILL, Role.DECODE])
 instances = st.builds(

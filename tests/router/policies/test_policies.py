@@ -1,4 +1,4 @@
-"""Policies are pure: a table of situations and what they must decide."""
+"""Policies are pure: a table of situations and the required decisions."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def test_common_beginnings_spread_over_the_memory(cached, matches, chosen, reaso
 
 
 def test_conversations_with_one_system_prompt_share_an_idle_fleet() -> None:
-    """One after the other, so that nobody is ever busy: still each instance gets its part, and what is
-    computed more than once is the system prompt, once per instance."""
+    """One after the other, so that no instance is ever busy: still each instance gets its part, and only the
+    system prompt is computed more than once, once per instance."""
     cached = {"a": 0, "b": 0, "c": 0}
     system: set[str] = set()
     homes = []

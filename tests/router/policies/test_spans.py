@@ -221,7 +221,7 @@ def test_a_decisions_own_word_is_followed() -> None:
 # -- against everything that could be done --------------------------------------------------------------
 
 lengths = st.integers(0, 4)
-"""Of what is held in a tier: never the whole prompt, of which the last token is computed in any case."""
+"""Tokens held in a tier: never the whole prompt, whose last token is computed in any case."""
 speeds = st.sampled_from([0.1, 0.3, 0.5, 1.5, math.inf])
 
 
@@ -234,7 +234,7 @@ def held(draw: st.DrawFn) -> Match:
 def all_sums(
     tokens: int, matches: Mapping[str, Match], costs: Seconds, names: tuple[str, ...]
 ) -> Iterator[float]:
-    """What each way of reading at least one span takes, token by token: an oracle that knows no places."""
+    """The time of each way of reading at least one span, token by token: an oracle that knows no places."""
     own = matches["t"]
     memory = min(own.in_memory, tokens)
     base = sum(costs.load_s(T, tier, n) for tier, n in own.below.items() if tier.in_memory)

@@ -1,4 +1,4 @@
-"""Which prefixes a full instance has others keep: one rule at a time, and over simulated fleets."""
+"""Prefixes that a full instance has others keep: one rule at a time, and over simulated fleets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_safe_elsewhere_or_short_or_not_there_stays() -> None:
     assert not chosen(prefix(durable=10)).spills
     assert not chosen(prefix(blocks=LEAST_BLOCKS - 1)).spills
     assert not chosen(prefix(idle=10)).spills
-    # One that tells nothing of its memory is believed to hold it.
+    # An instance that reports nothing of its memory is believed to hold it.
     assert pairs(chosen(prefix(full=10, silent=10))) == [(1, "full", "idle")]
     # Another full instance's copy is as good as none.
     other = Memory("other", 99, 100)
@@ -150,7 +150,7 @@ def test_what_a_round_places_counts_in_it() -> None:
 def test_who_keeps_it() -> None:
     busy = Memory("busy", 0, 100, limit=50, in_flight=3)
     assert pairs(chosen(prefix(), memories=(FULL, busy, IDLE))) == [(1, "full", "idle")]
-    # Room that nobody has goes before room in which something is kept already.
+    # Unused room goes before room that already keeps something.
     laden = Memory("laden", 55, 100, spilled=45, limit=50)
     assert pairs(chosen(prefix(), memories=(FULL, laden, busy))) == [(1, "full", "busy")]
     assert pairs(chosen(prefix(), memories=(FULL, laden))) == [(1, "full", "laden")]
@@ -161,7 +161,7 @@ def test_who_keeps_it() -> None:
 
 
 class Simulated:
-    """Instances with LRU memory of conversations of one size; what is kept for others goes first."""
+    """Instances with LRU memory of conversations of one size; copies kept for others go first."""
 
     SIZE = 100
     BLOCKS = 5
@@ -186,7 +186,7 @@ class Simulated:
         ]
 
     def turn(self, conversation: int, at: str, tenant: str = "t") -> None:
-        """A turn of a conversation; it is fetched from whoever has it."""
+        """A turn of a conversation; an instance that has it sends it."""
         self.tenants[conversation] = tenant
         found = any(conversation in held[name] for held in (self.own, self.kept) for name in self.own)
         if self.uses.get(conversation):

@@ -98,7 +98,7 @@ def test_a_split_is_a_plan_of_own_spans_a_computed_one_and_the_rest() -> None:
 
 
 def test_no_cut_that_is_tried_is_better() -> None:
-    """Against all places, timed by hand: no chunks, nobody has anything, and nobody waits."""
+    """Against all places, timed by hand: no chunks, no cached prefix, and no queue."""
     found = split()
     assert found is not None
     best = min(

@@ -1,4 +1,4 @@
-"""What requests count is shown as Prometheus' own library would show it."""
+"""Counts of requests are shown as Prometheus' own library would show them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def samples() -> dict[str, set[str]]:
 
 
 def all_metrics() -> RouterMetrics:
-    """With what its owners add."""
+    """All metrics, including those that the router's parts add."""
     router = Router(RouterConfig())
     router.tokenizers.close()
     return router.metrics
@@ -104,7 +104,7 @@ def test_a_router_makes_every_metric_of_its_table_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", ["hints", "gone"])
 def test_a_gauge_that_is_not_in_the_table_is_refused(name: str) -> None:
-    """One of another kind, and one that no row has."""
+    """A name of another kind of metric, and a name that no row has."""
     with pytest.raises(KeyError, match=name):
         RouterMetrics().gauge(name)
 

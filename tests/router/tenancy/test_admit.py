@@ -1,4 +1,4 @@
-"""`admit` as a pure function: what is decided of a request, its caller, the model and the flags given."""
+"""`admit` as a pure function: the decision for a given request, caller, model and flags."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def admitted(
     headers: dict[str, str] | None = None,
     **fields: Any,
 ) -> tuple[Admitted, dict[str, Any]]:
-    """What is decided, and the body that a worker is sent."""
+    """The decision, and the body that is sent to a worker."""
     payload = {**BODIES[dialect], **fields}
     target = dialect.path + "?x=1"
     request = Request("POST", dialect.path, target, headers or {}, orjson.dumps(payload))

@@ -1,4 +1,4 @@
-"""The token bucket, against a simulation of what it promises."""
+"""The token bucket, against a simulation of its promise."""
 
 from __future__ import annotations
 

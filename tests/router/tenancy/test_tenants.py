@@ -195,7 +195,7 @@ def test_what_other_routers_let_through_is_used() -> None:
     meters["y"].charge(250)
     tell("y", "x")
     assert [meters[name].use().tokens_left for name in "xy"] == [350, 350]
-    # Who begins starts with what is left, of whoever has least.
+    # A meter that begins starts with the remainder of the meter that has least left.
     tell("x", "z")
     assert (meters["z"].use().requests_left, meters["z"].use().tokens_left) == (1, 350)
     with meters["z"].request():
@@ -423,7 +423,7 @@ async def test_a_tenant_sees_its_own_requests_only(start_worker, start_router, c
                 assert told["same_prompt_under_another_salt"] == 64
                 assert "other-salt" in told["causes"]
             elif status == 200:
-                # That somebody else has asked the same is none of a tenant's business.
+                # That another tenant has asked the same is none of a tenant's business.
                 assert told["same_prompt_under_another_salt"] is None
                 assert "other-salt" not in told["causes"]
 

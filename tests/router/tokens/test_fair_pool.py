@@ -1,4 +1,4 @@
-"""Threads that several owners share: whose turn it is, placed with gates."""
+"""Threads that several owners share: the order of turns, placed with gates."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_what_waits_when_it_is_closed_is_cancelled() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 500)), min_size=1, max_size=40))
 def test_no_owner_is_ahead_of_another_by_more_than_a_piece(work: list[tuple[str, int]]) -> None:
-    """While two owners both wait, what was begun for them differs by no more than one piece of each."""
+    """While two owners both wait, their counts of begun work differ by no more than one piece of each."""
 
     async def run() -> list[tuple[str, int]]:
         pool = FairPool(1, "test-fair")

@@ -140,7 +140,7 @@ def test_a_tokenizer_that_looks_beyond_words_is_not_cut(kind: str) -> None:
     whole = tokenizer.encode(CORPUS[0], add_special_tokens=False).ids
     assert _ids(segmenter, CORPUS[0]) == whole
     forced = _segmenter(tokenizer, piece=3)
-    forced._places = re.compile(r"(?<=\w)(?= \w)|(?<=\n)(?=\w)")  # what it is kept from
+    forced._places = re.compile(r"(?<=\w)(?= \w)|(?<=\n)(?=\w)")  # cuts that it is kept from
     assert _ids(forced, CORPUS[0]) != whole
 
 

@@ -1,4 +1,4 @@
-"""Tokens, whole and in segments; what is trusted; what happens without a tokenizer."""
+"""Tokens, whole and in segments; trust in tokenizers; requests without a tokenizer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_growing_conversation_tokenizes_only_what_is_new(tokenizer) -> None:
 
 
 def test_a_tokenizer_that_looks_beyond_special_tokens_is_not_cut() -> None:
-    """One that marks the start of its input, wherever that is, in SentencePiece's old manner."""
+    """A tokenizer that marks the start of its input, wherever that is, in SentencePiece's old manner."""
 
     def encode(texts):
         return [[ord(char) for char in "_" + text.replace("</s>", "\0")] for text in texts]
