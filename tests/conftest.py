@@ -28,7 +28,7 @@ PROGRAMS = ("benchmarks", "cluster", "demo", "test_cli.py", "test_plugin.py")
 MOVING = ("disagg", "engine", "tiered_store")
 """Folders of tests of moving and keeping KV, which wait much of their time: for disks and for verdicts."""
 PARTS = ("fleets", "servers", "moving", "others")
-"""What `make test` runs side by side. The parts without servers take half as long as those with."""
+"""The parts that `make test` runs side by side. The parts without servers take half as long as those with."""
 
 
 def parts_of(file: Path) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""What happens in a fresh process that loads the plugin; test_plugin.py runs ``plugin_scenarios.py NAME...``.
+"""Scenarios in a fresh process that loads the plugin; test_plugin.py runs ``plugin_scenarios.py NAME...``.
 
 SGLang loads plugins once per process and changes classes in place, so each scenario needs a process of its
 own. SGLang is imported once, which takes most of the time, and each scenario is a fork of that process.
-Prints a line of JSON: scenario -> what it found, or {"exit": message} when it ended its process.
+Prints a line of JSON: scenario -> its result, or {"exit": message} when it ended its process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def outdate(patch_name: str) -> None:
 
 
 def untested(allowed: str) -> dict[str, Any]:
-    """An SGLang that nobody has tested, in which all is there that is needed."""
+    """An untested version of SGLang that has everything needed."""
     from sglang_ext.patches import registry
 
     os.environ[registry.ALLOW_UNTESTED] = allowed
@@ -94,7 +94,7 @@ def refusal(act: Any) -> str:
 
 
 def help_text() -> str:
-    """What ``--help`` prints."""
+    """The output of ``--help``."""
     from sglang.srt.server_args import prepare_server_args
 
     printed = io.StringIO()
@@ -129,7 +129,7 @@ def taken() -> dict[str, Any]:
 
 
 def broken_hook() -> dict[str, Any]:
-    """SGLang could not apply one hook: who needs our backend is refused, and nobody else."""
+    """SGLang could not apply one hook: servers that need our backend are refused, and no others."""
     runtime.prepare_process(os.environ)
     break_hook("_get_new_batch_prefill_raw")
     load(on_cpu_runtime=False)
@@ -202,7 +202,7 @@ def excluded() -> dict[str, Any]:
 
 
 def forked(scenario: Any) -> Any:
-    """What a scenario returns, run in a fork of this process."""
+    """The result of a scenario, run in a fork of this process."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

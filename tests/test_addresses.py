@@ -1,4 +1,5 @@
-"""Where a server listens and what it announces: decided from its flags and what its machine says."""
+"""Where a server listens and which address it announces: decided from its flags and its machine's
+addresses."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_reachable_by_others(host: str) -> None:
 
 @dataclass
 class Server:
-    """What is asked of ``ServerArgs``."""
+    """The fields of ``ServerArgs`` in use."""
 
     host: str
     port: int = 30000
@@ -96,7 +97,7 @@ def placed(host: str, *, key: str | None = "key", network: Wired = WIRED, **flag
         ("::", ROUTER, "fd00::7"),
         ("node7", ROUTER, "10.0.0.7"),
         ("10.0.0.7", ROUTER, "10.0.0.7"),
-        # The router is here, others are not: what they reach is announced.
+        # The router is here, others are not: the address that they reach is announced.
         ("0.0.0.0", "http://127.0.0.1:30000", "192.168.1.7"),
         # One router here, one there; and one whose name means nothing yet.
         ("0.0.0.0", f"http://127.0.0.1:1,{ROUTER}", "10.0.0.7"),

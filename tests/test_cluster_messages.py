@@ -1,4 +1,4 @@
-"""What members say to each other, and the key by which they know each other."""
+"""Messages between members, and the key by which they recognise each other."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_key_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None
         (0o600, 1000, 1000, True),
         (0o440, 0, 3000, False),  # a group that we are not in
         (0o440, 0, 0, False),
-        (0o440, 1000, 2000, False),  # what is ours, we can keep to ourselves
+        (0o440, 1000, 2000, False),  # a file of our own can have a narrower mode
         (0o460, 0, 2000, False),
         (0o450, 0, 2000, False),
         (0o444, 0, 2000, False),

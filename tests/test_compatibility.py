@@ -1,4 +1,4 @@
-"""Which instances can hand requests over, or share KV, by what they register."""
+"""Instances that can hand requests over, or share KV, by their registrations."""
 
 from __future__ import annotations
 

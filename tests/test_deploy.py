@@ -1,4 +1,4 @@
-"""What people deploy with fits the code: the Helm chart as Helm renders it, systemd units, a SLURM script."""
+"""The means of deployment fit the code: the Helm chart as Helm renders it, systemd units, a SLURM script."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SEEDED = {"keys": {"seed": "0123456789abcdef" * 2}}
 
 @functools.cache
 def helm(values: str) -> Json:
-    """What Helm makes of the chart with these values (JSON)."""
+    """The chart as Helm renders it with these values (JSON)."""
     asked = json.dumps([str(CHART), json.loads(values)])
     done = subprocess.run(
         [sys.executable, "-c", HELM], input=asked, capture_output=True, text=True, check=True, timeout=120
@@ -141,7 +141,7 @@ def selected_by(selector: Json, objects: list[Json]) -> list[str]:
 
 
 def wrong_in(objects: list[Json]) -> list[str]:
-    """What of a rendered chart does not fit itself or the code."""
+    """The parts of a rendered chart that do not fit each other or the code."""
     found: list[str] = []
     secrets = {each["metadata"]["name"]: each["data"] for each in objects if each["kind"] == "Secret"}
     services = {each["metadata"]["name"] for each in objects if each["kind"] == "Service"}
@@ -323,7 +323,7 @@ def test_pools_that_cannot_serve_are_refused() -> None:
 
 @needs_helm
 def test_keys_are_the_same_at_each_render_and_none_are_drawn() -> None:
-    """Without a cluster, as with GitOps, where Helm cannot look up what was made before."""
+    """Without a cluster, as with GitOps, where Helm cannot look up keys that were made before."""
 
     def keys(**values: Any) -> Json:
         (secret,) = (each for each in rendered(**values) if each["kind"] == "Secret")

@@ -29,7 +29,7 @@ LOADED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
     r"""|(?:@import\s+|url\()["']?((?:https?:)?//[^"')\s]+)"""
 )
-"""What a browser fetches by itself from another host: scripts, styles, pictures, fonts."""
+"""Resources that a browser fetches by itself from another host: scripts, styles, pictures, fonts."""
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -98,7 +98,7 @@ def test_what_a_browser_would_fetch_is_seen(tmp_path: Path, text: str, found: bo
     ],
 )
 def test_a_dead_link_fails_the_build(tmp_path: Path, text: str, said: str) -> None:
-    """The twin: a small site with the same settings for links, and one that leads nowhere."""
+    """The twin: a small site with the same settings for links, and a link that leads nowhere."""
     settings = (ROOT / "mkdocs.yml").read_text("utf-8")
     checks = settings[settings.index("validation:") : settings.index("nav:")]
     (tmp_path / "mkdocs.yml").write_text(f"site_name: x\n{checks}")

@@ -1,7 +1,7 @@
 """Text is read and written as UTF-8, whatever the locale: in the C locale Python may take ASCII.
 
-Ruff's PLW1514 sees this where it knows the type of what is opened. This test reads the rest from the source:
-methods by their names, and the output of child processes.
+Ruff's PLW1514 sees this where it knows the type of the opened object. This test reads the rest from the
+source: methods by their names, and the output of child processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Who may import whom. The architecture's import direction, kept by reading every module's source.
+"""The allowed imports between parts. The architecture's import direction, kept by reading every module's
+source.
 
 Imports inside functions and behind TYPE_CHECKING count too: they couple parts all the same.
 """
@@ -111,8 +112,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "examples": {"cluster", "patches.environment", "testing"},
     "benchmarks": {"*"},
 }
-"""What each part may import of this project, beside itself and the shared modules. A package's own modules
-and its folders are parts of their own."""
+"""The modules of this project that each part may import, beside itself and the shared modules. A package's
+own modules and its folders are parts of their own."""
 
 SGLANG_PARTS = {*PATCHES, "launch_server", "benchmarks"}
 """Parts that may import sglang."""
@@ -215,7 +216,7 @@ def modules(root: Path) -> Iterator[tuple[Path, str, tuple[tuple[int, str, bool]
 
 
 def complaints(root: Path) -> list[str]:
-    """Every breach below `root`, as 'file:line: who must not import what'."""
+    """Every breach below `root`, as 'file:line: part must not import module'."""
     found: list[str] = []
     for path, module, imported_there in modules(root):
         relative = path.relative_to(root)
@@ -235,7 +236,7 @@ def complaints(root: Path) -> list[str]:
 def circle(root: Path) -> list[str]:
     """Modules below `root` that import each other, each the one after it; empty when none do."""
     graph = {module: imported for _, module, imported in modules(root)}
-    # What `from package import name` names is a module, or stands in the package's own.
+    # A name in `from package import name` is a module, or stands in the package's own.
     edges = {
         module: {name if name in graph else name.rpartition(".")[0] for _, name, _ in imported} - {module}
         for module, imported in graph.items()

@@ -46,7 +46,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """What each scenario found."""
+    """The result of each scenario."""
     done = run(str(SCENARIOS), *NAMES)
     assert done.returncode == 0, done.stderr
     result: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

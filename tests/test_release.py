@@ -1,4 +1,4 @@
-"""What is released: one version, a changelog in its form, packages with all files, an image of the wheel."""
+"""A release: one version, a changelog in its form, packages with all files, an image of the wheel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 
 
 def wrong_in(changelog: str, version: str) -> list[str]:
-    """What is not as Keep a Changelog 1.1 has it."""
+    """Lines that do not follow Keep a Changelog 1.1."""
     found, seen, releases = [], set(), []
     for line in changelog.splitlines():
         if line.startswith("## "):
@@ -121,7 +121,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def wrong_in_image(text: str) -> list[str]:
-    """What of a Containerfile does not fit the project."""
+    """The parts of a Containerfile that do not fit the project."""
     found = []
     steps = list(instructions(text))
     given = dict(steps)

@@ -102,7 +102,8 @@ LEFT_WITHOUT_A_PARENT = """
         source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], env={{}})"
         subprocess.run([sys.executable, "-c", source], start_new_session=True, check=True)
 """
-"""Nobody's child, in a session of its own, without the mark in its environment that leaks are found by."""
+"""A process without a parent, in a session of its own, without the mark in its environment that leaks are
+found by."""
 AN_ORPHAN_ENDS = """
     import subprocess
     import sys
@@ -215,7 +216,7 @@ def test_an_orphan_that_has_ended_is_gone_while_the_tests_go_on(tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_ended_ends_all_it_has_started(tmp_path: Path, number: int) -> None:
-    """Also what has no parent any more, and a test that is deaf to SIGINT."""
+    """Also orphans, and a test that is deaf to SIGINT."""
     with start_suite(tmp_path, others=WAITS, servers=DEAF) as process:
         wait_until((tmp_path / "pid").exists, seconds=60, what="the test")
         pid = (tmp_path / "pid").read_text().strip()
@@ -235,7 +236,7 @@ def test_a_failed_test_is_not_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "same"), [([], True), (["--new-examples"], False)])
 def test_property_tests_look_for_new_examples_at_night(options: list[str], same: bool) -> None:
-    """Whether they are the same in each run: what the profile says that the options choose."""
+    """Whether they are the same in each run: the options choose the profile, which sets it."""
     keys = str(Path(__file__).with_name("test_keys.py"))
     shown = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "--collect-only", "-p", "no:cacheprovider", keys, *options],
@@ -250,7 +251,7 @@ def test_property_tests_look_for_new_examples_at_night(options: list[str], same:
 
 
 TWINS = {
-    # They have to find what was planted, in every run.
+    # They have to find the planted faults, in every run.
     "engine/cache/test_store_model.py",
     "radix_global/test_events_model.py",
     "radix_global/test_model.py",

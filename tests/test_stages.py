@@ -1,4 +1,4 @@
-"""A request's time by stage: what adds up, and where a delay shows."""
+"""A request's time by stage: the stages add up, and a delay shows in its own stage."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Parts are complete when they are made: nobody fills in an attribute of another part afterwards.
+"""Parts are complete when they are made: no module fills in an attribute of another part afterwards.
 
 Read from the source. A *part* is a class that is neither a dataclass, a struct nor an enum, and none of
-`RECORDS`. What a part keeps under a name of its own is set by its own methods only; a constructor sets
-nothing of anything but itself. Where two parts need each other, one subscribes to a signal of the other
+`RECORDS`. An attribute that a part keeps is set by its own methods only; a constructor sets no attribute of
+another object. Where two parts need each other, one subscribes to a signal of the other
 (`sglang_ext.signals`).
 
-Nor has a module state of its own: what code that SGLang calls has to find is in `patches/process.py`.
+Nor has a module state of its own: state that must be found by code that SGLang calls is in
+`patches/process.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RECORDS = {
     "ServerState": "of one HTTP server: its connections count themselves in it",
     "Writing": "a hand-over that is written while it is computed: the feed of layers notes how far it is",
 }
-"""Classes that are data of whoever made them, each with why."""
+"""Classes that are data of their makers, each with why."""
 
 FOREIGN = {
     "router/index/memory.py tree.observer": "the tree's place for its one observer, set while it is empty",
@@ -77,7 +78,8 @@ def is_own(target: ast.Attribute) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """One module: under which names its parts and its data keep things, and what it assigns of others.
+    """One module: the names under which its parts and its data keep things, and its assignments to others'
+    attributes.
 
     foreign: (attribute, target, whether a constructor assigns it).
     """
@@ -151,7 +153,7 @@ def test_parts_are_complete_when_they_are_made() -> None:
     ],
 )
 def test_a_breach_is_found(breach: str) -> None:
-    """The twins: what such a wiring would add."""
+    """The twins: the breaches that such a wiring would add."""
     found = filled_in(sources() | {"router/app/breach.py": breach})
     assert sum(place.startswith("router/app/breach.py") for place in found) == 1
 
@@ -168,7 +170,7 @@ def test_every_record_is_there() -> None:
 
 
 PROCESS = "patches/process.py"
-"""The one module with state of its own: what this process knows."""
+"""The one module with state of its own: the state of this process."""
 
 
 def state_of(source: str) -> Iterator[int]:
