@@ -1,4 +1,4 @@
-"""The advisory benchmark plays what it was given, against a stand-in for a router, and tells its figures."""
+"""The advisory benchmark plays its input, against a stand-in for a router, and reports its figures."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_what_was_measured_is_told_when_it_is_ended(
 
     monkeypatch.setattr(Benchmark, "run", run)
     before = signal.getsignal(signal.SIGTERM)
-    # As at a terminal: who starts tests in the background may have SIGINT ignored.
+    # As at a terminal: a shell that starts tests in the background may ignore SIGINT.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert main(["--quick", "--data", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())

@@ -52,7 +52,7 @@ def test_agents_are_played_from_where_they_take_turns(tmp_path: Path) -> None:
     (chain,) = logged(tmp_path, 1, 4, 7, Shape(pace=2.0))
     assert [each.session for each in chain] == ["0/run/Review", "0/run/Modify"] * 2
     assert [each.keeps > 0 for each in chain] == [False, False, True, True]
-    # What was answered before the first of them is no pause of theirs.
+    # The time of answers before the first of them is no pause of theirs.
     assert [each.pause_s for each in chain] == [0.0, 3.0, 3.0, 3.0]
 
 
@@ -102,7 +102,7 @@ def test_a_lead_calls_all_readers_at_once_and_reads_all_of_them(tmp_path: Path) 
     assert [each.after for each in run] == [(), (0,), (0,), (0,), (1, 2, 3), (4,), (4,), (4,), (5, 6, 7)]
     everybody = tuple(Edge(session, 2.0) for session in round_[1:])
     assert [each.edges for each in run] == [everybody, *[(Edge("0/lead", 2.0),)] * 3] * 2 + [()]
-    # First prompts have logged lengths; later ones have what was answered, in full, or the least there is.
+    # First prompts have logged lengths; later ones have the answers, in full, or the least number of tokens.
     assert [(each.keeps, len(each.new)) for each in run[:4]] == [(0, 300), (0, 100), (0, 101), (0, 102)]
     answers = 42 + 43 + 44
     assert (run[4].keeps, len(run[4].new)) == (300 + 40 // 2, answers)

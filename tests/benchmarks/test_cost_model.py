@@ -15,7 +15,7 @@ LEVEL = OperatorLevel(
 
 
 def measured(factor: float) -> list[float]:
-    """Batches that take ``factor`` times what the level says."""
+    """Batches that take ``factor`` times the level's prediction."""
     found = []
     for prompts in BATCHES:
         batch = Batch()

@@ -1,4 +1,4 @@
-"""The disagg benchmark: what is compared with what, from turns that are made up; and its loads."""
+"""The disagg benchmark: its comparisons, from turns that are made up; and its loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def leg(name: str, ttft: float, sent: list[float], wrong: int = 0, load: str = "
 def test_ratios_are_of_means_and_of_late_turns() -> None:
     report = Report("disagg")
     one, three = leg("1", 0.5, [100, 200, 300, 400]), leg("3", 0.2, [100, 100, 100, 100], wrong=2)
-    # What does not count: early turns, and loads that do not grow.
+    # Turns that do not count: early turns, and loads that do not grow.
     one.turns[0].ttft = 50.0
     one.turns += leg("1", 9.0, [1, 1, 1, 1], load="loogle").turns
     three.turns += leg("3", 9.0, [1, 1, 1, 1], load="loogle").turns

@@ -18,7 +18,7 @@ from sglang_ext.patches.cpu import runtime
 
 runtime.prepare_process(os.environ)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
+    warnings.simplefilter("ignore")  # SGLang and its dependencies warn about kernels that a CPU lacks
     import sglang.srt.mem_cache.unified_radix_cache  # noqa: F401
 
 LENGTH = min(TURN_TOKENS)
@@ -113,7 +113,7 @@ def test_quick_measures_a_part_of_what_is_measured_in_full() -> None:
 
 
 def test_hashes_answer_as_a_tree_does_and_jumps_find_every_border() -> None:
-    """Who holds none, part or all; the twin, whose jumps skip a border, does not."""
+    """Holders of none, part or all; the twin, whose jumps skip a border, does not."""
     numbers = np.random.default_rng(SEED)
     key = numbers.integers(0, 32_000, 40 * hashes.BLOCK, dtype=np.int32).tobytes()
     found = hashes.Hashes()

@@ -1,4 +1,4 @@
-"""The benchmark of placement events measures what it says, of an index that is right."""
+"""The benchmark of placement events measures the named quantities, of an index that is right."""
 
 from __future__ import annotations
 

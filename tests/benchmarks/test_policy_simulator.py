@@ -1,4 +1,4 @@
-"""What must hold of the policies over a simulated fleet, and of the simulator itself."""
+"""Properties of the policies over a simulated fleet, and of the simulator itself."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_wrong_beliefs_are_corrected() -> None:
 
 @pytest.mark.parametrize("policy", ["cost", "prompt-tree"])
 def test_a_true_index_is_worth_its_events_when_caches_are_scarce(policy) -> None:
-    """What a router believes of evicted prefixes sends requests to where nothing is found."""
+    """A router's outdated belief in evicted prefixes sends requests to instances where nothing is found."""
     knows, guesses = [
         [
             simulate(

@@ -1,4 +1,4 @@
-"""The benchmark of the router runs, its parts do what they say, and its summary has its keys."""
+"""The benchmark of the router runs, its parts do as named, and its summary has its keys."""
 
 from __future__ import annotations
 

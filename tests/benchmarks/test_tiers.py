@@ -1,4 +1,4 @@
-"""The benchmark of the tiers runs, and its summary has what others read from it."""
+"""The benchmark of the tiers runs, and its summary has the keys that others read from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of people and agents: what is drawn is human, the same for one seed, and in the order of the log."""
+"""Traces of people and agents: drawn values are human, the same for one seed, and in the order of the log."""
 
 from __future__ import annotations
 

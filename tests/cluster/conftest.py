@@ -43,7 +43,7 @@ def small_part(tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Pa
 
 @pytest.fixture
 def pids_of(tmp_path: Path) -> Iterator[Callable[[str], list[int]]]:
-    """The process ids that small servers wrote; what is left of them at the end is killed."""
+    """The process ids that small servers wrote; the processes left at the end are killed."""
 
     def read(name: str) -> list[int]:
         file = tmp_path / f"{name}.pids"

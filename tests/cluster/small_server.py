@@ -6,7 +6,7 @@ late-again=S  listen after so many seconds, but at once when PID_FILE is empty
 deaf          never listen
 host=ADDRESS  listen there instead of 127.0.0.1
 stubborn      ignore SIGTERM
-family        start a child in a session of its own whose parent ends, so that nobody is left who knows it
+family        start a child in a session of its own whose parent ends, and no process is left that knows it
 --listen-fds N    accept connections from this inherited socket instead
 --standby-fd N    first write PID_FILE.standby, and wait for a byte from this inherited pipe
 litter        make a temporary file, shared memory and a semaphore, and do not remove them

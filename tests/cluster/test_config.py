@@ -1,4 +1,4 @@
-"""The flags of `sglang-ext cluster` and what is refused."""
+"""The flags of `sglang-ext cluster` and their refusals."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ def open_tier(path: Path) -> DiskTier:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured does not matter here, so little is written."""
+    """The measured rates do not matter here, so little is written."""
     monkeypatch.setattr(disk, "MEASURED", 4 * MIB)
     monkeypatch.setattr(disk, "LEAST_MEASURED", 4 * MIB)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """What a server of two ranks leaves: three prefixes of five blocks on each."""
+    """The disk of a server of two ranks: three prefixes of five blocks on each."""
     for rank in range(2):
         tier = open_tier(tmp_path / f"tp{rank}of2")
         for prefix in range(3):

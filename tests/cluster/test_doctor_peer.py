@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def free_range(free_port: Callable[[], int]) -> Callable[[], str]:
-    """Some ports in a row that nobody has."""
+    """Some free ports in a row."""
 
     def find() -> str:
         while True:
@@ -97,7 +97,8 @@ def listening(own: Own, host: str = THERE, said: list[str] | None = None) -> Ite
 
 @contextlib.contextmanager
 def stranger(reply: bytes | None) -> Iterator[int]:
-    """A port of somebody else: it answers a connection with some bytes, and closes it; None: says nothing."""
+    """A port of another program: it answers a connection with some bytes, and closes it; None: sends
+    nothing."""
     held: list[socket.socket] = []
     with socket.create_server((HERE, 0)) as door:
 
@@ -149,7 +150,7 @@ def test_all_is_well_in_both_directions(free_range: Callable[[], str]) -> None:
     assert seen.there is not None
     assert seen.here is not None
     assert min(seen.there.nbytes, seen.here.nbytes) >= CHUNK
-    # One process, one kernel: what servers on one machine use.
+    # One process, one kernel: the transport of servers on one machine.
     assert [chosen and chosen.name for chosen in (seen.reads_theirs, seen.reads_ours)] == ["shm", "shm"]
     assert [line.partition(": ")[2] for line in said] == ["done"]
     figures = json.dumps(as_json(seen))
@@ -164,19 +165,19 @@ def test_without_keys_on_loopback_and_ports_that_others_have(free_range: Callabl
         seen = call(host, port, Own(kv_ports=mine))
         assert wrong(seen) == []
         assert texts(seen, "ports here") == [f"{RANGE - 1} ports of {mine} (1 in use): reached from the peer"]
-        # All are somebody's.
+        # All ports are in use.
         seen = call(host, port, Own(kv_ports=f"{first}-{first}"))
     assert [(f.level, f.subject) for f in wrong(seen)] == [(Level.WARNING, "ports here")]
     assert "Stop the servers here" in wrong(seen)[0].advice
 
 
 def test_other_ports_and_addresses_that_both_need(free_port: Callable[[], int]) -> None:
-    """HTTP and bootstrap: free, in use, and in use where nobody is reached. Redis: reached, and not."""
+    """HTTP and bootstrap: free, in use, and in use but unreachable. Redis: reached, and not."""
     free, used, deaf, nobody, ours = (free_port() for _ in range(5))
     theirs = Own(key=KEY, announce=THERE, services=(free, used, deaf))
     with (
         socket.create_server((THERE, used)),
-        socket.create_server((HERE, deaf)),  # whoever binds to every address finds it in use
+        socket.create_server((HERE, deaf)),  # binding to every address finds the port in use
         socket.create_server((HERE, 0)) as redis,
         listening(theirs) as (host, port),
     ):
@@ -230,7 +231,7 @@ def test_another_clock_is_said_and_is_no_fault(offset: float, text: str) -> None
 
 
 def test_an_address_at_which_an_end_is_not_reached() -> None:
-    """Nobody can connect to the address of all. The other direction is as it should be."""
+    """No peer can connect to the broadcast address. The other direction is as it should be."""
     with listening(Own(key=KEY, announce=THERE)) as (host, port):
         seen = call(host, port, dataclasses.replace(SPEAKS, announce="255.255.255.255"))
     first = wrong(seen)[0]
@@ -323,7 +324,7 @@ def test_a_listener_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_a_listener_that_dies_in_the_middle(
     moment: type[Message], doing: str, known: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was seen until then is said, and when it was."""
+    """The findings until then are reported, with the moment of the loss."""
 
     class Dying(Wire):
         async def next(self) -> Message:
@@ -366,7 +367,7 @@ def test_garbage_is_refused_and_told_nothing(garbage: bytes) -> None:
 
 
 def greeted(host: str, port: int, then: Callable[[Wire], Any], key: ClusterKey = KEY) -> Any:
-    """What a member of our own does once it has proven itself."""
+    """The steps of a member of our own after its proof."""
 
     async def run() -> Any:
         with await peer_probe.connect(host, port, 5) as sock:
@@ -442,7 +443,7 @@ def test_a_stream_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ports_are_told_apart(free_port: Callable[[], int]) -> None:
-    """One that answers, one that is closed, one of somebody else's."""
+    """A port that answers, a closed port, a port of another program."""
     closed = free_port()
 
     async def run(strange: int) -> tuple[int, dict[int, str]]:
@@ -450,7 +451,7 @@ def test_ports_are_told_apart(free_port: Callable[[], int]) -> None:
         try:
             (door,) = doors.ports
             failed = await knock_all(HERE, (door, closed, strange), doors.ticket, doors.answer)
-            # Without the ticket nothing is told.
+            # Without the ticket the port answers nothing.
             assert await knock_all(HERE, (door,), bytes(16), doors.answer)
             return door, failed
         finally:

@@ -24,7 +24,7 @@ from sglang_ext.cluster.guard import APPEARED_SECONDS, KILLED, SOCKET_NAME_BYTES
 from sglang_ext.cluster.process import GUARD
 
 GRACE = "30"
-"""Longer than any test: who is killed here was killed for another reason."""
+"""Longer than any test: a process killed here was killed for another reason."""
 
 
 class Guarded:
@@ -215,7 +215,7 @@ def test_a_killed_guard_takes_its_command_along(guarded: Callable[..., Guarded])
     one.process.kill()
     one.process.wait(20)
     wait_for(lambda: not alive(pid), "the end of the command")
-    temporary.rmdir()  # nobody is left who could
+    temporary.rmdir()  # no process is left that could
 
 
 @pytest.mark.parametrize("length", [10, 140])

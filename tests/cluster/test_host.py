@@ -1,4 +1,4 @@
-"""Ports that are held, and what the host is asked."""
+"""Ports that are held, and queries to the host."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_another_cache_is_given_no_key() -> None:
 
 
 def test_servers_ask_for_a_key_that_the_router_has() -> None:
-    """Made for the cluster, or the one that the user names for either side."""
+    """A key made for the cluster, or a key that the user names for either side."""
 
     def keys(**values: Any) -> list[str | None]:
         config = ClusterConfig(**{"model_path": "m", "colocated": 0, "prefill": 1, "decode": 1, **values})
@@ -158,7 +158,7 @@ def test_servers_ask_for_a_key_that_the_router_has() -> None:
     assert keys(router_args=("--worker-api-key-file", "mine")) == ["mine"] * 3
     with pytest.raises(ConfigError, match="have one key"):
         keys(instance_args={1: ("--api-key-file", "mine")})
-    # Whoever says what the router is to present knows what the servers ask for.
+    # A user who names the router's key takes care of the servers' keys, too.
     assert keys(router_args=("--worker-api-key", "k")) == [None] * 3
     assert keys(router_args=("--worker-api-key", "k"), server_args=("--api-key-file", "mine")) == [
         "mine",
@@ -242,7 +242,7 @@ def test_servers_stay_what_they_are_where_sglang_cannot_change_them(values: dict
 async def test_what_the_environment_says_of_roles_counts_unless_a_flag_does(
     given: tuple[str, ...], binds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers that are told by it to keep nothing would refuse the switch of roles."""
+    """Servers that it configures to keep nothing would refuse the switch of roles."""
     environment = {"SGLANG_EXT_KV_PD_CACHING": "basic", "SGLANG_EXT_KV_DRAM_SIZE": "1GB"}
     config = ClusterConfig(model_path="m", colocated=0, prefill=1, decode=1, port=0, server_args=given)
     *servers, _ = make_plan(
@@ -449,7 +449,7 @@ async def test_what_the_router_refuses_starts_no_server(
 
 
 def test_keys_are_not_shown() -> None:
-    """Nor passed on a command line, where everybody on the machine could read them."""
+    """Nor passed on a command line, where every user of the machine could read them."""
     router = plan(router_args=("--api-key", "secret", "--worker-api-key=hidden", "--queue-size", "3"))[-1]
     assert not {"secret", "hidden", "--api-key", "--worker-api-key=hidden"} & {*router.command}
     assert "secret" not in repr(router)

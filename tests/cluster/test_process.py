@@ -42,7 +42,7 @@ async def test_probe(answer: bytes, healthy: bool) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(answer)
-        # Whoever was told enough hangs up.
+        # The probe hangs up once it has the status.
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()

@@ -1,4 +1,4 @@
-"""What of a cluster goes where on Ray, as a pure function of its nodes."""
+"""The place of each part of a cluster on Ray, as a pure function of its nodes."""
 
 from __future__ import annotations
 

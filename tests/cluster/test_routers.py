@@ -1,4 +1,5 @@
-"""Several routers on one port: each knows what the others know, and who waits outlives one that is killed."""
+"""Several routers on one port: each shares the others' state, and waiting requests outlive a router that is
+killed."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ async def two_routers(tmp_path: Path, restarts: int) -> AsyncIterator[Pair]:
 
 
 def asked(port: int, path: str, body: Any = None) -> Any:
-    """What the router with this port for members answers."""
+    """The answer of the router with this port for members."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         f"http://{LOOPBACK}:{port}{path}", data, {"content-type": "application/json"}
@@ -79,7 +80,7 @@ def asked(port: int, path: str, body: Any = None) -> Any:
 async def test_two_routers_on_one_port_are_killed_in_turn(tmp_path: Path) -> None:
     async with two_routers(tmp_path, restarts=1) as pair:
         first, second = pair.ports
-        # What one kept, another finds.
+        # A response kept by one router is found at another.
         kept = await asyncio.to_thread(asked, first, "/v1/responses", {"input": "Hello", "store": True})
         found = await asyncio.to_thread(asked, second, f"/v1/responses/{kept['id']}")
         assert found["id"] == kept["id"]
@@ -98,7 +99,7 @@ async def test_two_routers_on_one_port_are_killed_in_turn(tmp_path: Path) -> Non
                 await async_wait_for(lambda port=port: usable(port) == 1, "an instance")
         assert set(seen) <= {"200", "cut"}, seen
         assert seen["cut"] <= len(ROUTERS) * 5, "those that were with a router when it died"
-        # Each was started anew while the other lived, and knows what was known before.
+        # Each was started anew while the other lived, and holds the former state.
         for port in pair.ports:
             assert (await asyncio.to_thread(asked, port, f"/v1/responses/{kept['id']}"))["id"] == kept["id"]
         view = await asyncio.to_thread(asked, first, "/cluster")

@@ -41,7 +41,7 @@ def cluster(*views: InstanceView, **more: Any) -> Cluster:
 
 
 class Router:
-    """Answers with what it was given, in turn; the last answer again and again."""
+    """Answers with the given answers, in turn; repeats the last one."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []

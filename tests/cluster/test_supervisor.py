@@ -40,7 +40,7 @@ class Diary:
 
 
 async def test_a_part_is_ready_when_it_says_so_itself(small_part: MakePart, tmp_path: Path) -> None:
-    """A router that serves and does not know yet what its servers hold makes no cluster that is ready."""
+    """A router that serves without its servers' snapshots makes no cluster that is ready."""
     knows = asyncio.Event()
     asked = asyncio.Event()
 
@@ -202,7 +202,7 @@ async def test_work_ends_with_the_cluster(small_part: MakePart, tmp_path: Path, 
 
 async def test_waiting_for_a_cluster_that_was_stopped(small_part: MakePart, tmp_path: Path) -> None:
     async with Cluster([small_part("server-0", "deaf")], tmp_path) as cluster:
-        # So early that there is no process yet to be told.
+        # So early that there is no process yet to be stopped.
         cluster.stop()
         with pytest.raises(ClusterError, match="told to stop"):
             await cluster.ready()

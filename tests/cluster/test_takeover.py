@@ -108,7 +108,8 @@ def connections_to(part: Part) -> int:
 async def test_without_a_held_socket_clients_are_refused(
     small_part: MakePart, tmp_path: Path, pids_of: Pids
 ) -> None:
-    """The twin: what the clients below would see. The next one takes a while to start, as a router does."""
+    """The twin: the errors that the clients below would see. The next one takes a while to start, as a router
+    does."""
     part = small_part("router", "late-again=2")
     async with Cluster([part], tmp_path, restarts=1) as cluster, clients(part.url) as seen:
         await cluster.ready()
@@ -117,9 +118,9 @@ async def test_without_a_held_socket_clients_are_refused(
 
 
 async def process_of(part: PartProcess | None) -> int:
-    """What a guard runs."""
+    """The process that a guard runs."""
     assert part is not None
-    # Its guard may run, and have told so, before the supervisor has its number.
+    # Its guard may run, and have reported it, before the supervisor has its number.
     await async_wait_for(lambda: part.pid is not None, "the guard")
     guard = part.pid
     assert guard is not None
@@ -131,7 +132,7 @@ async def process_of(part: PartProcess | None) -> int:
 async def test_one_stands_by_before_the_part_serves(
     small_part: MakePart, tmp_path: Path, pids_of: Pids
 ) -> None:
-    """Else whoever is killed at once would be missed for as long as another one takes to start."""
+    """Otherwise a part that is killed at once would be missed for as long as another one takes to start."""
     serves = asyncio.Event()
 
     async def probe(_url: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is shown while a cluster starts and ends."""
+"""The terminal's output while a cluster starts and ends."""
 
 from __future__ import annotations
 

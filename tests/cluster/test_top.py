@@ -1,4 +1,4 @@
-"""``sglang-ext top``: what it shows of recorded documents of a router, and a run in a terminal."""
+"""``sglang-ext top``: its view of a router's recorded documents, and a run in a terminal."""
 
 from __future__ import annotations
 

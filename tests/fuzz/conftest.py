@@ -1,4 +1,5 @@
-"""What the fuzz tests share: the helpers beside the router's and the engine's tests, and SGLang on a CPU."""
+"""Shared set-up of the fuzz tests: the helpers beside the router's and the engine's tests, and SGLang on a
+CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +16,6 @@ for folder in ("fuzz", "router"):
 
 runtime.prepare_process(os.environ)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
+    warnings.simplefilter("ignore")  # SGLang and its dependencies warn about kernels that a CPU lacks
     paged_allocator.apply()
     import sglang.srt.managers.scheduler  # noqa: F401

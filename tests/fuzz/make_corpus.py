@@ -1,4 +1,5 @@
-"""Writes the first seeds of the corpus: `python tests/fuzz/make_corpus.py`. What a run found is added by hand.
+"""Writes the first seeds of the corpus: `python tests/fuzz/make_corpus.py`. Inputs that a run found are added
+by hand.
 
 Messages are made from their types, one of each; bodies are those of the router's other tests.
 """
@@ -122,7 +123,7 @@ CUSTOM = [
 
 
 def one_of(kind: Any) -> Iterator[Any]:
-    """Values of a type: of a union, one of each; of what is bounded, the least and something more."""
+    """Values of a type: of a union, one of each; of a bounded type, the least and something more."""
     match kind:
         case inspect.Metadata():
             yield from one_of(kind.type)

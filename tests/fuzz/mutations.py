@@ -42,7 +42,7 @@ VALUES: tuple[Any, ...] = (
 NUMBERS = (b"\xff" * 8, b"\x00" * 8, b"\x7f" + b"\xff" * 7, b"\x80" + b"\x00" * 7, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
            b"\xc6\xff\xff\xff\xff", b"\xc1", b"\xc0", b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00", b"\r\n", b"\r\n\r\n", b"\x00")  # fmt: skip
 MOST_BYTES = 1 << 16
-"""Longer inputs are cut: what length alone does is tested elsewhere."""
+"""Longer inputs are cut: the effects of length alone are tested elsewhere."""
 
 
 def damaged(seed: bytes, others: Sequence[bytes], random: Random) -> bytes:

@@ -56,7 +56,8 @@ NEVER_SAMPLED = {name for name, who in SAMPLING.items() if who is Who.NOBODY}
 
 @dataclass(frozen=True)
 class Target:
-    """What is fed. declared: what it may raise. text: whether its inputs are JSON."""
+    """A function that inputs are fed to. declared: the exceptions that it may raise. text: whether its inputs
+    are JSON."""
 
     name: str
     feed: Callable[[bytes], object]
@@ -212,7 +213,7 @@ def to_agent(data: bytes) -> None:
 
 
 def from_agent(data: bytes) -> None:
-    """What an instance says: decoded, and taken into the index."""
+    """A message of an instance: decoded, and taken into the index."""
     message = FROM_AGENT.decode(data)
     index = _index
     if isinstance(message, Welcome):

@@ -1,5 +1,5 @@
-"""What only a GPU shows of the CUDA mover: its copies keep their order with the engine's streams, and nothing
-waits on the host. Needs torch, and no SGLang. Each order has its twin, in which it is not kept.
+"""Properties of the CUDA mover that only a GPU shows: its copies keep their order with the engine's streams,
+and nothing waits on the host. Needs torch, and no SGLang. Each order has its twin, in which it is not kept.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def slots_of(first: int, blocks: int) -> torch.Tensor:
 
 
 def store(planes: Planes, slots: torch.Tensor, value: float) -> None:
-    """What a pass does, on the current stream."""
+    """The writes of a pass, on the current stream."""
     for layer in planes:
         for plane in layer:
             plane.index_fill_(0, slots, value)
@@ -162,7 +162,7 @@ def test_nothing_waits_on_the_host(gpu: Gpu) -> None:
     before = gpu.kv(source)
     mover.write(source, blocks)
     mover.fill(strip, blocks[:4], 1, 2)
-    mover.load(target, blocks)  # what is loaded once only: kernels, and the allocator's first memory
+    mover.load(target, blocks)  # first use only: loads kernels, and the allocator's first memory
     mover.load(target, blocks, near=[Near(1, 2, strip, np.arange(4))])
     mover.settle()
     store(gpu.planes, target, 7.0)

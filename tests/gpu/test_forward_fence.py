@@ -1,4 +1,4 @@
-"""A fence over passes on a GPU: what it waits for has stored its KV, and what it does not has not."""
+"""A fence over passes on a GPU: passes that it waits for have stored their KV, and others have not."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def server_flags() -> set[str]:
 
 
 def words_of(rule: Rule) -> list[list[str]]:
-    """What becomes of a flag by some values that it may have."""
+    """The outcomes of a flag for some values that it may have."""
     found = []
     for value in SAMPLES:
         try:
@@ -68,7 +68,7 @@ def flags_in(words: list[str]) -> set[str]:
 
 
 def test_each_flag_of_the_server_for_caches_has_a_rule() -> None:
-    """A new SGLang's new flag fails here until somebody has decided on it."""
+    """A new flag of a new SGLang fails here until it has a rule."""
     there = {name for name in server_flags() if CACHES.search(name)}
     ours = {flag.name for flag in KvConfig.flags()}
     missing = there - SERVER_FLAGS.keys() - KEPT - {"--lmcache-config-file"} - ours
@@ -79,7 +79,7 @@ def test_each_flag_of_the_server_for_caches_has_a_rule() -> None:
     ("file", "rules"), [("gateway_flags.txt", GATEWAY), ("lmcache_settings.txt", LMCACHE)]
 )
 def test_each_flag_of_the_others_has_a_rule(file: str, rules: dict[str, Rule]) -> None:
-    """The lists name what they had when they were written, in their own words."""
+    """The lists name the flags of the time when they were written, in their own words."""
     names = (HERE / file).read_text(encoding="utf-8").split()
     assert set(names) <= rules.keys()
     assert len(names) > 80

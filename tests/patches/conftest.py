@@ -14,5 +14,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 runtime.prepare_process(os.environ)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
+    warnings.simplefilter("ignore")  # SGLang and its dependencies warn about kernels that a CPU lacks
     import sglang.srt.managers.scheduler  # noqa: F401

@@ -1,4 +1,4 @@
-"""What the paged allocator must answer, one token at a time; and, run as a script, what Triton answers.
+"""The correct answers of the paged allocator, one token at a time; and, run as a script, Triton's answers.
 
 As a script it compares our kernels with SGLang's own, in Triton's interpreter, on random batches:
 ``TRITON_INTERPRET=1 python paged_oracle.py SEED COUNT``.

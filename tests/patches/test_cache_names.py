@@ -16,7 +16,7 @@ MEANT = {
     *("disable", "get_last_hash_value", "is_root", "page_size", "req_to_token_pool", "sanity_check"),
     "token_to_kv_pool_allocator",
 }
-"""What SGLang looks for and we answer on purpose, beside its own interface of a cache."""
+"""Attributes that SGLang looks for and we answer on purpose, beside its own interface of a cache."""
 
 
 def looked_for(source: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the patches need of SGLang is found in our source, and what SGLang lacks of it is named."""
+"""The patches' requirements are found in our source, and those that SGLang lacks are named."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ BREAKS = {
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What is told of a copy of the installed SGLang that lacks all that at once."""
+    """The errors for a copy of the installed SGLang that lacks all of these at once."""
     there = tmp_path_factory.mktemp("broken") / "sglang"
     others = shutil.ignore_patterns("*.json", "*.so", "test", "multimodal_gen", "__pycache__")
     shutil.copytree(folder_of("sglang"), there, copy_function=os.symlink, ignore=others)

@@ -1,4 +1,5 @@
-"""What is set for servers behind a proxy, without a user name, without a home, in a deep temporary folder."""
+"""The environment of servers behind a proxy, without a user name, without a home, in a deep temporary
+folder."""
 
 from __future__ import annotations
 

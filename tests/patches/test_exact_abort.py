@@ -28,7 +28,7 @@ IS_PREFIX = ".rid.startswith(recv_req.rid)"
 
 
 class Kv:
-    """A request's KV sender or receiver, which is also what holds no KV."""
+    """A request's KV sender or receiver, which also stands for a request without KV."""
 
     holds_mamba = holds_kv = False
 

@@ -104,7 +104,7 @@ def test_on_a_cpu_the_flags_a_cpu_needs_are_defaults_which_the_user_can_change()
 
 
 PLACED: Mapping[str, Any] = {"announce_host": "127.0.0.1", "instance_id": "127.0.0.1:30000"}
-"""What is found out of a server that listens on loopback."""
+"""The findings about a server that listens on loopback."""
 
 
 def record(**attributes: Any) -> SimpleNamespace:

@@ -116,6 +116,6 @@ def test_threads_of_a_child_find_torchs_pool() -> None:
 
 
 def test_without_a_new_pool_they_do_not() -> None:
-    """What `renew_thread_pool` is for is still so; else it can go."""
+    """The defect that `renew_thread_pool` works around still exists; otherwise the workaround can go."""
     ended = subprocess.run([sys.executable, FORK_AND_COPY, "keep", "1000"], capture_output=True, text=True)
     assert "Invalid thread pool" in ended.stdout, ended.stderr

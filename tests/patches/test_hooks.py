@@ -1,4 +1,4 @@
-"""What the hooks do, and the proof that they took."""
+"""The effects of the hooks, and the proof that they took."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_loop_queue_and_idleness_are_told(cache: Cache) -> None:
 
 
 class Updater:
-    """What of SGLang's manager the hooks look at, and its calls, as they leave it."""
+    """The parts of SGLang's manager that the hooks read, and its calls, as they leave it."""
 
     def __init__(self, cache: Cache) -> None:
         self.scheduler = SimpleNamespace(tree_cache=cache)
@@ -349,7 +349,7 @@ def test_beam_search_is_refused_where_kv_is_loaded(cache: Cache) -> None:
 
 
 def test_every_call_that_changes_weights_is_hooked() -> None:
-    """What the manager offers today; a new way to change weights must be looked at."""
+    """The manager's methods of today; a new way to change weights must be looked at."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     methods = {name for name in vars(SchedulerWeightUpdaterManager) if not name.startswith("_")}
@@ -456,7 +456,7 @@ def test_embeddings_have_the_served_name() -> None:
 
 
 def test_the_salt_of_a_header_goes_to_the_scheduler() -> None:
-    """What a client has put in its place is removed, with the header and without."""
+    """A client's own value in its place is removed, with the header and without."""
 
     def queued(headers: dict[str, str] | None, custom: Any) -> tuple[str | None, Any]:
         """The salt and the parameters of a request to embed."""

@@ -1,4 +1,4 @@
-"""The decision to load or to compute, in what the scheduler sends out for a request."""
+"""The decision to load or to compute, in the scheduler's output for a request."""
 
 from __future__ import annotations
 

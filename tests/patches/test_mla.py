@@ -39,7 +39,7 @@ def test_rope_without_yarn_is_what_every_other_model_takes(
 
 
 def test_stock_rope_refuses_a_model_without_yarn() -> None:
-    """The twin: what the patch is for."""
+    """The twin: the error that the patch prevents."""
     with pytest.raises(AssertionError):
         factory.get_rope_wrapper(16, 16, 4096, 10000, False, None, torch.float32, device="cpu")
 

@@ -22,7 +22,7 @@ PACKAGES = ("sglang_ext", "benchmarks", "scripts", "examples")
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 FLAG = re.compile(r"(?<![\w/-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
-"""A whole flag: what ends in a dash or a star stands for several."""
+"""A whole flag: a name that ends in a dash or a star stands for several."""
 
 OTHERS = {
     "argparse, sglang-ext": {"--version"},

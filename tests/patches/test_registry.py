@@ -1,4 +1,4 @@
-"""Patches fit the installed SGLang, and one that does not is refused with everything a user needs."""
+"""Patches fit the installed SGLang, and a patch that does not fit is refused with everything a user needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values of requests are refused before a scheduler sees them, and what becomes of the others."""
+"""Values of requests that are refused before a scheduler sees them, and the treatment of the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY = 100
 
 
 def message(sampling: dict[str, Any] | None = None, **fields: Any) -> io_struct.TokenizedGenerateReqInput:
-    """What SGLang's tokenizer process makes of a request."""
+    """A request as SGLang's tokenizer process sends it on."""
     params = SamplingParams(**{"max_new_tokens": 2, **(sampling or {})})
     given: dict[str, Any] = {
         "rid": "r", "input_text": "", "input_ids": array("q", [1, 2]), "input_embeds": None,
@@ -269,7 +269,7 @@ def test_a_request_to_generate_is_refused_where_the_model_embeds() -> None:
 
 
 def pooled(**fields: Any) -> io_struct.TokenizedEmbeddingReqInput:
-    """What SGLang's tokenizer process makes of a request to embed or classify."""
+    """A request to embed or classify as SGLang's tokenizer process sends it on."""
     given: dict[str, Any] = {
         "rid": "r", "input_text": "", "input_ids": array("q", [1, 2]), "mm_inputs": None,
         "token_type_ids": None, "sampling_params": SamplingParams(max_new_tokens=0),

@@ -1,4 +1,4 @@
-"""The hooks that throw a prefill batch away, around a scheduler that notes what is done to it."""
+"""The hooks that throw a prefill batch away, around a scheduler that notes its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a request spent in each stage, in what its scheduler sends out and in OpenAI's answers."""
+"""The time of a request in each stage, in its scheduler's output and in OpenAI's answers."""
 
 from __future__ import annotations
 

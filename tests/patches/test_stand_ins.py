@@ -1,4 +1,4 @@
-"""What lets SGLang be imported on a CPU: torchvision's operators and a module ``sgl_kernel``."""
+"""The stand-ins that let SGLang be imported on a CPU: torchvision's operators and a module ``sgl_kernel``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Placement events through a channel that loses, repeats and reorders them, between trees that change.
 
-The truth is what the log of the instance's tree says it has told, kept for every number of an event. A reader
-that says LIVE has exactly the truth of the number at which it is; any other says that it does not know.
+The truth is the state that the log of the instance's tree has reported, kept for every number of an event. A
+reader that says LIVE has exactly the truth of the number at which it is; any other says that it does not
+know.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def spell(words: list[str]) -> bytes:
 
 
 class Instance:
-    """One instance in one epoch: tree, log, stream, and what was true at every number."""
+    """One instance in one epoch: tree, log, stream, and the true state at every number."""
 
     def __init__(self, epoch: int) -> None:
         self.tree = RadixTree(BLOCK, clock=itertools.count().__next__)
@@ -271,7 +272,7 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule(lose=st.sampled_from([False, False, True]), pick=picks)
     def exchange(self, lose: bool, pick: int) -> None:
-        """What has happened arrives at once, but for one message at times."""
+        """Past events arrive at once, but for one message at times."""
         self.flush()
         if lose and self.channel:
             del self.channel[pick % len(self.channel)]

@@ -1,4 +1,4 @@
-"""What goes first, and the queue that finds it."""
+"""The order of eviction, and the queue that keeps it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Draw = tuple[int, int, list[str], int]
 prompts = st.tuples(
     picks, st.integers(0, 6), st.lists(st.sampled_from("abc"), max_size=3), st.integers(0, 15)
 )
-"""Which earlier prompt to continue, after how many of its blocks, with which blocks (by name), and how many
+"""The earlier prompt to continue, after how many of its blocks, with which blocks (by name), and how many
 tokens of one more block follow. Prompts that share nothing would leave the tree flat."""
 
 
@@ -270,7 +270,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 def run(tree_class: type[RadixTree], examples: int, steps: int, **settings: Any) -> int:
-    """Run the machine on a tree. Returns the steps made; raises what a judgement raises."""
+    """Run the machine on a tree. Returns the steps made; raises the error of a failed judgement."""
     changed: dict[str, Any] = {"tree_class": tree_class, "steps": 0}
     if tree_class is not RadixTree:
         changed["policy_by_name"] = staticmethod(PYTHON_POLICIES)
@@ -356,7 +356,7 @@ class EvictsTheNewest(PythonTree):
         super().__init__(block_size, policy=lambda node: tuple(-part for part in policy(node)), clock=clock)
 
     def check(self) -> None:
-        """The reversed policy breaks the queue's order, which is not what this twin is for."""
+        """The reversed policy breaks the queue's order, which this twin does not test."""
 
 
 class EvictsWholeNodes(PythonTree):

@@ -1,4 +1,4 @@
-"""Events on their way: numbers, sizes of messages, what is remembered, and the table of a copy's states."""
+"""Events on their way: numbers, sizes of messages, state that is kept, and the table of a copy's states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tree must answer, worked out from a dictionary of token tuples.
+"""A tree's correct answers, worked out from a dictionary of token tuples.
 
 The oracle knows no nodes and no edges. It keeps, per namespace and holder, every block by the whole prompt
 that ends with it, and per block when it was used. Where the tree may refresh more than was asked for (a
@@ -83,7 +83,7 @@ class Oracle:
         self.uses: dict[tuple[Hashable, Prefix], Use] = {}
         self.locks: list[Lock] = []
 
-    # -- what is known --------------------------------------------------------------------------
+    # -- lookups --------------------------------------------------------------------------------
 
     def prefixes(self, tokens: Sequence[int]) -> list[Prefix]:
         """The names of the whole blocks of a prompt."""
@@ -91,7 +91,7 @@ class Oracle:
         return [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
     def known(self, namespace: Hashable, tokens: Sequence[int]) -> list[Prefix]:
-        """The blocks of a prompt that anybody has."""
+        """The blocks of a prompt that any holder has."""
         return [prefix for prefix in self.prefixes(tokens) if (namespace, prefix) in self.uses]
 
     def _has(self, namespace: Hashable, holder: Holder) -> dict[Prefix, Units]:
@@ -219,7 +219,7 @@ class Oracle:
                 self._forget(namespace, holder, prefix)
 
     def _take(self, namespace: Hashable, holder: Holder, gone: Iterable[Evicted]) -> None:
-        """Take what was given up out of the books, ends of prefixes first."""
+        """Take evicted blocks out of the books, ends of prefixes first."""
         for evicted in gone:
             names = self.prefixes(full_key(evicted.node))[-evicted.blocks :]
             assert len(names) == evicted.blocks > 0
@@ -281,7 +281,7 @@ class Oracle:
     # -- the whole tree -------------------------------------------------------------------------
 
     def compare(self, tree: RadixTree, holders: Iterable[Holder]) -> None:
-        """The tree has exactly what the books say, and its counters say so."""
+        """The tree has exactly the blocks in the books, and its counters agree."""
         found: dict[Place, dict[Prefix, Units]] = {}
         for node in tree.nodes():
             names = self.prefixes(full_key(node))[-node.blocks :]

@@ -1,4 +1,5 @@
-"""What attackers have tried: routers in front of stand-in workers, as the tests of the router have them."""
+"""Attacks that have been tried: routers in front of stand-in workers, as the tests of the router have
+them."""
 
 from __future__ import annotations
 

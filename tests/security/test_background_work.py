@@ -176,7 +176,7 @@ async def test_pauses_grow_and_faults_far_apart_end_nothing() -> None:
 async def test_a_worker_that_cannot_be_judged_gets_no_requests(
     config: RouterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers make the check raise what nobody has thought of."""
+    """Its answers make the check raise an unforeseen error."""
     async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == 1)
 

@@ -1,4 +1,4 @@
-"""What comes without a key costs next to nothing: compressed and large bodies, connections, signatures."""
+"""Input without a key costs next to nothing: compressed and large bodies, connections, signatures."""
 
 from __future__ import annotations
 

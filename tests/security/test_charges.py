@@ -162,7 +162,7 @@ async def test_who_waits_for_a_hint_has_one_request_less(
 async def test_however_many_ask_whether_an_instance_generates_it_is_tried_once(
     start_worker, start_router, client, eventually, monkeypatch
 ) -> None:
-    """``/health_generate`` has each instance generate; a router without keys limits nobody's rate."""
+    """``/health_generate`` has each instance generate; a router without keys limits no client's rate."""
     router = await start_router(await start_worker(), await start_worker())
     call, gate, tried = router.api.call, Gate(), []
 
@@ -175,7 +175,7 @@ async def test_however_many_ask_whether_an_instance_generates_it_is_tried_once(
     monkeypatch.setattr(router.api, "call", gated)
     asking = [asyncio.create_task(client.get(router.url + "/health_generate")) for _ in range(20)]
     await eventually(lambda: router.server.state.active == 20)
-    asking.pop().cancel()  # who goes away ends it for nobody else
+    asking.pop().cancel()  # a client that leaves ends it for no other client
     await eventually(lambda: router.server.state.active == 19)
     gate.open()
     for task in asking:

@@ -1,4 +1,5 @@
-"""What clients choose and must not decide: paths at servers, shapes of fields, who has left the queue."""
+"""Clients' choices that must not decide: paths at servers, shapes of fields, requests that have left the
+queue."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def status(kind: int, mode: int, user: int, group: int = 0) -> os.stat_result:
         (status(FILE, 0o660, 10001, 10001), POD, False, False, None),
         (status(DIRECTORY, 0o2775, 0, 50), POD, False, False, "group 50, mode 2775"),
         (status(DIRECTORY, 0o2775, 0, 50), POD, True, False, "group 50, mode 2775"),
-        # Root of the machine, as a container of a user without rights sees it: it may be anybody in /tmp.
+        # Root of the machine, as a container of a user without rights sees it: in /tmp the owner may be any
+        # user.
         (status(DIRECTORY, 0o755, NOBODY), CONTAINER, True, False, None),
         (status(DIRECTORY, 0o755, NOBODY), CONTAINER, True, True, "belongs to another user"),
         (status(DIRECTORY, 0o755, NOBODY), CONTAINER, False, False, "belongs to another user"),
@@ -116,7 +117,7 @@ def test_kv_that_another_user_put_there_is_not_used(tmp_path: Path) -> None:
         found_in(path)
     assert caught.value.field == "--kv-disk-path"
     assert "chown" in (caught.value.hint or "")
-    # Nor once the folder is ours: what is in it is not.
+    # Nor once the folder is ours: its files are not.
     for folder in (shared / "kv-4711", path):
         os.chown(folder, 0, 0)
     with pytest.raises(ConfigError, match=r"belongs to another user \(65534, mode 0600\).*Empty"):

@@ -1,4 +1,5 @@
-"""Documents are bounded in bytes: each, all of a tenant, and what one request makes of those it names."""
+"""Documents are bounded in bytes: each, all of a tenant, and the text that one request makes of those it
+names."""
 
 from __future__ import annotations
 

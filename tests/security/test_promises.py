@@ -16,7 +16,7 @@ HEADER = "| promise | test | line |"
 CODE = re.compile(r"`([^`]+)`")
 PACKAGE = ROOT / "sglang_ext"
 READERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-"""Modules whose formats run what they read."""
+"""Modules whose formats execute their input."""
 CALLS = {"recv_pyobj", "allow_pickle", "weights_only"}
 """Names by which zmq, numpy and torch read pickles."""
 
@@ -61,7 +61,7 @@ def is_line(place: str) -> bool:
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with the promises of a page."""
+    """The errors in the promises of a page."""
     found = []
     for promise, test, line in rows(text):
         tests, lines = CODE.findall(test), CODE.findall(line)
@@ -113,7 +113,7 @@ def test_a_promise_without_one_is_found(row: tuple[str, str, str], fault: str | 
 
 
 def pickled(source: str) -> set[str]:
-    """By what a module could read pickles."""
+    """The modules and calls by which a module could read pickles."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What clients make routers share stays behind what routers need of each other, and is read once."""
+"""Records that clients make routers share stay behind the routers' own, and are read once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_a_frame_that_is_too_large_is_skipped(folder: Path) -> None:
-    """It was asked for again for ever, and what came behind it was never heard."""
+    """The frame was requested again for ever, and later frames were never received."""
 
     def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         told.append(writer)
@@ -67,7 +67,7 @@ async def test_a_document_fits_into_a_frame() -> None:
 
 
 async def test_more_documents_than_may_wait_reach_who_begins(folder: Path, monkeypatch) -> None:
-    """It was cut off for not keeping up, at each attempt, and what came behind them was never heard."""
+    """The peer was cut off for not keeping up, at each attempt, and later records were never received."""
     monkeypatch.setattr(membership_local, "MAX_BEHIND", 1 << 20)
     one, first = LocalMembership(folder, "one", SystemClock()), Ear()
     documents = [document(f"d{number}", content="x" * (256 << 10)) for number in range(16)]

@@ -17,7 +17,7 @@ def outcome(agent: AgentSocket, pair: tuple[bytes, bytes] | None) -> zmq.Event:
     """How the handshake of a client ends that knows the agent's address and its public key.
 
     Args:
-        pair: of the client, (public, secret) in Z85; None for one that uses no key.
+        pair: of the client, (public, secret) in Z85; None for a client without a key.
     """
     ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     ends |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -1,4 +1,4 @@
-"""The router's cache of tokens tells no tenant what another has sent, nor gives it another's tokens."""
+"""The router's cache of tokens reveals to no tenant the texts of another, nor gives it another's tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def work_by_pin(tokenizer: Any, salt: str | None) -> dict[str, int]:
         return asked.characters - before
 
     send(SECRET, SALT_A)
-    send("none", salt)  # what all have in common
+    send("none", salt)  # the common part
     return {pin: send(pin, salt) for pin in PINS}
 
 

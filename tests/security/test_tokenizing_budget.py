@@ -105,7 +105,7 @@ async def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
                 assert sum(seen) <= 2 * CONTEXT * segmenter.longest // 4 + SLICE, (number, path)
     assert worker.requests == worker.calls == []
     assert worker.tokenizing == asked
-    # The twin: what fits is answered.
+    # The twin: a text that fits is answered.
     for method, path, body in bodies(WORDS):
         async with client.request(method, router.url + path, json=body, headers=A) as answer:
             assert answer.status == 200, (path, await answer.text())
@@ -204,7 +204,7 @@ async def test_time_of_tokenizing_is_paid_for(
     for method, path, body in bodies("new " + WORDS * 100):
         async with client.request(method, router.url + path, json=body, headers=A) as answer:
             assert (answer.status, int(answer.headers["retry-after"]) > 1) == (429, True), path
-    # What needs no tokenizing is answered, and so is another tenant.
+    # Requests that need no tokenizing are answered, and so is another tenant.
     async with client.post(router.url + "/generate", json={"input_ids": [1, 2, 3]}, headers=A) as answer:
         assert answer.status == 200
     if keys:

@@ -1,4 +1,4 @@
-"""Comparing answers: what passes, what fails, what is undecided; conversations from a seed."""
+"""Comparing answers: passed, failed, undecided; conversations from a seed."""
 
 from __future__ import annotations
 

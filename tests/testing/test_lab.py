@@ -1,4 +1,4 @@
-"""Hosts made of namespaces: what they share, and what the wires between them do."""
+"""Hosts made of namespaces: their shared state, and the behaviour of the wires between them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_one_network_may_be_cut_alone(lab: Lab) -> None:
 
 
 def test_a_connection_survives_a_cut(lab: Lab) -> None:
-    """TCP sends again what the wire did not carry."""
+    """TCP repeats the bytes that the wire did not carry."""
     with lab["b"].network():
         server = socket.create_server((lab["b"].address(), 0))
     with server, lab["a"].network(), socket.create_connection(server.getsockname(), timeout=10) as client:
@@ -202,12 +202,12 @@ def test_a_clock_that_is_off_is_off_for_all_that_tell_the_time_of_day(shared: Pa
             after = time.time()
             assert before - 1 <= int(told) - off <= after
             assert before <= float(python) - off <= after
-            # Whoever waits until a time of day waits by its own.
+            # A process that waits until a time of day waits by its own.
             assert in_time == "True"
 
 
 def test_who_is_masked_is_known_by_another_address(lab: Lab) -> None:
-    """It reaches others and is answered; its own address is nobody's there."""
+    """It reaches others and is answered; its own address is unreachable there."""
     a, b = lab["a"], lab["b"]
     lab.mask("b", "10.77.0.99")
     with a.network():
@@ -260,7 +260,7 @@ def test_closed_ports_are_closed_for_others(lab: Lab, family: int) -> None:
                 socket.create_connection((b.address(family=family), port), timeout=10).close()
         with a.network(), pytest.raises(TimeoutError):
             socket.create_connection((b.address(family=family), 7002), timeout=WAIT_S)
-        # Answers to what it asks for itself come from any port.
+        # Answers to its own requests come from any port.
         with a.network():
             theirs = socket.create_server((a.address(family=family), 0), family=kind)
         with theirs, b.network():
@@ -268,7 +268,7 @@ def test_closed_ports_are_closed_for_others(lab: Lab, family: int) -> None:
 
 
 def test_a_lab_leaves_nothing(shared: Path) -> None:
-    """Neither what it was told to run, nor a program that takes no notice of signals."""
+    """Neither a program that it ran, nor a program that takes no notice of signals."""
     if reason := why_not():
         pytest.skip(reason)
     with Lab("a", shared=[shared]) as lab:

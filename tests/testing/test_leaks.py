@@ -196,7 +196,7 @@ segment.unlink()
 def test_shared_memory_of_other_processes_is_not_ours() -> None:
     guard = LeakGuard()
     before = Resources.take()
-    # A process of somebody else's: its parent is not this one, and it has no mark of this run.
+    # A process outside this run: its parent is not this one, and it has no mark of this run.
     source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SEGMENT!r}])"
     reader, writer = os.pipe()
     with guard.adopting():

@@ -70,7 +70,7 @@ def test_sizes() -> None:
     assert RECIPES["tiny"].kv_elements_per_token == 4 * 2 * 4 * 32
     assert RECIPES["tiny-mla"].kv_elements_per_token == 4 * (64 + 32)
     small = RECIPES["small"]
-    # What benchmarks of reuse rely on: computing a token's KV takes far more than moving it.
+    # Benchmarks of reuse rely on this ratio: computing a token's KV takes far more than moving it.
     operations = 2 * (parameter_count(small) - 32_000 * small.config["hidden_size"])
     assert operations / (4 * small.kv_elements_per_token) > 10_000
 
@@ -159,7 +159,7 @@ def test_the_command_lists_and_builds(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "NAME is missing" in capsys.readouterr().err
 
 
-# --- what the models compute, by transformers' implementation ---
+# --- the models' outputs, by transformers' implementation ---
 
 
 @pytest.fixture(scope="module", params=TEXT)

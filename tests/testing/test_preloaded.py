@@ -26,7 +26,7 @@ preloaded.main(sys.argv[1:])
 
 
 class Started:
-    """A forked guard with what the tests hold of it."""
+    """A forked guard, with its log and the pipe that the tests hold."""
 
     def __init__(
         self, parent: preloaded.Preloaded, folder: Path, source: str, *arguments: str, **more: str

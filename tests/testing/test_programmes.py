@@ -1,4 +1,5 @@
-"""Programmes for a small fleet: the same from a seed, possible in every step, and crossing what they say."""
+"""Programmes for a small fleet: the same from a seed, possible in every step, and crossing the named
+events."""
 
 from __future__ import annotations
 
@@ -115,8 +116,8 @@ def test_the_short_form_crosses_any_two() -> None:
 
 @pytest.mark.parametrize("kept", [SHORT, *KEPT], ids=lambda kept: str(kept.seed))
 def test_what_is_kept_is_still_the_same_programme(kept: Kept) -> None:
-    """Else its seed says nothing any more. Who changes how programmes are drawn looks for another seed of the
-    short form, and writes out the steps of those that have failed."""
+    """Else its seed says nothing any more. A change of how programmes are drawn needs another seed of the
+    short form, and the written-out steps of those that have failed."""
     programme = repr(draw(kept.seed, kept.steps))
     assert hashlib.sha256(programme.encode()).hexdigest()[:16] == DIGESTS[kept.seed]
 

@@ -121,7 +121,7 @@ def test_a_started_server_answers(server: ServerProcess) -> None:
 
 
 def traces(pids: list[int]) -> list[Path]:
-    """What there is of these processes: themselves and the stand-in's shared memory."""
+    """The existing traces of these processes: themselves and the stand-in's shared memory."""
     candidates = [
         *(Path(f"/proc/{pid}") for pid in pids),
         *(SHARED_MEMORY / f"stand_in_{pid}" for pid in pids),
@@ -224,7 +224,7 @@ def test_killing_the_owner_ends_the_server(tmp_path: Path) -> None:
         assert len(traces(pids)) == 3 + 1
         owner.kill()
     wait_until(lambda: not traces(pids), seconds=10, what="the server's end")
-    # The log is what nobody was left to remove.
+    # Only the log remains, since no process was left to remove it.
     assert [path.name for folder in tmp_path.iterdir() for path in folder.iterdir()] == ["server.log"]
 
 
