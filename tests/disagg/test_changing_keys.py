@@ -1,4 +1,4 @@
-"""The cluster's key changes while ranks are connected: they go on, and who has a removed key is out."""
+"""The cluster's key changes while ranks are connected: they go on; a peer with a removed key is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeyFile:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[KeyFile, KeyFile]:
-    """Of the owner's host and of the reader's."""
+    """The key files of the owner's host and of the reader's."""
     return KeyFile(tmp_path / "owner.key"), KeyFile(tmp_path / "reader.key")
 
 

@@ -138,7 +138,7 @@ def test_what_a_process_without_a_core_did_not_hear_is_no_silence() -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.15, 5.0])
 async def test_a_peer_that_answers_late_lives_and_one_that_does_not_is_dead(delay: float) -> None:
-    """An answer that comes after its question's time says as much; only silence is a verdict."""
+    """An answer after its question's deadline is as good as one in time; only silence leads to a verdict."""
     async with (
         reader(TransportName.CMA, dead_after=30.0) as owner,
         reader(TransportName.CMA, heartbeat=0.2, dead_after=0.5) as me,
@@ -164,7 +164,7 @@ async def test_a_peer_that_answers_late_lives_and_one_that_does_not_is_dead(dela
 
 
 async def test_two_stalls_of_our_own_put_the_verdict_off_by_little() -> None:
-    """A question that we noticed late says nothing, and costs one interval, for a question is short."""
+    """A question that we noticed late is not unanswered, and costs one interval, for a question is short."""
     async with (
         reader(TransportName.CMA, dead_after=30.0) as owner,
         reader(TransportName.CMA, heartbeat=0.4, dead_after=1.0) as me,
@@ -565,7 +565,7 @@ def test_a_data_connection_needs_the_secret() -> None:
 
 
 def test_slow_handshakes_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More strangers than there are places connect, and say nothing."""
+    """More strangers connect than there are places, and send nothing."""
     monkeypatch.setattr(tcp, "MAX_HANDSHAKES", 4)
     owner = DataOwner()
     found = _ANSWER.decode(owner.answer)
@@ -689,7 +689,7 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
         with pytest.raises(RangeError, match="granted to a writer"):
             me.owned.open(np.array([4]))
         if transport is TransportName.SHM:
-            # Nothing but the writer itself can say that it has stopped.
+            # Only the writer itself can report that it has stopped.
             async with asyncio.timeout(240):
                 await stopped.wait()
             assert me.owned.granted == 2

@@ -123,7 +123,7 @@ async def test_a_grant_lives_as_long_as_its_receiver_wants(transport: TransportN
 
 
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that says it has stopped, and does not hold itself to it."""
+    """A writer that reports that it has stopped, and goes on writing."""
 
     async def stop_writes(self: Peer, grant: int) -> None:
         pass

@@ -24,7 +24,7 @@ PORTS = (31_000, 31_001)
 
 
 CUT_S = 3.0
-"""As long as a switch may take to fail over."""
+"""A switch may take as long to fail over."""
 
 
 @contextmanager
@@ -41,13 +41,13 @@ def endpoint(host: Host, **options: Any) -> Iterator[Endpoint]:
 
 @dataclass
 class Endpoint:
-    """A process that has said something, and may say more."""
+    """A process with its first line of output, and a reader for later ones."""
 
     out: IO[bytes]
     found: dict[str, Any]
 
     def more(self, seconds: float) -> str:
-        """The next thing that it says; nothing if it does not in time."""
+        """The next line of its output; empty if none comes in time."""
         ready, _, _ = select.select([self.out], [], [], seconds)
         return self.out.readline().decode() if ready else ""
 

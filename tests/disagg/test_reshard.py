@@ -14,7 +14,7 @@ LAYERS, HEADS, WIDTH, BLOCKS = 4, 4, 3, 5
 
 
 class RankPool:
-    """One rank's pool in numpy: every element tells its (layer, kind, head, token, position)."""
+    """One rank's pool in numpy: every element encodes its (layer, kind, head, token, position)."""
 
     def __init__(self, first_layer, layers, first_head, heads, tokens, order, mla=False, base=0x1000) -> None:
         self.tensors: list[TensorMeta] = []

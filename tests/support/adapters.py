@@ -16,7 +16,7 @@ from sglang_ext.testing.models import RECIPES, SEED, weight_shapes
 TARGETS: Final = ("o_proj", "down_proj")
 """Modules that an adapter changes. They change hidden states, and so the KV of all later layers."""
 DEVIATION: Final = 0.2
-"""Of both factors. With the weights' own deviation some greedy answers stay as they are."""
+"""Deviation of both factors. With the weights' own deviation some greedy answers stay as they are."""
 
 
 def build_adapter(model: str, name: str, folder: Path, *, rank: int = 4) -> Path:

@@ -25,7 +25,7 @@ class Answer:
     seconds: float
     """End to end, as the server measured it."""
     stages: StageTimes | None = None
-    """Where that went, where the server tells it."""
+    """The parts of ``seconds``, if the server reports them."""
     durability: str | None = None
     """The durability reported with the answer's end, if that waited for the disk."""
     margins: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ def assert_same(expected: Answer, got: Answer, *, atol: float = 1e-4) -> int:
         How many tokens were compared: all of them, unless there is a tie.
 
     Raises:
-        AssertionError: shows where they part, and what each had reused.
+        AssertionError: shows where they part, and the reuse of each.
     """
     both = f"expected: {_reuse(expected)}\ngot:      {_reuse(got)}"
     if len(expected.tokens) != len(got.tokens):

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.01
 
 SHARED_MEMORY = Path("/dev/shm")
 IGNORED_SEGMENTS = ("sglang_loads_", "sem.")
-"""Shared memory whose name does not tell whose it is, and which processes that are killed leave behind on a
+"""Shared memory whose name does not identify its owner, and which processes that are killed leave behind on a
 machine that others use too: the load reports of SGLang servers that run without our guard, and semaphores
 (Python's resource tracker warns about this process's own)."""
 IGNORED_TEMPORARY = ("torchinductor_",)
@@ -42,7 +42,7 @@ IGNORED_TEMPORARY = ("torchinductor_",)
 
 
 MARK = "SGLANG_EXT_TEST_RUN"
-"""The variable that tells which run of tests started a process. A nested run appends its own mark."""
+"""The variable that names the run of tests that started a process. A nested run appends its own mark."""
 
 
 def mark_processes() -> None:
@@ -52,7 +52,7 @@ def mark_processes() -> None:
 
 @dataclass(frozen=True)
 class Thread:
-    """A Python thread. Its name may change; its identifier may be given to another one after its end."""
+    """A Python thread. Its name may change; its identifier may be reused after its end."""
 
     thread: threading.Thread
     name: str = field(compare=False)
@@ -60,7 +60,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Process:
-    """A process below this one, now or earlier. `started` tells it from a later one with the same id."""
+    """A process below this one, now or earlier. Later processes with the same id differ in `started`."""
 
     pid: int
     started: int
@@ -135,7 +135,8 @@ class _Stat:
 
 
 def _stats() -> dict[int, _Stat]:
-    """Of every process of this machine. Pictures are taken around each test: a file is read once in each."""
+    """The stat of each process of the machine. Pictures are taken around each test: a file is read once in
+    each."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -221,7 +222,7 @@ def _shared_memory() -> Iterator[str]:
 
 
 def _without_others(resources: Resources) -> Resources:
-    """Leave out shared memory that processes outside this run hold: /dev/shm does not say who made it."""
+    """Leave out shared memory that processes outside this run hold: /dev/shm does not record the creator."""
     if not resources.shared_memory:
         return resources
     ours = {p.pid for p in _processes()} | {os.getpid()}

@@ -22,7 +22,7 @@ INSTANCES = ("p", "a", "b")
 ROLES: dict[str, RoleName] = {"p": "prefill", "a": "decode", "b": "decode"}
 TENANTS = 2
 POLICIES = ("prompt-tree", "cost", "session", "least-load", "round-robin")
-"""Of the router, one per programme."""
+"""The router's policies, one per programme."""
 VOCABULARY = (100, 30_000)
 BEGINNING = 70
 """Tokens that all conversations have in common: nodes of the tree are cut where they part."""
@@ -31,7 +31,7 @@ ADDED = (30, 150)
 CONVERSATIONS = 4
 TURNS = 5
 STEPS = 24
-"""Of a programme that is as long as most."""
+"""Steps of a programme of usual length."""
 
 
 class Mechanism(StrEnum):
@@ -118,8 +118,8 @@ Step: TypeAlias = Hint | Ask | Fill | ChangeRole | Update | Flush
 class Programme:
     """The steps of a fleet.
 
-    conversations: of each, the token ids that each of its turns adds.
-    policy: of the router.
+    conversations: for each, the token ids that each of its turns adds.
+    policy: the router's.
     """
 
     seed: int

@@ -86,7 +86,7 @@ def test_what_the_page_cache_has_is_read_from_it(tmp_path: Path) -> None:
 
 
 def _fds_read(tier: DiskTier, layout: BlockLayout) -> list[int]:
-    """Read layer 1 of nine blocks into memory that O_DIRECT takes; by which descriptors."""
+    """Read layer 1 of nine blocks into memory that O_DIRECT takes; returns the file descriptors used."""
     fds: list[int] = []
     files = tier._state.files
     real = type(files).preadv
@@ -179,7 +179,7 @@ def test_a_restart_reads_no_data_and_is_quick(tmp_path: Path, blocks: int) -> No
         seconds.append(time.perf_counter() - begin)
         assert tier.stats().blocks == blocks
         segments = len(tier._state.segments.by_number)
-        assert sum(files.calls[name] for name in READS) == segments  # one page of each, to know it
+        assert sum(files.calls[name] for name in READS) == segments  # one page of each, to identify it
         assert get_all_zero(tier, prefix_keys(5, 100)) == 100
         tier.close()
     assert min(seconds) < 1.0 * blocks / 100_000 + 0.1

@@ -128,7 +128,7 @@ def test_a_lost_index_is_rebuilt(path: Path, how: str) -> None:
 def test_repair_leaves_out_what_is_damaged(path: Path) -> None:
     segments = sorted(path.glob("*.seg"))
     damage_block(segments[0], run=0, layer=1, position=2)
-    with segments[0].open("r+b") as file:  # the first page too: its runs tell what belongs there
+    with segments[0].open("r+b") as file:  # the first page too: the run headers repeat its fields
         file.seek(30)
         file.write(b"\xff")
     os.truncate(segments[-1], segments[-1].stat().st_size - 100)

@@ -1,4 +1,4 @@
-"""The DRAM arena: allocation, generations, shared memory, and what happens to it when its owner is killed."""
+"""The DRAM arena: allocation, generations, shared memory, and its fate when its owner is killed."""
 
 from __future__ import annotations
 

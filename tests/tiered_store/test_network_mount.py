@@ -44,7 +44,7 @@ DOCTOR = "import sys; from sglang_ext.cli import main; print('status', main(sys.
 
 @dataclass
 class Mounted:
-    """A host, and two folders of its: of another host, and its own."""
+    """A host, and two folders on it: a mount from another host, and a local one."""
 
     host: Host
     there: str

@@ -93,7 +93,7 @@ class Host:
             sys.executable, "-I", "-S", str(HERE / "host_init.py"), json.dumps(facts),
         )  # fmt: skip
         self.pid = _child_of(self._init.pid)
-        """Of its first process, as this machine counts."""
+        """PID of its first process, in this machine's numbering."""
 
     def __repr__(self) -> str:
         return f"<Host {self.name} {self.address()}>"
@@ -273,8 +273,8 @@ class Lab:
         self.wire(source, target, both=both, network=network, cut=True)
 
     def mask(self, host: str, address: str, *, network: str = "") -> None:
-        """Put a host behind an IPv4 address of that network, as routers that masquerade do: others know it by
-        this one, whose ports lead to its own, one to one."""
+        """Put a host behind an IPv4 address of that network, as routers that masquerade do: other hosts reach
+        it at this address, whose ports lead to its own, one to one."""
         self._order("mask", network=network or self.networks[0], host=host, address=address)
 
     def close_ports(self, host: str, *, but: Iterable[int]) -> None:
@@ -305,7 +305,7 @@ def stop(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None
 
 
 def _start(*command: str) -> subprocess.Popen[bytes]:
-    """Start one of the lab's own processes, which says ``ready`` when it is."""
+    """Start one of the lab's own processes, which prints ``ready`` when it is."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":

@@ -85,7 +85,7 @@ class Port:
 
 
 def destination(packet: bytes) -> bytes:
-    """Of an IPv4 or IPv6 packet; nothing of anything else."""
+    """The destination of an IPv4 or IPv6 packet; empty for other packets."""
     version = packet[0] >> 4
     return packet[16:20] if version == 4 else packet[24:40] if version == 6 else b""
 
@@ -126,13 +126,13 @@ class Switch:
     def __init__(self, seed: int) -> None:
         self._ports: dict[int, Port] = {}
         self._places: dict[tuple[str, bytes], Port] = {}
-        """(network, address) -> who has it."""
+        """(network, address) -> the port that has it."""
         self._wires: dict[tuple[str, str, str], Wire] = {}
         """(network, from, to)."""
         self._masks: dict[tuple[str, str], tuple[bytes, bytes]] = {}
         """(network, host) -> (its own address, the address that other hosts see)."""
         self._open: dict[str, frozenset[int]] = {}
-        """Of hosts whose other ports are closed."""
+        """The open ports of hosts whose other ports are closed."""
         self._due: list[tuple[float, int, int, bytes]] = []
         self._count = 0
         self._chance = random.Random(seed).random

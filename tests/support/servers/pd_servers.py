@@ -49,7 +49,7 @@ class Prefill:
 
 @dataclass
 class PdServers:
-    """Prefill and decode servers that run. `prefill[0]` and `decode[0]` serve unless told otherwise."""
+    """Prefill and decode servers that run. `prefill[0]` and `decode[0]` serve by default."""
 
     prefill: list[Prefill]
     decode: list[ServerProcess]
@@ -81,7 +81,7 @@ class PdServers:
         return sent[0], sent[1]
 
     def generate(self, prompt: Sequence[int], **arguments: Any) -> Answer:
-        """The answer that a client gets, decode's. Raises what either server answered with."""
+        """The answer that a client gets, decode's. Raises the error that either server answered with."""
         first, second = self.start(prompt, **arguments)
         answer = second.result()
         first.result()
@@ -104,7 +104,7 @@ def pd_servers(
     place: Callable[[ServerSpec], ServerProcess] = ServerProcess,
 ) -> Iterator[tuple[PdServers, list[ServerProcess]]]:
     """Start servers, all at once, and end them. `others` are servers beside them, such as a colocated one;
-    `place` makes each, and says by that where it runs."""
+    `place` makes each, and so chooses where it runs."""
     ports = [free_port() for _ in prefill]
     first = [place(prefill_spec(spec, port)) for spec, port in zip(prefill, ports, strict=True)]
     second = [place(decode_spec(spec)) for spec in decode]

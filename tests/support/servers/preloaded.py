@@ -262,15 +262,15 @@ def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoRet
 
 
 def _use_threads(environment: Mapping[str, str]) -> None:
-    """Have torch use as many threads as a server's environment says: OpenMP read its environment as it was
+    """Have torch use the number of threads in a server's environment: OpenMP read its environment as it was
     loaded, which was here. Servers with a thread per core each, on the same cores, spin for each other."""
     count = environment.get("OMP_NUM_THREADS", "")
     renew_thread_pool(int(count) if count.isdecimal() else None)
 
 
 def _retract(environment: Mapping[str, str]) -> None:
-    """Have the scheduler retract requests if a server's environment says so: SGLang has read that as it was
-    imported, which was here."""
+    """Have the scheduler retract requests if a server's environment asks for it: SGLang has read that as it
+    was imported, which was here."""
     if scheduler := sys.modules.get("sglang.srt.managers.scheduler"):
         vars(scheduler)["TEST_RETRACT"] = environment.get("SGLANG_TEST_RETRACT") == "1"
 

@@ -226,7 +226,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard; everything of the server is below it."""
+        """PID of the guard; all processes of the server are below it."""
         assert self._process is not None
         return self._process.pid
 
@@ -260,7 +260,7 @@ class ServerProcess:
             "input_ids": list(prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
             "return_logprob": True,
-            # The runner-up tells whether a token was a close decision.
+            # The runner-up shows whether a token was a close decision.
             "top_logprobs_num": 2,
             "stream": stream,
             **fields,

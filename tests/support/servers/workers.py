@@ -1,10 +1,10 @@
 """A stand-in for an SGLang server: its HTTP surface without a model, on the test's own event loop.
 
-It answers as SGLang does where a router can tell: the facts it reports, the shapes of answers and
-streams, prompt and cached token counts, aborting when the client goes away. The "model" counts on from the
-last token of the prompt, within the last 1000 entries of the vocabulary (whole words, in the tiny models'
-tokenizer, so that its answers tokenize to the generated tokens). Tests hold it at a moment with a ``Gate``,
-and make it die or refuse.
+It behaves like SGLang in all that a router can see: the facts it reports, the shapes of answers and streams,
+prompt and cached token counts, aborting when the client goes away. The "model" counts on from the last token
+of the prompt, within the last 1000 entries of the vocabulary (whole words, in the tiny models' tokenizer, so
+that its answers tokenize to the generated tokens). Tests hold it at a moment with a ``Gate``, and make it die
+or refuse.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class StandInWorker:
         """Streams wait here after ``chunks_before_gate`` chunks."""
         self.chunks_before_gate = 1
         self.deaths_before_head = 0
-        """So many requests are answered by closing the connection."""
+        """Number of first requests that are answered by closing the connection."""
         self.fails: str | None = None
         """Requests are answered 500 with it."""
         self.die_after_chunks: int | None = None
@@ -173,7 +173,7 @@ class StandInWorker:
             self._changed.notify_all()
 
     def details(self, cached: int) -> Json | None:
-        """``cached_tokens_details`` of an answer: none when there is nothing to tell."""
+        """``cached_tokens_details`` of an answer: None if there are no details."""
         if not cached and not self.told_at_end:
             return None
         return {"device": cached, "host": 0, **self.told_at_end}
@@ -424,7 +424,7 @@ class StandInWorker:
     # -- answering --------------------------------------------------------------------------------
 
     async def answer(self, request: web.BaseRequest, answer: Any, *, stream: bool) -> web.StreamResponse:
-        """Answer with JSON, or with a list of events, as the knobs say."""
+        """Answer with JSON, or with a list of events, as the attributes above specify."""
         try:
             if self.before_head is not None:
                 await self.before_head.wait()
@@ -487,7 +487,7 @@ def _cut(request: web.BaseRequest) -> None:
 async def running_worker(
     worker: StandInWorker | None = None, port: int = 0, host: str = "127.0.0.1"
 ) -> AsyncIterator[StandInWorker]:
-    """Serve a stand-in while the block runs; ``worker.url`` tells where."""
+    """Serve a stand-in while the block runs; its address is ``worker.url``."""
     worker = worker or StandInWorker()
     server = web.Server(worker.handler(), access_log=None, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
