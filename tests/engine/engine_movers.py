@@ -72,7 +72,7 @@ class GatedCopier:
         with self._changed:
             self.started.append(step)
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._allowed >= 1, DEADLINE_S), "nobody allowed a step"
+            assert self._changed.wait_for(lambda: self._allowed >= 1, DEADLINE_S), "no step was allowed"
             self._allowed -= 1
             if step == self.fail_at:
                 raise OSError("no such memory")
@@ -161,7 +161,7 @@ class HandMover:
         return self._loads_done
 
     def wait_layer(self, ticket: int, layer: int) -> None:
-        assert ticket < self._loads_done + len(self._loads), "waited for a load that nobody submitted"
+        assert ticket < self._loads_done + len(self._loads), "waited for a load that was never submitted"
         for operation in list(self._loads)[: max(0, ticket - self._loads_done + 1)]:
             while operation[1] <= layer:
                 self._copy_load(operation)

@@ -1,4 +1,4 @@
-"""Real SGLang pools and allocators on the CPU, and an oracle that knows what every row must hold.
+"""Real SGLang pools and allocators on the CPU, and an oracle for the content of every row.
 
 The oracle stands for a model: the KV row of a token in one plane is a function of the namespace, of all
 tokens up to it, of the layer and of the plane, and of nothing else. Rows are compared bit by bit.
@@ -35,7 +35,7 @@ _MASK = (1 << 64) - 1
 
 
 class WrongKvError(AssertionError):
-    """A slot or block holds something else than the oracle says."""
+    """A slot or block differs from the oracle."""
 
 
 def publish_server_args() -> None:

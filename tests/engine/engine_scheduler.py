@@ -43,7 +43,7 @@ class Served:
     chain: list[int] = field(default_factory=list)
     """Hash of the prefix up to each token, as far as computed or matched."""
     weights: int = 0
-    """With which the last of them was computed."""
+    """The weights that computed the last of them."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class SimulatedScheduler:
         if cache.retracting is not None:
             cache.scheduler = self
         self.layer_written: Callable[[int], None] = lambda layer: None
-        """Told when a pass has written a layer's KV."""
+        """Called when a pass has written a layer's KV."""
         self.restarted = 0
         """Requests whose batch was thrown away."""
         self._taken: list[Req] = []
@@ -112,7 +112,7 @@ class SimulatedScheduler:
         self._served: dict[Req, Served] = {}
         self._count = 0
 
-    # -- what clients and operators do ----------------------------------------------------------
+    # -- actions of clients and operators -------------------------------------------------------
 
     def submit(
         self,
@@ -475,7 +475,7 @@ class SimulatedScheduler:
     # -- the model ------------------------------------------------------------------------------
 
     def _forward(self, batch: ScheduleBatch) -> list[int]:
-        """Compute a batch layer by layer, reading of each layer what attention reads."""
+        """Compute a batch layer by layer, and read of each layer the rows that attention reads."""
         if self.gate is not None:
             self.gate.set_consumer(batch.hicache_consumer_index)
         work: list[tuple[Any, Any, Any, int]] = []
@@ -490,7 +490,7 @@ class SimulatedScheduler:
             else:
                 tokens = array("q", [*req.origin_input_ids, *req.output_ids])
                 start = end - 1
-                if len(tokens) < end:  # with overlap, the newest token is known to the model only
+                if len(tokens) < end:  # with overlap, only the model has the newest token
                     tokens.append(token_at(req, start))
             del served.chain[start:]
             if served.chain and served.weights != self.weights:

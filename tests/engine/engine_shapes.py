@@ -30,7 +30,7 @@ if hasattr(common, "checkpoint_kv_cache"):
         return slots
 
     def with_prefix(tokens: int) -> dict[str, Any]:
-        """The field of a request that says how much of it is there."""
+        """The field of a request for the length of its cached prefix."""
         return {"prefix_len": tokens}
 
 else:
@@ -54,5 +54,5 @@ else:
         return match.device_indices
 
     def with_prefix(tokens: int) -> dict[str, Any]:
-        """The field of a request that says how much of it is there."""
+        """The field of a request for the length of its cached prefix."""
         return {"prefix_indices": [0] * tokens}

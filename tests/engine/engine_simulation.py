@@ -99,7 +99,7 @@ class Scenario:
     for_others: int = 0
     """``--kv-dram-for-others``, in blocks."""
     memory: int = 12
-    """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
+    """Number of earlier prompts to continue; few make hits in HBM, many make hits in DRAM."""
 
     def __str__(self) -> str:
         return self.name
@@ -276,7 +276,7 @@ class Rank:
 
     @staticmethod
     def layout_of(scenario: Scenario) -> BlockLayout:
-        """Of the blocks of a rank of this scenario."""
+        """The layout of the blocks of a rank of this scenario."""
         pools = Pools(scenario.kind, scenario.hbm_tokens, block=scenario.block, rows=scenario.rows, context=8)
         return pools.geometry().layout
 
@@ -377,7 +377,7 @@ class Rank:
             twice = int(counts.argmax())
             raise AssertionError(f"slot {twice} is owned by {[who for who in owned if twice in owned[who]]}")
         nobody = np.setdiff1d(self.pools.all_slots(), slots)
-        assert not nobody.size, f"slots {nobody[:8]} are owned by nobody"
+        assert not nobody.size, f"slots {nobody[:8]} have no owner"
 
     def _check_contents(self) -> None:
         """All blocks that the tree lists as readable now equal the oracle's."""

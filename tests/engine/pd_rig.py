@@ -173,7 +173,7 @@ class Rig:
             side.agent.endpoint.check()
             side.agent.sender.check()
             staging = side.agent.transfers.staging
-            assert staging is None or staging.used == 0, "staging that nobody gave back"
+            assert staging is None or staging.used == 0, "staging that was not given back"
 
 
 @contextmanager
@@ -190,8 +190,8 @@ def rig(
     latent: bool = False,
 ) -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`.
-    latent: of a model whose KV each rank has whole.
-    staging: with the layout `aggregated`, how many pages prefill's and decode's ranks have for it.
+    latent: every rank has the model's whole KV.
+    staging: with the layout `aggregated`, the pages that prefill's and decode's ranks have for it.
     """
     with ExitStack() as stack:
         bootstrap = BootstrapService("127.0.0.1", 0, keys)

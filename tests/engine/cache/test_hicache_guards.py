@@ -103,7 +103,7 @@ JUDGED = {
     ),
     ("kernel_plugins/amd/binding.py", ""): Judged((0, 1), "tells kernels of others which features are on"),
     ("kernel_plugins/nvidia/binding.py", ""): Judged((0, 1), "tells kernels of others which features are on"),
-    ("managers/schedule_policy.py", "SchedulePolicy.__init__"): Judged(3, "keeps it and asks nobody"),
+    ("managers/schedule_policy.py", "SchedulePolicy.__init__"): Judged(3, "keeps it without using it"),
     ("managers/scheduler.py", "Scheduler.__init__"): Judged(
         6, "hands it on; loads wait for the forward stream, which CudaMover is given"
     ),
@@ -152,7 +152,7 @@ JUDGED = {
         (0, 1), "where the draft model's KV is", refused=Facts(speculative_algorithm="DFLASH")
     ),
     ("mem_cache/kv_cache_configurator.py", "_should_elide_dsa_index_k"): Judged(
-        1, "an index cache that nobody reads again is left out", refused=Facts(is_dsa=True)
+        1, "an index cache that is never read again is left out", refused=Facts(is_dsa=True)
     ),
     ("mem_cache/registry.py", "TreeCacheBuildContext"): Judged(1, PASSES_ON),
     ("mem_cache/registry.py", "create_tree_cache"): Judged(1, "one of HiCache's modes needs its own tree"),
@@ -182,7 +182,7 @@ FORWARDS = {
     "forward_batch_embedding": "hooked",
     "forward_batch_split_prefill": "refused: --enable-pdmux",
 }
-"""Every way in which a worker runs a batch, each of which must first say which loads the batch waits for."""
+"""Every way in which a worker runs a batch; each must first set the loads that the batch waits for."""
 
 
 def test_every_guard_of_sglangs_is_judged() -> None:

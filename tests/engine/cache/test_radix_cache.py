@@ -560,11 +560,11 @@ def test_waiting_requests_are_ordered_by_the_weight_of_their_subtree(make_rank: 
     assert sorted(order) == list(range(len(nodes)))
     assert abs(order.index(1) - order.index(3)) == 1
     assert order.index(5) == max(order.index(1), order.index(3)) + 1
-    assert order[-1] == 2, "what matched nothing comes last"
+    assert order[-1] == 2, "a request without a match comes last"
 
 
 def test_check_finds_a_slot_count_that_does_not_fit(make_rank: MakeRank) -> None:
-    """The twin of every check above: a cache that is damaged says so."""
+    """The twin of every check above: the check finds a damaged cache."""
     rank = make_rank()
     fill(rank, TOKENS)
     assert rank.arena is not None

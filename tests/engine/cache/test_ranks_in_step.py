@@ -118,7 +118,7 @@ class Eager:
 
 
 class Silent:
-    """A part that has something to say on one rank only."""
+    """A part that proposes numbers on one rank only."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -280,7 +280,7 @@ def test_ranks_keep_equal_trees(scenario: Scenario, threaded: bool) -> None:
 
 
 def test_ranks_keep_equal_trees_while_blocks_stream_from_disk() -> None:
-    """The one question that cannot wait for the next pass: whether what streamed in was good."""
+    """The one question that cannot wait for the next pass: whether the streamed KV was good."""
     scenario = Scenario(
         "streams",
         hbm_tokens=256,
@@ -342,7 +342,7 @@ def test_a_second_comparison_in_a_pass_is_found() -> None:
 
 
 def test_ranks_out_of_step_say_so() -> None:
-    """One rank has something to decide that the other does not know of."""
+    """One rank has a decision pending that the other does not have."""
     with pytest.raises(InternalError, match="out of step: in pass"):
         serve(SCENARIOS[0], seed=3, steps=120, also=lambda rank, number: Silent(number), check=True)
 

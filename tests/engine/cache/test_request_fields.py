@@ -110,7 +110,7 @@ def test_every_field_of_a_rewritten_body_is_known(dialect: Dialect) -> None:
 
 @pytest.mark.parametrize("dialect", BODIES, ids=repr)
 def test_every_field_of_a_body_is_judged(dialect: Dialect) -> None:
-    """A new one reaches no server until someone has said who may set it: in `tenancy/request_fields.py`, or,
+    """A new field reaches no server until its permission is defined: in `tenancy/request_fields.py`, or,
     where only this API has it, with the API."""
     assert fields_of(BODIES[dialect]) - set(FIELDS) - dialect.own_fields == set()
 

@@ -1,7 +1,7 @@
 """The cache under a whole server's traffic: SGLang's own scheduling around it, an oracle for every row.
 
 After each pass of the scheduler's loop: the cache's own check, SGLang's count of slots, one owner for every
-slot, and in every tier the KV that the oracle says. Free slots are spoilt, so that reading one is seen.
+slot, and in every tier the oracle's KV. Free slots are spoilt, so that reading one is seen.
 """
 
 from __future__ import annotations

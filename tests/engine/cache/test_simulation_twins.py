@@ -1,4 +1,4 @@
-"""The twins of the simulation: caches with one fault each, which it has to tell from a sound one."""
+"""The twins of the simulation: caches with one fault each, which it must detect."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class LoadsInTheWrongOrder(DramTier):
 
 
 class LyingDisk(WrappedTier):
-    """Hands over one wrong bit and says that all is well."""
+    """Hands over one wrong bit and reports success."""
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
         read = super().get_layer(get, layer, memory, ids)

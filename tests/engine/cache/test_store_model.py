@@ -123,7 +123,7 @@ class StoreModel(RuleBasedStateMachine):
             finally:
                 self.rank.close()
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------
 
     @rule(session=st.integers(0, 3), blocks=st.integers(1, 24), salt=st.sampled_from([None, None, "tenant"]))
     def ask(self, session: int, blocks: int, salt: str | None) -> None:

@@ -234,7 +234,7 @@ def test_passes_are_waited_for_where_sglang_does_not_by_default(monkeypatch: pyt
 
 
 def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
-    """In the scheduler, where a flag of one mode may have set another one (as --dwdp-size sets --dp-size)."""
+    """In the scheduler, once a flag of one mode may have set another one (as --dwdp-size sets --dp-size)."""
     publish_server_args()
     pool = SimpleNamespace(get_kvcache=lambda: object.__new__(MHATokenToKVPool), page_size=1)
     ctx = SimpleNamespace(

@@ -111,7 +111,7 @@ async def test_a_channel_outlives_a_change_of_keys(
 async def test_a_disk_with_more_names_than_a_snapshot_tells_is_told_in_part(
     cap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the router knows that there is more, so that it does not take silence for absence."""
+    """And the router's index is marked incomplete, so that a missing block does not count as absent."""
     monkeypatch.setattr(agent, "SNAPSHOT_NAMES", cap * agent.NAMES_CHUNK)
     there = 4 * agent.NAMES_CHUNK
     instance = Instance(disk=Disk([number.to_bytes(16, "big") for number in range(there)]))
@@ -256,7 +256,7 @@ async def test_a_channel_that_ends_late_says_nothing_of_the_one_that_replaced_it
 async def test_what_comes_late_on_a_channel_that_was_made_anew_is_not_heard(
     router: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `Park` of which the router knows nothing any more stops no request. The twin is another router's."""
+    """A `Park` that the router has forgotten stops no request. The twin is another router's."""
     instance, came = Instance(), []
     receive = instance.agent.socket.receive
 

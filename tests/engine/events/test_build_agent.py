@@ -1,4 +1,4 @@
-"""An instance's agent, put together from what SGLang's scheduler knows when it starts."""
+"""An instance's agent, built from the scheduler's facts when SGLang starts."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
             client.linger = 0
             watch = client.get_monitor_socket(zmq.EVENT_CONNECTED)
             client.connect(f"tcp://127.0.0.1:{config.agent_port}")
-            assert watch.poll(10_000), "nobody listens"
+            assert watch.poll(10_000), "the agent does not listen"
             client.disable_monitor()
             watch.close()
         with pytest.raises(ConfigError, match="--kv-agent-port"):

@@ -55,7 +55,7 @@ class Follower:
                 assert isinstance(entry, Ended)
                 self.receive(self.stream.end(entry.number))
         if self.replica.trusted and self.replica.next < self.stream.next:
-            self.replica.lost_touch()  # a beat says which number is next
+            self.replica.lost_touch()  # a beat carries the next number
             self.gaps += 1
             self.hello()
 
@@ -184,7 +184,7 @@ def test_a_feed_that_nobody_empties_in_time_is_a_gap_and_then_right_again() -> N
 
 
 class Forgetful(PlacementFeed):
-    """Loses one event and says nothing."""
+    """Loses one event without reporting it."""
 
     def _changed(self, events: Any) -> None:
         kept: list[PlacementEvent] = [event for event in events if getattr(event, "run", 0) % 11 != 5]

@@ -67,7 +67,7 @@ async def test_a_registration_of_another_protocol_is_refused_by_name(rig: Any) -
         assert answer.status == 400
         text = (await answer.json())["error"]["message"]
     assert f"protocol: {PROTOCOL + 1} is spoken there, {PROTOCOL} here; run one release" in text
-    assert not router.fleet.rows, "and nobody has joined"
+    assert not router.fleet.rows, "and no instance has joined"
 
 
 async def test_a_router_that_answers_in_another_protocol_is_left_alone_by_name(

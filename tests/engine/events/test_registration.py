@@ -24,7 +24,7 @@ from tests.support.servers.workers import StandInWorker, running_worker
 pytestmark = pytest.mark.slow
 
 OFF_S = -90.0
-"""By which the clocks of instances are ahead of the routers'."""
+"""Seconds by which the clocks of instances are ahead of the routers'."""
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ class Following:
         return 0 if match is None else match.tokens
 
     async def knows(self, *prompts: list[int]) -> None:
-        """Wait until every prompt is known, of an instance that is trusted."""
+        """Wait until the index has every prompt, of an instance that is trusted."""
         await until(
             lambda: self.index.trusted("s") and all(self.known(tokens) for tokens in prompts), 20, "events"
         )

@@ -50,7 +50,7 @@ def open_both(servers: Rig) -> tuple[SendingHandover, ReceivingHandover]:
 
 
 def compute(servers: Rig, given: SendingHandover, taken: ReceivingHandover) -> None:
-    """Prefill's scheduler computes; pushing, as soon as it knows decode's slots."""
+    """Prefill's scheduler computes; when pushing, as soon as it has decode's slots."""
     sender = servers.prefill[0].agent.sender
     if not taken.read:
         servers.wait(lambda: sender.granted(given) is not None, "decode's slots")

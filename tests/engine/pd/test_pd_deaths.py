@@ -39,7 +39,7 @@ FREED_SECONDS = 9.0
 work; on an idle machine it takes at most `VERDICT_SECONDS`. The deadlines that would end them otherwise are
 longer."""
 ROUNDS_SECONDS = 90.0
-"""For which a prefill server is stopped and continued by turns."""
+"""Time for which a prefill server is stopped and continued by turns."""
 NUMBERS = itertools.count(1)
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -299,7 +299,7 @@ def test_prefill_that_stands_still_again_and_again_gives_up_too(stage: ExitStack
             return gives_up(found, VERDICT_SECONDS / 4)
         found.die(signal.SIGSTOP)
         time.sleep(VERDICT_SECONDS * 0.6)
-    pytest.fail("prefill keeps a request that nobody waits for")
+    pytest.fail("prefill keeps a request without a reader")
 
 
 def assert_over(found: Scene, handover: SendingHandover | ReceivingHandover, died: float) -> None:

@@ -112,7 +112,7 @@ def test_the_disk_is_read_before_slots_are_set_aside(decode: Decode) -> None:
     assert not len(decode.matched().prefix_indices)
     # While prefill computes.
     decode.ahead.each_pass([decode.waiting])
-    wait_until(decode.may_have_slots, seconds=20, what="what is on disk")
+    wait_until(decode.may_have_slots, seconds=20, what="the blocks on disk")
     match = decode.matched()
     assert (len(match.prefix_indices), match.l2_host_hit_length) == (decode.whole, 0)
     chain = np.array(chain_of(NAMESPACE, PROMPT), np.uint64)[: decode.whole]
@@ -139,14 +139,14 @@ def test_a_slow_disk_is_not_waited_for(decode: Decode) -> None:
 
 def test_a_request_that_is_gone_holds_nothing(decode: Decode) -> None:
     decode.ahead.each_pass([decode.waiting])
-    wait_until(decode.may_have_slots, seconds=20, what="what is on disk")
+    wait_until(decode.may_have_slots, seconds=20, what="the blocks on disk")
     assert not decode.nothing_is_held()
     decode.ahead.each_pass([])
     assert decode.nothing_is_held()
 
 
 def test_a_copy_from_dram_holds_back_its_request_and_nobody_else(still: Decode) -> None:
-    """The scheduler goes on, however slow the copy is; the tree does not know of it before it has arrived."""
+    """The scheduler goes on, however slow the copy is; the tree does not have it before it has arrived."""
     wait_until(still.copies, seconds=20, what="a copy")
     for _ in range(50):
         assert not still.may_have_slots()
@@ -177,10 +177,10 @@ def test_a_request_that_is_gone_leaves_its_copy_to_others(still: Decode) -> None
 def test_what_is_too_short_or_finds_no_room_is_left_to_prefill(still: Decode) -> None:
     assert still.disk is not None
     still.ahead = LocalAhead(still.cache, still.clock, least_tokens=still.whole + 1)
-    wait_until(still.may_have_slots, seconds=20, what="what is on disk")
+    wait_until(still.may_have_slots, seconds=20, what="the blocks on disk")
     assert not len(still.matched().prefix_indices)
     still.ahead = LocalAhead(still.cache, still.clock)
     taken = still.cache.hbm_tier.take_free(still.cache.hbm_tier.free)
-    wait_until(still.may_have_slots, seconds=20, what="what is on disk")
+    wait_until(still.may_have_slots, seconds=20, what="the blocks on disk")
     still.cache.token_to_kv_pool_allocator.free(taken)
     assert not len(still.matched().prefix_indices)

@@ -164,7 +164,7 @@ def test_pages_are_sealed_only_while_they_are_leased(one: Rig) -> None:
     assert pages.is_sealed(np.array([1, 2, 4, 5])).all()
     side.agent.sender.abort(handovers[0], "gone")
     assert pages.is_sealed(np.array([1, 2, 5])).all(), "the other request's"
-    assert not pages.is_sealed(np.array([4])).any(), "nobody's"
+    assert not pages.is_sealed(np.array([4])).any(), "no hand-over has it"
     one.wait(lambda: receiving[0].state is ReceiverState.FAILED, "the end of the first")
     assert receiving[0].reason
     decode.receiver.read(receiving[1], Wanted(np.array([30, 31, 32]), 0, 0))
@@ -504,7 +504,7 @@ def test_pushing_a_request_waits_for_decode_and_not_without_a_decode_server(
         monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.0)
         handovers.append(servers.prefill[0].agent.sender.open(alone))
         servers.wait(
-            lambda: handovers[1].state is SenderState.LOST, "the end of the one that nobody takes part in"
+            lambda: handovers[1].state is SenderState.LOST, "the end of the hand-over without a reader"
         )
         assert "no decode server takes part" in handovers[1].reason
         assert (handovers[0].state, receiving.state) == (SenderState.COMPUTING, ReceiverState.WAITING)

@@ -40,7 +40,7 @@ def told(*addresses: str, router: str = "r", epoch: bytes = b"1" * 16) -> Prefil
     return PrefillServers(router, tuple(PrefillServer("p", epoch, address) for address in addresses))
 
 
-# -- who is connected, without servers ------------------------------------------------------------
+# -- connections, without servers -----------------------------------------------------------------
 
 
 class Peer:
@@ -271,7 +271,7 @@ def test_a_server_that_dies_and_comes_back_is_connected_anew(how: signal.Signals
 
 @pytest.mark.parametrize("ends", ["left", "closed"])
 def test_a_server_that_stands_still_while_it_is_connected_holds_up_nothing(ends: str) -> None:
-    """Its bootstrap port takes the connection and says nothing: death in the middle of CONNECT."""
+    """Its bootstrap port accepts the connection and sends nothing: death in the middle of CONNECT."""
     with socket.create_server(("127.0.0.1", 0)) as mute, decode_alone() as decode:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         decode.prefill_servers(told(address))

@@ -104,7 +104,7 @@ class Scheduler:
 
 @pytest.mark.parametrize(("mode", "ranks"), [("pull", 1), ("push", 1), ("push", 2)])
 def test_random_aborts_leave_nothing_and_damage_nothing(mode: str, ranks: int, long_run: bool) -> None:
-    """ranks: of prefill; each fills its heads of decode's pages."""
+    """ranks: prefill's; each fills its heads of decode's pages."""
     count = 1000 if long_run else 200
     with rig(ranks, mode=mode) as servers:
         scheduler = Scheduler(servers, seed=11, mode=mode)
@@ -125,7 +125,7 @@ def test_random_aborts_leave_nothing_and_damage_nothing(mode: str, ranks: int, l
                     continue
                 going.append(request)
                 if any(each.state is SenderState.LOST for each in request.sending):
-                    # The router tells the other side, too, and prefill's ranks agree.
+                    # The router aborts the other side, too, and prefill's ranks agree.
                     scheduler.receiver.abort(request.receiving, "prefill has lost it")
                     scheduler.give_up(request, "another rank has lost it")
                 elif request.receiving.state is ReceiverState.FAILED:

@@ -32,7 +32,7 @@ def connected(servers: Rig) -> Instance:
     decode = servers.decode[0].agent
     decode.prefill_servers(PrefillServers("r", (PrefillServer("p", b"1" * 16, servers.address),)))
     servers.wait(lambda: decode.peer(servers.address), "a connection")
-    # It is kept, and only a request makes another one.
+    # The connection is kept, and only a request makes another one.
     decode.prefill_servers(PrefillServers("r", ()))
     peer = decode.peer(servers.address)
     assert peer is not None
@@ -165,7 +165,7 @@ def test_it_connects_anew_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_part_that_was_taken_is_over_with_its_session(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode is back before prefill has looked what ended with the session: it gets no other part."""
+    """Decode is back before prefill has processed the end of the session: it gets no other part."""
     with rig(mode=mode) as servers:
         former, prefill = connected(servers), servers.prefill[0].agent
         notices_nothing(servers.decode[0], former)
@@ -223,7 +223,7 @@ def test_a_request_may_be_aborted_while_decode_connects_anew(
 def test_a_request_may_be_aborted_while_a_rank_of_prefill_is_left(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That rank does not hear it, and has the request's end from its session's."""
+    """That rank does not get the message, and ends the request with its session."""
     with rig(2, mode=mode) as servers:
         former, receiver = connected(servers), servers.decode[0].agent.receiver
         notices_nothing(servers.decode[0], former)

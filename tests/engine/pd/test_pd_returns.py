@@ -66,7 +66,7 @@ def request_from(host: str, port: str) -> Any:
 
 
 def each_pass(*parts: Part) -> None:
-    """Of schedulers of one rank each."""
+    """One pass of schedulers of one rank each."""
     for part in parts:
         part.act(part.propose())
 

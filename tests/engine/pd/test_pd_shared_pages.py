@@ -42,7 +42,7 @@ CUTS = [(2, 1), (1, 2), (4, 2), (2, 4)]
 
 
 def same(servers: Rig, here: list[int], there: list[int]) -> bool:
-    """Whether decode's pages hold what prefill's do, over all heads."""
+    """Whether decode's pages equal prefill's, over all heads."""
     given = np.concatenate([side.kv(here, servers.page) for side in servers.prefill], axis=2)
     taken = np.concatenate([side.kv(there, servers.page) for side in servers.decode], axis=2)
     assert given.shape[2] == HEADS
@@ -221,7 +221,7 @@ def test_pages_are_kept_until_the_last_writer_has_stopped(
                 assert taken.state is ReceiverState.STOPPING
                 assert (taken.writers, decode.state().unfenced_pages) == (1, len(THERE))
                 if transport is TransportName.CMA:
-                    gate.go.set()  # it runs, for all decode knows, so only its own word frees them
+                    gate.go.set()  # for decode, the writer may still run: only its own message frees them
             servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end")
             for plane in servers.decode[0].planes.values():
                 plane[slots] = ANOTHERS

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt as they travel from prefill to decode, and what of a peer's is refused."""
+"""Log probabilities of a prompt on their way from prefill to decode, and refused values of a peer."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_other_requests_are_left_alone(custom: Any) -> None:
 
 
 def test_a_request_of_the_same_name_does_not_get_the_state() -> None:
-    """The one with the ticket waits for its grammar when another one of its name comes."""
+    """The request with the ticket waits for its grammar when another request of its name comes."""
     rank = Rank()
     rank.hears(watch(rid="".join(["na", "me"])))
     first = request(rid="".join(["na", "me"]), output_ids=array("q"))
@@ -346,7 +346,7 @@ def test_a_fault_in_a_hook_costs_one_request(caplog: pytest.LogCaptureFixture) -
 
 
 def test_all_ranks_decide_alike() -> None:
-    """They hear the same in the same order, with rank 0's time, whatever their own clocks say."""
+    """They get the same messages in the same order, with rank 0's time, whatever their own clocks show."""
     ranks = [Rank(), Rank()]
     for rank in ranks:
         rank.hears(watch(0), at=50.0)
@@ -358,7 +358,7 @@ def test_all_ranks_decide_alike() -> None:
 
 
 def test_what_vanished_makes_room() -> None:
-    """SGLang says nothing of requests that are aborted while they wait: those that wait must not add up."""
+    """SGLang does not report requests that are aborted while they wait: these must not add up."""
     rank = Rank()
     for number in range(MOST_COMING + 1):
         rank.hears(watch(number, rid=f"r{number}"))

@@ -188,7 +188,7 @@ def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
 
 
 def offered(reader: Server) -> Any:
-    """The fetch under way, once the owner has said which blocks it exports."""
+    """The fetch under way, once the owner has sent the list of exported blocks."""
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
     return fetch
@@ -204,7 +204,7 @@ def exported(server: Server) -> int:
 
 @contextmanager
 def silent(server: Server) -> Iterator[None]:
-    """Its transfer thread says nothing while the block runs, as if the process had died."""
+    """Its transfer thread sends nothing while the block runs, as if the process had died."""
     held, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:

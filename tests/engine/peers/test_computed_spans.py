@@ -34,7 +34,7 @@ ALL = 32
 
 
 class Host:
-    """A simulated scheduler, as what computes spans uses it."""
+    """A simulated scheduler, with the interface that span computation uses."""
 
     def __init__(self, scheduler: SimulatedScheduler) -> None:
         self._scheduler = scheduler
@@ -125,7 +125,7 @@ def behind(second: Server, passes: int = 1) -> Callable[[int], None]:
         number = next(begun) if layer == 0 else number
         # The last layer is exported when the pass has ended.
         if number == passes and layer < LAYERS - 1:
-            assert reached[layer].wait(20), f"nobody computes layer {layer} behind this one"
+            assert reached[layer].wait(20), f"layer {layer} is not computed behind this one"
 
     return gate
 

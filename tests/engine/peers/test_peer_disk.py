@@ -224,7 +224,7 @@ def test_what_was_read_for_a_reader_that_died_is_kept_no_longer_than_it_was_aske
 
 
 def test_a_disk_that_takes_too_long_is_not_waited_for(make_server: MakeServer) -> None:
-    """The owner says how long it takes, and so the request goes on at once, not when its time is over."""
+    """The owner reports how long it takes, and so the request goes on at once, not when its time is over."""
     gate = Gate()
     owner, tokens = on_disk(make_server, disk_class=gate)
     reader = make_server()
@@ -269,7 +269,7 @@ def test_what_is_read_for_peers_is_bounded(make_server: MakeServer) -> None:
     assert owner.peers.exports.counters.not_exported == 0
 
 
-# -- who comes next -----------------------------------------------------------------------------------
+# -- the next owner -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failure", ["damaged", "gone", "refused"])
@@ -299,7 +299,7 @@ def test_what_one_does_not_bring_the_next_one_does(make_server: MakeServer, fail
     came = Damaged.SOUND if failure == "damaged" else 0
     how = FetchEnd.DONE if came else FetchEnd(failure)
     if failure == "gone" and result.spans[0].how is FetchEnd.REFUSED:
-        how = FetchEnd.REFUSED  # it had the time to say that it ends
+        how = FetchEnd.REFUSED  # it had the time to announce its end
     assert [(span.how, span.tokens) for span in result.spans] == [
         (how, came * BLOCK),
         (FetchEnd.DONE, (BLOCKS - came) * BLOCK),

@@ -318,7 +318,7 @@ def test_what_nobody_brings_in_time_is_computed(make_server: MakeServer, missing
         owner.passes_until(lambda owner=owner: not owner.peers.busy, "the lease to end")
 
 
-# -- who waits --------------------------------------------------------------------------------------
+# -- waiting ----------------------------------------------------------------------------------------
 
 
 def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
@@ -395,7 +395,7 @@ def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None
 
 
 def heard_of(owner: Server) -> float:
-    """When the owner's only reader said something last."""
+    """When the owner's only reader last sent a message."""
     (session,) = owner.link.endpoint.owner.sessions
     return session.last_seen
 
@@ -461,7 +461,7 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
     with silent(owner) if dies else nullcontext():
         told = time.monotonic()
         client = fetch.job.instance.links[0].client
-        until(lambda: not dies or time.monotonic() > client.heard + HEARTBEAT, "what was on its way")
+        until(lambda: not dies or time.monotonic() > client.heard + HEARTBEAT, "messages under way")
         reader.told(PeerDead("server 0", EPOCH))
         if dies:
             req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))

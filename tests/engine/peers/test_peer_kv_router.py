@@ -232,7 +232,7 @@ async def test_what_a_full_instance_is_about_to_evict_an_idle_one_keeps(
                 return match.below.get(Tier.DRAM, 0)
 
             await until(lambda: kept(keys[0]) == 20 * BLOCK, nodes, "the coldest")
-            await until(lambda: router.spilling.taken() == {"t": 20}, nodes, "what the keeper says")
+            await until(lambda: router.spilling.taken() == {"t": 20}, nodes, "the keeper's report")
             keys += [say(number) for number in range(6, 9)]
             await until(lambda: router.trees.match(TENANT, keys[0]).keys() == {keeper.url}, nodes, "eviction")
             await until(lambda: any(map(kept, keys[1:])), nodes, "the next")

@@ -189,7 +189,7 @@ def test_to_be_spilled_is_no_use(make_server: MakeServer) -> None:
     assert spill(owner, keeper, cold[: 10 * BLOCK]) is FetchEnd.DONE
     owner.serve(prompt(3, 20))
     assert owner.in_dram(warm) == 20 * BLOCK
-    assert owner.in_dram(cold) == 10 * BLOCK, "it goes as if nobody had looked"
+    assert owner.in_dram(cold) == 10 * BLOCK, "it goes as if it had not been looked up"
 
 
 def test_what_is_only_in_hbm_is_not_copied_to_be_spilled(make_server: MakeServer) -> None:

@@ -43,7 +43,7 @@ def test_the_rate_is_learnt_with_a_margin() -> None:
     for seconds in (0.5, 1.5) * 25:
         rate.observe(1000, seconds)
     ranks.each_pass()
-    assert rate.seconds(1000) - LEAST_LEAD_S > 1.5, "what varies gets a margin"
+    assert rate.seconds(1000) - LEAST_LEAD_S > 1.5, "a rate that varies gets a margin"
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -89,7 +89,7 @@ def announced(rank: Rank, sizes: list[int], after: Callable[[], None] = lambda: 
 
 
 def wants(rank: Rank, layers: int) -> None:
-    """So many layers of each session are what hides the loading of the rest."""
+    """Make so many layers of each session the number that hides the loading of the rest."""
     fill = prefetcher_of(rank).layers
     assert fill is not None
     fill._layers_for = lambda blocks, before: layers  # type: ignore[method-assign]

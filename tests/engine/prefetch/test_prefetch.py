@@ -638,7 +638,7 @@ def test_new_weights_leave_what_was_brought_unfound(make_rank: MakeRank) -> None
     prefetcher_of(rank).prefetch("s", tokens)
     rank.scheduler.step()
     rank.scheduler.change_weights()
-    assert len(prefetcher_of(rank).retention) == 0, "what was announced is computed anew"
+    assert len(prefetcher_of(rank).retention) == 0, "announced KV is computed anew"
     assert not prefetcher_of(rank).busy, "a piece that was being copied is given up"
     rank.check()
     passes(rank)

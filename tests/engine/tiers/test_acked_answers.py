@@ -18,7 +18,7 @@ TIMEOUT = 10.0
 
 
 class Acking(Setup):
-    """With what acknowledges answers."""
+    """A set-up with the part that acknowledges answers."""
 
     def __init__(self, *, behind: int = 0, disk_blocks: int = 100, backlog: int = 100) -> None:
         super().__init__(disk_blocks, backlog)

@@ -1,4 +1,4 @@
-"""From DRAM to disk and what eviction makes of it, with a writer that the test moves."""
+"""Writes from DRAM to disk, and their fate under eviction, with a writer that the test moves."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_the_tenant_with_the_most_queued_gives_way() -> None:
     assert not on_disk(setup, newest)
     assert setup.writes.counters.write_skipped == 3
     assert not any(part.locks for part in setup.tree.nodes())
-    # All of it is written with what continues it.
+    # All of it is written together with its continuation.
     last = setup.insert([3] * 8 + [5] * 4 + [6] * 4, A)
     setup.to_dram()
     setup.to_disk()

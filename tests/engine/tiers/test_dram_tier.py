@@ -197,7 +197,7 @@ def test_has_copy_only_when_the_copy_is_complete(setup: Setup) -> None:
     setup.ranks.each_pass()
     assert not setup.write_down.has_copy(node)
     setup.mover.copy_writes(1)
-    assert not setup.write_down.has_copy(node), "nobody has taken note of it"
+    assert not setup.write_down.has_copy(node), "the copy is not recorded yet"
     setup.ranks.each_pass()
     assert setup.write_down.has_copy(node)
     skipped = setup.insert(prompt(2, 20))
@@ -302,7 +302,7 @@ def test_check_sees_a_block_that_nobody_knows(setup: Setup) -> None:
 
 
 class Lagging:
-    """Two ranks in agreement: each says how far it is, and both hear the smaller number."""
+    """Two ranks in agreement: each reports its progress, and both get the smaller number."""
 
     def __init__(self) -> None:
         self.other = 0

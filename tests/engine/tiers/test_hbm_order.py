@@ -23,7 +23,7 @@ from sglang_ext.tiers import Tier
 
 BLOCK = 4
 BLOCKS = 8
-"""Of each prompt 2, of HBM and of DRAM."""
+"""Blocks of HBM and of DRAM; each prompt has 2."""
 LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=8, block_tokens=BLOCK)
 
 

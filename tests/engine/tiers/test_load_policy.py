@@ -50,7 +50,7 @@ def test_batches_of_one_shape_tell_the_cost_per_token() -> None:
         cost.observe(256, 256 * 128, 0.1)
     predicted = cost.seconds(512, 0)
     assert predicted is not None
-    assert 0.19 <= predicted <= 0.41  # linear in tokens, or in pairs: it cannot know
+    assert 0.19 <= predicted <= 0.41  # linear in tokens, or in pairs: the data do not show which
 
 
 def test_no_coefficient_is_negative_whatever_the_noise() -> None:

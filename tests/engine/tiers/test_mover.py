@@ -325,7 +325,7 @@ def test_repr_shows_the_counts(mover: ThreadMover, copier: GatedCopier) -> None:
 
 @pytest.mark.parametrize("operations", [300, pytest.param(30_000, marks=pytest.mark.long)])
 def test_real_copies_move_exactly_what_was_asked_for(operations: int) -> None:
-    """Random writes and loads over a real pool and arena, each checked when it says that it is complete."""
+    """Random writes and loads over a real pool and arena, each checked when it is reported as complete."""
     pools = Pools(PoolKind("mha", 1, LAYERS), 256, block=4, rows=1, context=8)
     geometry = pools.geometry()
     rnd = random.Random(7)

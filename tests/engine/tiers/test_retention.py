@@ -85,7 +85,7 @@ class Model:
             self.hints[id] = Told(text, priority, until, self.number)
 
     def strength(self, prefix: str) -> tuple[float, ...] | None:
-        """Of the strongest hint that names a block."""
+        """The strength of the strongest hint that names a block."""
         naming = [
             (told.priority, told.until, told.number)
             for told in self.hints.values()
@@ -135,7 +135,7 @@ def _evict(rnd: random.Random, tree: RadixTree, retention: Retention, model: Mod
     gone = tree.evict(HBM, wanted, spare=retention)
     freed = sum(evicted.blocks for evicted in gone)
     after = letters(tree, HBM)
-    assert not [text for text in before - after if model.strength(text)], "what is announced stays"
+    assert not [text for text in before - after if model.strength(text)], "announced blocks stay"
     if freed < wanted:
         # Ends of prefixes only: each unannounced block that is left is continued by an announced one.
         assert all(

@@ -250,7 +250,7 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> No
         assert wanted == [5 * sign]
 
 
-# -- what keeps an idle scheduler awake -------------------------------------------------------------
+# -- reasons to keep an idle scheduler awake --------------------------------------------------------
 
 
 def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> None:

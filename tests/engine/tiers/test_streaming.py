@@ -171,7 +171,7 @@ def test_a_damaged_layer_on_the_straight_way_runs_the_batch_again(layer: int) ->
 
 
 class Breaks(WrappedTier):
-    """From some layer on, reading raises what no tier may raise."""
+    """From some layer on, reads raise an error that no tier may raise."""
 
     def __init__(self, inner: BlockTier, layer: int) -> None:
         super().__init__(inner)

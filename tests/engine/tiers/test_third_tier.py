@@ -1,6 +1,6 @@
-"""A tier more, registered here and known nowhere else: a second disk below the first, in another directory.
+"""Another tier, registered only here: a second disk below the first, in another directory.
 
-Nothing of router, cost model, events or metrics knows it but by the list of tiers.
+Router, cost model, events and metrics have it from the list of tiers alone.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def test_a_slow_tier_does_not_make_a_fast_one_look_slow() -> None:
 
 
 async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[], Rank]) -> None:
-    """Over real events: of a server that has begun anew, and of a disk that loses its blocks after that."""
+    """Over real events: after a server's restart, and after the loss of its disk's blocks."""
     before = make_rank()
     before.serve(PROMPT)
     written(before)
@@ -279,7 +279,7 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
             assert answer.status == 200
         read = functools.partial(_read, client)
         told = await read(f"{router.url}/explain/r")
-        # So short a prompt is computed as soon as loaded: either may have it, at what computing takes.
+        # Computing so short a prompt takes no longer than loading it: either server may get it, at that cost.
         scores = told["routing"][0]["scores"]
         assert scores[holder.url] >= scores[other.url]
         assert told["routing"][0]["holders"][holder.url] == {
