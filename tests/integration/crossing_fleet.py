@@ -176,8 +176,8 @@ class Front:
 
 @asynccontextmanager
 async def front_of(fleet: Fleet, policy: str, *, isolated: bool = True) -> AsyncIterator[Front]:
-    """A router that chooses by this policy, when it knows all servers. Of tenants that are not isolated, each
-    finds the other's KV."""
+    """A router with this policy, once it has all servers. Tenants that are not isolated find each other's
+    KV."""
     config = RouterConfig(
         port=fleet.port,
         policy=policy,
@@ -199,8 +199,8 @@ async def front_of(fleet: Fleet, policy: str, *, isolated: bool = True) -> Async
         ]
         urls = [server.url for server in fleet.servers.values()]
         await until(lambda: len(router.fleet.usable()) == len(urls), SECONDS, "all servers at the router")
-        await until(lambda: all(map(router.trees.trusted, urls)), SECONDS, "what they hold")
-        # Before that prompts are known by their text, and copied ahead of no move.
+        await until(lambda: all(map(router.trees.trusted, urls)), SECONDS, "their blocks")
+        # Before that prompts are matched by their text, and copied ahead of no move.
         await until(lambda: router.tokenizers.trust == EVERYTHING, SECONDS, "the router's tokenizer")
         yield Front(router, clients[:TENANTS], clients[-1])
         router.check()

@@ -44,7 +44,7 @@ from tests.support.programmes import (
 from tests.support.servers.server import ServerProcess
 
 MOVED_TOKENS = 96
-"""Of answers that move. Decode servers hold them at their first tokens until one has moved."""
+"""Tokens of answers that move. Decode servers hold them at their first tokens until one has moved."""
 FILLING, FILL_TOKENS = 3, 1100
 """Prompts for each server, and their length: together more than its HBM or its DRAM holds."""
 ATOL = 1e-4
@@ -137,7 +137,7 @@ def assert_same_tokens(expected: Answer, got: Sequence[int]) -> None:
 class Played:
     """The outcome of a programme.
 
-    cached: of the turns asked for log probabilities, how many tokens were found cached.
+    cached: for the turns asked for log probabilities, the number of cached tokens.
     did: how often fleet and router used each crossed mechanism.
     """
 
@@ -172,7 +172,7 @@ class Player:
         self._on_drain = on_drain
         self._may_be_cached = MayBeCached()
         self._most: dict[Turn, int] = {}
-        """Of the turns that are asked now, how many tokens may be cached."""
+        """The most tokens that may be cached, of the turns that are asked now."""
         self._played = Played()
 
     async def play(
@@ -184,7 +184,7 @@ class Player:
         before: is called before each step.
 
         Raises:
-            Differs, NotItsOwn: says the seed and the step.
+            Differs, NotItsOwn: names the seed and the step.
             AssertionError: something else is wrong.
         """
         await self._reset()
@@ -346,7 +346,7 @@ class Player:
         await self._all_usable()
 
     def _moves(self) -> int:
-        """Of requests, so far: those that have moved, and those that cannot."""
+        """The number of requests so far that have moved, or cannot move."""
         counted = self._front.counted()
         return counted["moves moved"] + counted["moves stuck"]
 

@@ -27,7 +27,7 @@ OPERATORS = (
 TOKENS = 2
 """Generated for each request."""
 SECONDS = 120.0
-"""Of one answer, on a busy machine."""
+"""Longest time for one answer, on a busy machine."""
 EDGES = (
     *(-(2**63) - 1, -(2**63), -(2**31) - 1, -(2**31), -1, 0, 1),
     *(2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64),

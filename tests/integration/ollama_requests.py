@@ -25,7 +25,7 @@ OF_THE_TIME = {"created_at", "total_duration", "modified_at"}
 
 
 def settled(answer: Any, left_out: set[str] = OF_THE_TIME) -> Any:
-    """An answer without what differs between two equal requests."""
+    """An answer without the fields that differ between two equal requests."""
     if isinstance(answer, list):
         return [settled(each, left_out) for each in answer]
     if isinstance(answer, dict):
@@ -34,7 +34,7 @@ def settled(answer: Any, left_out: set[str] = OF_THE_TIME) -> Any:
 
 
 async def ask(client: aiohttp.ClientSession, url: str, body: Json | None = None) -> tuple[Any, str]:
-    """(answer, type of content): of a stream all its lines."""
+    """(answer, type of content): for a stream, all its lines."""
     async with client.request("GET" if body is None else "POST", url, json=body) as answer:
         assert answer.status == 200, await answer.text()
         kind = answer.headers["content-type"].partition(";")[0]

@@ -154,8 +154,8 @@ def conversations_are_answered_alike(
 
 
 def one_side_is_updated_first(pd: PdServers, truth: ServerProcess | Outside, folder: Path) -> None:
-    """Weights that differ in one layer end requests, and both servers say why; when both have them they
-    answer again, and the answers of the first weights are back with these.
+    """Weights that differ in one layer end requests, and both servers report the reason; when both have them
+    they answer again, and the answers of the first weights are back with these.
     """
     prompt = prompt_of(70, 150)
     expected = truth.generate(prompt, max_new_tokens=ANSWER_TOKENS)
@@ -259,7 +259,7 @@ def assert_alike(expected: Any, got: Any, atol: float = 2e-3) -> None:
 
 
 def ask_both(pd: PdServers, body: dict[str, Any], seconds: float = 120) -> tuple[Any, Any]:
-    """The answers of prefill and decode to a body of ``/generate``; of a stream its last event."""
+    """The answers of prefill and decode to a body of ``/generate``; for a stream, its last event."""
     body = {**body, **pd.pair()}
     servers = (pd.prefill[0].server, pd.decode[0])
     sent = [

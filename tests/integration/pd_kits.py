@@ -80,7 +80,7 @@ def radix(router: str, size: int) -> None:
 
 
 def stand_in_for_datasets() -> None:
-    """The kits import all data sets that SGLang knows, one of which needs a package that no kit here uses."""
+    """The kits import all data sets of SGLang, one of which needs a package that no kit here uses."""
     if find_spec("datasets") is None:
         module = ModuleType("datasets")
         module.load_dataset = None  # type: ignore[attr-defined]

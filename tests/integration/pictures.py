@@ -12,7 +12,7 @@ from sglang_ext.testing.tokenizer import VISION_TOKENS, VOCAB_SIZE, emitted_ids
 
 MODEL = "tiny-vl"
 TOKEN_BYTES = 4 * 2 * 4 * 32 * 4
-"""Of KV: four layers of keys and values, four heads of 32 float32 numbers."""
+"""Bytes of a token's KV: four layers of keys and values, four heads of 32 float32 numbers."""
 START, END, IMAGE = (
     VOCAB_SIZE + VISION_TOKENS.index(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad")
 )

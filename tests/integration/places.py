@@ -29,7 +29,7 @@ from tests.support.servers.server import ServerProcess, ServerSpec
 
 API_KEY = "the-key-of-clients"
 CLOCKS_OFF_S = (90.0, -90.0)
-"""Of the servers' hosts in turn: the time of day decides nothing."""
+"""Deviations of the clocks of the servers' hosts, in turn: the time of day decides nothing."""
 CLUSTER_KEY = "the-key-of-a-test-0123456789-abcdefghijklmnop"
 ROUTER = "router"
 DATA = "kv"
@@ -48,7 +48,7 @@ class Place:
     fetches_by: frozenset[str] = frozenset({"shm"})
     """How a server reads another's DRAM: on one host they map it."""
     address: str = LOOPBACK
-    """Of the router."""
+    """The router's address."""
     flags: tuple[str, ...] = ()
     """Flags of servers beside `--kv-router`."""
     router_options: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class LabPlace(Place):
 
 
 KINDS = ("here", pytest.param("lab", marks=pytest.mark.long))
-"""Parameters of a fixture that yields what `place_of` does."""
+"""Parameters of a fixture that yields the result of `place_of`."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from tests.support.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 KEPT = (*FLAGS, "--enable-response-store")
-"""Of servers that keep responses, which none can that only prefills or decodes."""
+"""Flags of servers that keep responses; servers that only prefill or only decode cannot."""
 SPECS = (ServerSpec(flags=KEPT), ServerSpec(flags=(*KEPT, "--random-seed", "7")))
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,6 +1,6 @@
 """Greedy continuations by transformers, in float32: ``transformers_oracle.py TOKENS MODEL... < prompts``.
 
-A script of its own, so that what transformers starts and writes ends with it.
+A script of its own, so that threads and files of transformers end with it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def in_archive(server: ServerProcess, metric: str, label: str = "") -> float:
 
 
 def test_kv_comes_back_from_a_tier_that_was_only_registered(tmp_path: Path) -> None:
-    """After a restart without the disk: the same answer; its twin, damaged unnoticeably, is another one."""
+    """After a restart without the disk: the same answer; its twin, with forged checksums, another."""
     disk, archive = tmp_path / "disk", tmp_path / "archive"
     spec = ServerSpec(
         run=(str(Path(__file__).parents[1].joinpath("servers", "archive_server.py")),),

@@ -132,7 +132,7 @@ def test_what_cannot_be_served_is_refused_by_name(model: str, flags: tuple[str, 
     ("policy", "kept"), [("eviction:least_frequently_used", True), ("lru", False)], ids=["own", "twin"]
 )
 def test_a_server_evicts_by_a_function_of_ones_own(policy: str, kept: bool) -> None:
-    """Of two prompts, one was used often and the other lately; a third takes the room of one of them."""
+    """One of two prompts was used often and the other lately; a third takes the room of one of them."""
     flags = ("--radix-cache-backend", "global", "--kv-check", "--kv-eviction-policy", policy)
     spec = ServerSpec(
         flags=(*flags, "--max-total-tokens", str(POOL_TOKENS)),

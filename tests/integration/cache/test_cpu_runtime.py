@@ -1,6 +1,6 @@
-"""The CPU runtime with SGLang's own cache: it computes what transformers computes, in pages and with MLA.
+"""The CPU runtime with SGLang's own cache: it computes the same as transformers, in pages and with MLA.
 
-The oracle knows nothing of SGLang: transformers' greedy generation over the whole prompt, without a cache
+The oracle is independent of SGLang: transformers' greedy generation over the whole prompt, without a cache
 between requests. Without `--long` it is one model and one page size; `test_model_reference.py` has MLA.
 """
 

@@ -73,7 +73,7 @@ def cold(folder: Path, prompts: list[list[int]]) -> list[Answer]:
         (scheduler,) = server.processes("sglang::scheduler")
         os.kill(scheduler, signal.SIGKILL)
     damage_last_layer(runs(folder) - sound, spoil_values, forge=True)
-    # The index knows the headers too; a new one, made from the segments, does not.
+    # The index has checksums of the headers too; a new one, made from the segments, has the forged ones.
     (rank,) = folder.iterdir()
     shutil.rmtree(rank / INDEX_DIRECTORY)
     assert repair_directory(rank).blocks >= 6 * 20

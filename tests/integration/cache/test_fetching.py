@@ -95,7 +95,7 @@ class Pair:
             list(each.map(lambda name: self.servers[name].start(), names))
 
     def disk(self, name: str) -> Path:
-        """Of the servers with this name."""
+        """The disk folder of the servers with this name."""
         return self._folder / name / "kv"
 
     def other(self, server: ServerProcess) -> ServerProcess:
@@ -104,7 +104,7 @@ class Pair:
         return other
 
     def end(self, server: ServerProcess) -> None:
-        """One was killed; the next test that asks for both has another one."""
+        """One was killed; the next test with both starts another one."""
         server.stop()
 
     def complete(self) -> None:
@@ -220,7 +220,7 @@ async def busy(client: aiohttp.ClientSession, router: Router, pair: Pair) -> Asy
 async def said_at(
     client: aiohttp.ClientSession, router: Router, server: ServerProcess, prompt: list[int]
 ) -> None:
-    """A prompt's KV is at a server, and the router knows."""
+    """A prompt's KV is at a server, and in the router's index."""
     await generate(client, server.url, prompt)
     await until(lambda: held(router, server, prompt).tokens >= TOKENS, 30, "the index")
 
@@ -239,7 +239,7 @@ async def fetched(
     rng: random.Random,
     said: Callable[[list[int]], Awaitable[None]],
 ) -> tuple[list[int], Answer, Any]:
-    """A prompt that is ``said`` at its owner, and then fetched for; its answer, and the headers of that."""
+    """A prompt that is ``said`` at its owner, and then fetched; returns the answer and headers."""
     prompt = random_prompt(rng, TOKENS + 3)
     await said(prompt)
     answer, headers = await generate(client, router.url, prompt)
@@ -254,7 +254,7 @@ async def test_a_server_that_fetches_listens_on_three_ports(pair: Pair, port: in
             for server in pair.servers.values()
             for pid in server.processes("sglang::scheduler")
         ]
-    # Of the agent, the endpoint and its TCP transport; contexts of SGLang, the agent and the endpoint.
+    # Ports of the agent, the endpoint and its TCP transport; contexts of SGLang, the agent and the endpoint.
     assert found == [(3, 3), (3, 3)]
 
 
@@ -286,7 +286,7 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
             wait_until,
             lambda: counted(reader, "fetched_blocks") >= TOKENS // BLOCK,
             seconds=30,
-            what="the count of what came",
+            what="the count of fetched tokens",
         )
         await asyncio.to_thread(
             reader.wait_for_pool_calls, Counter(), "match", "alloc_mem", "transfer_with_insert", "swap_in"
@@ -461,7 +461,7 @@ async def test_one_damaged_byte_of_a_layer_is_another_answer(pair, port, client,
                 seconds=30,
                 what="DRAM",
             )
-            # Of the values up to there, one whose exponent's highest bit is not set yet.
+            # The last value up to there whose exponent's highest bit is not set yet.
             end = last // 4 * 4 + 4
             values = snapshot(arenas[helper.url])[end - 256 : end].view(np.float32)
             small = int(np.flatnonzero(np.abs(values) < 1)[-1])
@@ -500,7 +500,7 @@ async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng
             await crowd.aclose()
             crowd = following
             said = said + answer.tokens
-            before = (len(said) - 1) // BLOCK * BLOCK  # of the last token there is no KV
+            before = (len(said) - 1) // BLOCK * BLOCK  # the last token has no KV
             said = said + random_prompt(rng, 40)
             told = await advise(client, router, session="s")
             assert told["instance"] not in places[-1:]
@@ -557,7 +557,7 @@ async def test_what_a_restarted_server_has_on_disk_another_fetches(pair, port, c
     signal_to(owner, signal.SIGKILL)
     await asyncio.to_thread(pair.end, owner)
     damage_last_layer(written[2], spoil_values, forge=True)
-    # The index knows the headers too; a new one, made from the segments, does not.
+    # The index has checksums of the headers too; a new one, made from the segments, has the forged ones.
     (rank,) = pair.disk(name).iterdir()
     shutil.rmtree(rank / INDEX_DIRECTORY)
     assert repair_directory(rank).blocks >= 3 * TOKENS // BLOCK
@@ -578,7 +578,7 @@ async def test_what_a_restarted_server_has_on_disk_another_fetches(pair, port, c
         read = [[(s["from"], s["tier"], s["end"], s["moved_tokens"]) for s in plan[:-1]] for plan in plans]
         assert read[0] == read[2] == [(owner.url, "disk", "done", TOKENS)]
         assert all(plan[0]["loading_s"] > 0 for plan in plans)
-        # Of the damaged one nothing was exported: all of its blocks are damaged.
+        # All blocks of the damaged prompt are damaged, so none was exported.
         assert read[1] == [(owner.url, "disk", "needless", 0)]
         assert [answer.cached_tokens for answer in answers] == [TOKENS, 0, TOKENS]
         assert_same(expected[0], answers[0])
@@ -589,7 +589,7 @@ async def test_what_a_restarted_server_has_on_disk_another_fetches(pair, port, c
             wait_until,
             lambda: counted(owner, "from_disk") == 2 * TOKENS // BLOCK,
             seconds=30,
-            what="the count of what came from disk",
+            what="the count of tokens from disk",
         )
         await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=40, what="the lease")
     for server in pair.servers.values():

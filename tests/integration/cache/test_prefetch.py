@@ -1,4 +1,4 @@
-"""A prompt is brought to HBM before its request comes, on a real server; and what answers say of loads."""
+"""A prompt is brought to HBM before its request comes, on a real server; and answers report loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 16
 BLOCKS = 20
 TOKENS = BLOCK * BLOCKS
 TOKEN_BYTES, LAYERS = 4096, 4
-"""Of the model `tiny`."""
+"""Sizes of the model `tiny`."""
 REGION = "layer_region_block_layers_total"
 
 

@@ -160,7 +160,7 @@ def truth_of(truth: ServerProcess, prompt: list[int], answer: int) -> list[int]:
 def test_a_low_priority_gives_way_and_its_answer_stays_what_it_was(
     server: ServerProcess, truth: ServerProcess, folder: Path, prompts: Callable[[int], list[int]]
 ) -> None:
-    """No place is free: of two long answers one stops, and goes on behind the token sent last."""
+    """No place is free: one of two long answers stops, and goes on behind the token sent last."""
     texts = [prompts(70), prompts(100), prompts(50)]
     before = found(server)
     with disturbed(folder, "slow", str(SLOW)):

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.integration
 
 BLOCK = 16
 TOKENS = 40 * BLOCK
-"""Of a conversation's first turn; with the answer to it no further block is full."""
+"""Tokens of a conversation's first turn; with the answer to it no further block is full."""
 BLOCK_BYTES = 16 * 4 * 2 * 4 * 32 * 4
 NS = ("tokens", None, None, None)
 GATED = str(Path(__file__).parents[1].joinpath("servers", "gated_fetching_server.py"))
@@ -150,7 +150,7 @@ class Rig:
         """A conversation that the small server has evicted, and the idle one keeps."""
         prompt = await self.conversation(self.small, "first")
         await self.fill()
-        await until(lambda: self.kept(prompt), 30, "what was about to go to be kept")
+        await until(lambda: self.kept(prompt), 30, "the evicted KV to be kept")
         for number in range(20):
             if not self.held(self.small, prompt).tokens:
                 return prompt
@@ -183,7 +183,7 @@ async def routing(pair: Pair, port: int, client: aiohttp.ClientSession, **flags:
         urls = [server.url for server in pair.servers.values()]
         await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
         await until(lambda: len(router.fleet.usable()) == 2, 30, "both servers")
-        await until(lambda: router.spilling.is_on, 30, "what they may keep")
+        await until(lambda: router.spilling.is_on, 30, "their idle room")
         router.fetching.least_wait_s = 8.0
         router.agents.verdict_s = 20.0
         yield Rig(router, pair, client)
@@ -220,7 +220,7 @@ async def test_one_damaged_byte_of_what_is_kept_is_another_answer(pair, port, cl
         before = snapshot(arena)
         prompt = await rig.conversation(rig.small, "first")
         await rig.fill()
-        await until(lambda: rig.kept(prompt), 30, "what was about to go to be kept")
+        await until(lambda: rig.kept(prompt), 30, "the evicted KV to be kept")
         # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's highest.
         last = await asyncio.to_thread(
             wait_until, lambda: last_change(arena, before), seconds=30, what="DRAM"
@@ -252,7 +252,7 @@ async def test_a_tenant_at_its_budget_has_nothing_more_kept(pair, port, client) 
         kept = counted(rig.idle, "kept")
         prompt = await rig.spilled()
         await rig.fill()
-        await until(lambda: rig.router.spilling.taken()[""] == 40, 30, "what is under way")
+        await until(lambda: rig.router.spilling.taken()[""] == 40, 30, "the copies under way")
         for _ in range(60):
             if await rig.metric('sglang_ext_router_spills_total{how="tenant-budget"}'):
                 break
@@ -269,7 +269,7 @@ async def test_its_own_needs_push_it_out_first(pair, port, client) -> None:
         prompt = await rig.spilled()
         given_up = counted(rig.idle, "given_up")
         own += [await rig.conversation(rig.idle, None) for _ in range(6)]  # all of its 400 blocks
-        await until(lambda: not rig.held(rig.idle, prompt).tokens, 30, "what is kept to go")
+        await until(lambda: not rig.held(rig.idle, prompt).tokens, 30, "the kept KV to go")
         await seen(rig.idle, "given_up", given_up + 40)
         assert all(rig.held(rig.idle, each).tokens >= TOKENS for each in own[1:])
         answer, _ = await rig.turn(rig.small, prompt, "first")
@@ -295,7 +295,7 @@ async def test_one_that_dies_while_it_reads_costs_nothing(pair, port, client) ->
         assert_same(await cold(client, rig.small, prompt), answer)
         await until(lambda: not rig.router.spilling.taken(), 40, "the router to see that it is gone")
         await asyncio.to_thread(
-            wait_until, lambda: given_back(rig.small), seconds=30, what="what was exported to it"
+            wait_until, lambda: given_back(rig.small), seconds=30, what="the end of its export"
         )
 
 

@@ -33,13 +33,13 @@ PROMPT = [5, 6, 7, 8] * 12
 NAMES = ("rid", "extra_key", "cache_salt")
 """Fields by which a scheduler keeps something."""
 NAME_CHARACTERS = 512
-"""Of a name that a router lets through."""
+"""Length of a name that a router lets through."""
 FILLS = 45
-"""So many names fill all tiers, which have 128 blocks together."""
+"""The number of names that fill all tiers, which have 128 blocks together."""
 NAMES_SENT, MOST_MORE = 60, 45
 """A table that keeps each name grows by more. Tiers that make room grow and shrink by some blocks."""
 GROWTH = 96 * MIB
-"""Of a scheduler, by its allocator and what SGLang caches. A table of all strings below would be larger."""
+"""Growth of a scheduler by allocator and SGLang's caches. A table of all strings below would be larger."""
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT: dict[str, Any] = {"model": "m", "messages": MESSAGES, "max_tokens": 1, "temperature": 0}
 FUNCTION = {"name": "f", "description": "x", "parameters": {"type": "object"}}
@@ -94,7 +94,7 @@ class Counted:
     server: ServerProcess
     folder: Path
     numbers: Iterator[int]
-    """Of names, none of which comes twice."""
+    """Numbers of names, each used once."""
 
     @property
     def resident(self) -> int:

@@ -46,7 +46,7 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
         (256, 32_000, "one"): 1,  # logits
     }
     parts = operators.parts(Batch.of(512, 0))
-    # How large each is depends on what else this machine does meanwhile.
+    # The size of each depends on the machine's other work meanwhile.
     assert all(seconds >= 0 for seconds in parts.values())
     assert parts["linear"] > 0
     model = CostModel(profile)
@@ -58,7 +58,7 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
 
 
 def _scale(server: ServerProcess, profile: Profile, path: Path, capsys) -> None:
-    """The constants of this server's parallelism, kept in a profile that says it is of another."""
+    """The constants of this server's parallelism, kept in a profile that is labelled with another."""
     scale = [
         "--url",
         server.url,

@@ -71,7 +71,7 @@ NAMELESS = 123_456
 """A user id that the password database does not have."""
 AS_NAMELESS = (
     *("setpriv", f"--reuid={NAMELESS}", f"--regid={NAMELESS}", "--clear-groups"),
-    # It may read what only root can, as Python and its packages may lie there, and write nothing of it.
+    # It may read files that only root can, as Python and its packages may lie there, and write none.
     *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
 )
 PROXY = Machine({"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"})
@@ -233,7 +233,7 @@ def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where:
 
 
 def registers(url: str) -> int:
-    """The status for a stranger who registers an instance."""
+    """The status that a stranger gets for registering an instance."""
     body = {"url": "http://127.0.0.1:1", "instance": "false", "epoch": "0" * 32, "agent": "tcp://127.0.0.1:2"}
     request = urllib.request.Request(
         f"{url}/cluster/instances", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -280,7 +280,7 @@ def status_of(url: str) -> int:
 
 
 def addresses(cluster: RunningCluster, routers: int = 0) -> dict[str, str]:
-    """The URLs of routers and servers, as the cluster says when it is ready."""
+    """The URLs of routers and servers, as the cluster prints them when it is ready."""
     url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
     found = {"router": url}
     for _ in range(2 + routers):
@@ -301,8 +301,8 @@ def prompt(number: int) -> dict[str, Any]:
 
 
 def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> None:
-    """Ready means ready: the first requests of a restarted cluster go to the servers that have their KV. Of
-    two routers one dies, and in the end a scheduler."""
+    """Ready means ready: the first requests of a restarted cluster go to the servers that have their KV. One
+    of two routers dies, and in the end a scheduler."""
     kv = ("--kv-load-policy", "always")
     two = ("--colocated", "2", "--routers", "2", "--restart", "1")
     with closing(RunningCluster(folder, *two, flags=kv)) as cluster:
@@ -397,7 +397,7 @@ def test_a_cluster_starts_on_a_machine_that_is_unusual_in_every_way(folder: Path
 
 
 def a_hint_is_known_to_both_routers(where: dict[str, str]) -> None:
-    """One takes it, the other sends its request where it said, and tells what became of it."""
+    """One router takes the hint; the other sends its request to that server, and reports the outcome."""
     hint = {"input_ids": prompt(0)["input_ids"], "session": "told to one"}
     told = json_of(f"{where['router-0']}/v1/advisory", hint)
     at_the_other = f"{where['router-1']}/v1/advisory/{told['id']}"

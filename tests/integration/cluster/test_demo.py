@@ -1,7 +1,7 @@
 """`make demo`: the report is complete, both tiers were used, KV came back to prefill.
 
-Of the long form. Its short twins: test_cluster starts such a cluster, test_same_answer compares the answers
-from all tiers, test_pd has the KV that comes back, and tests/demo the report.
+It belongs to the long form. Its short twins: test_cluster starts such a cluster, test_same_answer compares
+the answers from all tiers, test_pd has the KV that comes back, and tests/demo the report.
 """
 
 from __future__ import annotations

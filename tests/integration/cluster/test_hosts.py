@@ -188,7 +188,7 @@ def test_hosts_serve_one_cluster(
 
 @pytest.mark.parametrize("family", [4])
 def test_a_server_on_loopback_ends_with_the_way_out(lab: Lab, key_file: Path) -> None:
-    """SGLang's default host, and a router on another one."""
+    """SGLang's default host, with the router on another machine."""
     command = [
         *(sys.executable, "-m", "sglang_ext.launch_server"),
         *("--model-path", str(model_path("tiny", "float32")), *COLOCATED),

@@ -46,9 +46,9 @@ SERVERS = (PREFILL, DECODE, COLOCATED)
 PAIRS = (*itertools.combinations((ROUTER, *SERVERS), 2), (ROUTER, REDIS))
 PASSWORD = "the-password-of-redis"
 SLOW_S, LOSS = 0.02, 0.005
-"""Of each packet: between towns, over a link that is not the best."""
+"""Delay and loss of each packet: between towns, over a link that is not the best."""
 HARMLESS_S = 3.0
-"""As long as a switch may take to fail over."""
+"""A switch may take as long to fail over."""
 AT_ONCE_S = 5.0
 """After which the index is the truth again; a second, where the machine is not busy."""
 MOST_S = 60.0
@@ -135,7 +135,7 @@ async def routing(fleet: Fleet) -> AsyncIterator[Router]:
 async def all_serve(router: Router, fleet: Fleet) -> None:
     urls = [server.url for server in fleet.servers.values()]
     await until(lambda: len(router.fleet.usable()) == len(urls), 60, f"all servers at {router.fleet!r}")
-    await until(lambda: all(map(router.trees.trusted, urls)), 60, "what they hold")
+    await until(lambda: all(map(router.trees.trusted, urls)), 60, "their blocks")
 
 
 @dataclass
@@ -303,8 +303,8 @@ async def test_who_stands_still_in_a_hand_over_on_a_slow_link_costs_no_wrong_ans
 async def test_a_router_that_is_cut_off_ends_nothing_between_servers(
     fleet: Fleet, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """It takes prefill for dead and says so to decode, which hears prefill and reads on. The request comes
-    from another host.
+    """The router takes prefill for dead and reports that to decode, which gets prefill's heartbeats and reads
+    on. The request comes from another host.
     """
     async with routing(fleet) as router:
         prompt = random_prompt(rng, 200)

@@ -142,7 +142,7 @@ def test_hosts_that_share_nothing_and_one_of_them_is_lost(
         again = asked(f"http://{nodes.host(3 - number)}:{PORT}")
         assert again["output_ids"] == cold["output_ids"]
         assert again["meta_info"]["cached_tokens"] == 0, "its disk was on the host that is gone"
-        (command,) = psutil.Process(cluster.process.pid).children()  # of nsenter, which ends as it does
+        (command,) = psutil.Process(cluster.process.pid).children()  # nsenter's, which ends with its status
         command.send_signal(signal.SIGINT)
         assert cluster.process.wait(END_S) == 0
         left = lab[names[3 - number]].run("ps", "-e", "-o", "args", "--no-headers")

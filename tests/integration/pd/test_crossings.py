@@ -61,7 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> It
 
 @pytest.fixture(autouse=True)
 def log_of_moves(caplog: pytest.LogCaptureFixture) -> None:
-    """A test that fails shows what became of each move."""
+    """A test that fails shows the outcome of each move."""
     caplog.set_level(logging.INFO, "router.moving")
 
 
@@ -136,7 +136,7 @@ async def test_one_damaged_byte_is_another_answer_or_is_noticed(fleet: Fleet, tr
 
 
 async def handed_over_damaged(programme: Programme, fleet: Fleet, front: Front, stock: ServerProcess) -> None:
-    """One bit of what decode reads is another: where the request moves, of that only."""
+    """One bit of the bytes that decode reads is flipped; with moves, only of the moving request."""
     expected = await asyncio.to_thread(stock_answers, programme, stock, fleet.models)
     (step,) = programme.steps
     assert isinstance(step, Ask)

@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 TOKENS, MANY_TOKENS = 96, 192
-"""Of an answer; many where it has to last for as long as a command takes."""
+"""Tokens of an answer; the larger number where it has to last for as long as a command takes."""
 RUNS_S, STANDS_S = 0.01, 0.03
 """Seconds for which a scheduler that is made slow runs and stands still, in turns."""
 DRAM = ("--kv-dram-size", "64MiB", "--enable-metrics")
@@ -143,7 +143,7 @@ async def router(fleet: Fleet) -> AsyncIterator[Router]:
     )
     async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
-        # Before that prompts are known by their text, and copied ahead of no move.
+        # Before that prompts are matched by their text, and copied ahead of no move.
         await until(lambda: router.tokenizers.trust == EVERYTHING, seconds=60)
         yield router
         router.check()
@@ -186,7 +186,7 @@ class Heard:
     names: set[str] = field(default_factory=set)
     error: str = ""
     stages: StageTimes | None = None
-    """As its answer tells, in /generate."""
+    """As its answer reports them, in /generate."""
     seconds: float = 0.0
 
     @property
@@ -371,12 +371,12 @@ FORGED: list[Any] = [
 
 
 SHARE = 5
-"""Of the forgeries, a server gets every fifth in the short form: in every form of a request, and each server
+"""In the short form, a server gets every fifth of the forgeries: in every form of a request, and each server
 other ones."""
 
 
 def forgeries() -> Iterator[tuple[str, Json]]:
-    """Requests that say that others had begun them."""
+    """Requests that claim to continue another client's request."""
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 77}
     few = {"temperature": 0, "max_new_tokens": 2}
     for value in FORGED:
@@ -535,7 +535,7 @@ async def test_kv_that_was_kept_answers_alike_in_the_other_role(
         pytest.skip("its servers do not change their roles")
     servers = {name: router.members.member(name).url for name in ("p", "b")}
     prefills, decodes = "x-kv-prefill-instance", "x-kv-instance"
-    # In its old role and then in its new one, the header that names it, and who else is in that role.
+    # In its old role and then in its new one: the header that names it, and the other server of that role.
     was = {"b": (decodes, "a"), "p": (prefills, "b")}
     wanted = {"b": ("prefill", (prefills, "p")), "p": ("decode", (decodes, "a"))}
     rng = random.Random(f"kept {damaged}")
@@ -628,7 +628,7 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
         await found_by_what_it_had(router, changed.url, [decoded_by[changed.url]])
         # The load is another now, and the controller may be about to change them back.
         await until(lambda: all(member.changing is None for member in router.members.roster), seconds=60)
-    # As the other tests know them.
+    # Restore the roles that the other tests expect.
     config = RouterConfig(port=fleet.port, health_check_timeout_secs=5.0, **fleet.place.router_options)
     async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)

@@ -231,7 +231,7 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
         wait_until(at.exists, seconds=30, what=step)
         server.post("/abort_request", {"rid": rid})
         if step == "joining" and not pulls(rig):
-            # Decode has not met prefill yet; a router tells both.
+            # Decode has not met prefill yet; a router aborts on both.
             rig.pd.prefill[0].server.post("/abort_request", {"rid": rid})
         # Held up at the end of its read, decode has all: that message may reach prefill before the abort.
         over = (side, step) == ("decode", "reading")
@@ -321,7 +321,7 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     prefill_calls, decode_calls = calls
     if caching in "23":  # received, and put into its index
         decode.wait_for_pool_calls(decode_calls, "match", "transfer", "transfer_with_insert", "insert")
-    if caching == "3":  # set aside for what returns, and put into its index
+    if caching == "3":  # set aside for the return, and put into its index
         rig.pd.servers[0].wait_for_pool_calls(prefill_calls, "match", "alloc_mem", "transfer_with_insert")
         decode.wait_for_pool_calls(decode_calls, "transfer_with_insert@peer")
     if not pulls(rig):  # decode's pages are granted to prefill
@@ -401,7 +401,7 @@ def test_what_two_requests_bring_at_once_is_kept_once(rig: Rig) -> None:
 
 
 async def test_what_is_unknown_is_refused_by_name(rig: Rig) -> None:
-    """MemServe, table 1: requests, leases and blocks that the instance knows nothing of; it serves on."""
+    """MemServe, table 1: requests, leases and blocks that are unknown to the instance; it serves on."""
     prefill = f"127.0.0.1:{rig.pd.prefill[0].bootstrap_port}"
     memory = Pool("a stranger's", Shape(), shared=False)
     try:
@@ -440,7 +440,7 @@ NOT_GRANTED = "accepts no transfers|no such pages were set aside|the grant is ov
 async def stranger(
     memory: Pool, namespace: str
 ) -> AsyncIterator[tuple[Endpoint, Callable[[str], Awaitable[list[str]]]]]:
-    """An endpoint that speaks as servers do, and what looks up a prefill server's ranks."""
+    """An endpoint that speaks as servers do, and a function that looks up a prefill server's ranks."""
     me = await Endpoint.start(EndpointConfig("stranger", namespace), [memory.spec], messages=MESSAGES)
 
     async def ranks(bootstrap: str) -> list[str]:
@@ -481,7 +481,7 @@ def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
 async def test_a_decode_server_that_starts_with_another_fine_tune_is_refused(
     rig: Rig, client: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """By both servers, by name, and a client of a router hears why; the other pair serves on."""
+    """By both servers, by name, and a router's client gets the reason; the other pair serves on."""
     first, prompt = rig.pd.decode[0], prompt_of(71, 150)
     # By a name of its own the router would not take it.
     named = ("--served-model-name", str(model_path("tiny")))
@@ -567,7 +567,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_one_server(rig: Rig, strea
         _, answer = ask_both(rig.pd, {**body, "stream": stream})
         assert_alike(expected, logprobs_of(answer))
         if asked == LOGPROBS[0]:
-            # The twin: one bit of what travels.
+            # The twin: one bit of the transferred values.
             with fault(rig.decode_faults[0], "damage-logprobs"):
                 _, damaged = ask_both(rig.pd, {**body, "stream": stream})
             with pytest.raises(AssertionError):

@@ -104,7 +104,7 @@ def events_of(server: ServerProcess, event: str) -> float:
 
 
 def test_prefill_streams_its_disk_into_the_forward_pass(disks: Disks) -> None:
-    """And decode, which tells the end, tells it when its own disk has the answer."""
+    """And decode, which sends the end, sends it when its own disk has the answer."""
     prompt = prompt_of(81, BLOCKS * BLOCK + 4)
     with fault(disks.faults["decode"], "full"):
         disks.to_disk_only(prompt, 1)
@@ -120,7 +120,7 @@ def test_prefill_streams_its_disk_into_the_forward_pass(disks: Disks) -> None:
 
 
 def test_a_damaged_layer_at_prefill_restarts_the_batch(disks: Disks) -> None:
-    """Of several chunks and requests, whose KV decode has nothing of. The twin does not look."""
+    """A batch of several chunks and requests, whose KV decode does not have. The twin does not look."""
     prompt = prompt_of(82, BLOCKS * BLOCK + 4)
     with fault(disks.faults["decode"], "full"):
         disks.to_disk_only(prompt, 2)
@@ -162,7 +162,7 @@ def with_logprobs(prompt: list[int]) -> dict[str, Any]:
 def from_below(
     disks: Disks, known: list[int], body: dict[str, Any], tier: str, *, damaged: bool
 ) -> dict[str, Any]:
-    """Log probabilities for a body, before which prefill has its known prefix in DRAM or on disk only."""
+    """Log probabilities for a body whose known prefix prefill has in DRAM or on disk only."""
     for server in (disks.prefill, disks.decode):
         server.flush()
     (arena,) = arena_files(disks.prefill.pid)

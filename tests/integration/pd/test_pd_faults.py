@@ -2,7 +2,7 @@
 
 Deaths are placed (`pd_faults`): a hand-over is held in a state, and then a side of it is killed or stopped.
 All of it is for `--long`, and takes half an hour; in portions: ``-k 'push and writing'``, ``-k 'random0'``.
-test_pd_fleet.py has what differs most.
+test_pd_fleet.py has a selection of the most different cases.
 """
 
 from __future__ import annotations

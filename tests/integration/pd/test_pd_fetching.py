@@ -98,7 +98,7 @@ def held(router: Router, url: str, prompt: list[int]) -> int:
 
 @dataclass
 class Turn:
-    """A request's prompt and answer, and who served it."""
+    """A request's prompt and answer, and the servers that served it."""
 
     prompt: list[int]
     answer: Answer
@@ -122,7 +122,7 @@ async def turn(client: aiohttp.ClientSession, router: Router, prompt: list[int])
         headers["x-request-id"],
     )
     whole = len(prompt) // BLOCK * BLOCK
-    all_of_it = (len(found.said) - 1) // BLOCK * BLOCK  # of the last token there is no KV
+    all_of_it = (len(found.said) - 1) // BLOCK * BLOCK  # the last token has no KV
     await until(lambda: held(router, found.prefill, prompt) >= whole, 30, "prefill's KV in the index")
     await until(lambda: held(router, found.decode, found.said) >= all_of_it, 30, "decode's KV in the index")
     return found

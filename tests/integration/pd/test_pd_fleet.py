@@ -225,7 +225,7 @@ async def a_hinted_request_outlives(
 
 
 def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> None:
-    """And when it dies, a request that a hint has announced there goes to another one."""
+    """And when it dies, a request with a hint for it goes to another one."""
     with ServerProcess(ServerSpec(flags=rig.pd.decode[0].spec.flags)) as joined:
         rig.pd.decode.append(joined)
         try:
@@ -268,7 +268,7 @@ def test_layers_leave_while_the_next_are_computed(pushing: Rig) -> None:
 
 PAGES = 12
 LAYERS = 4
-"""Of the model `tiny`."""
+"""Layers of the model `tiny`."""
 PUSHED = 'sglang_ext_pd_pushed_layers_total{tp_rank="0",when='
 
 

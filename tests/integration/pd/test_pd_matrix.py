@@ -2,8 +2,8 @@
 
 Design, transfer mode, transport, page size and parallelism, each with each. All of it runs
 with ``--long``, which takes hours. In portions: ``-k pairwise`` is a sample in which every two of these
-values meet, ``-k 'caching3-push-cma-page16-tp11'`` is one way, and SGLANG_EXT_TEST_CONVERSATIONS says how
-many conversations are held in each instead of 50. Short forms are in test_pd.py.
+values meet, ``-k 'caching3-push-cma-page16-tp11'`` is one way, and SGLANG_EXT_TEST_CONVERSATIONS sets the
+number of conversations for each, instead of 50. Short forms are in test_pd.py.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ async def test_an_abort_by_its_name_ends_all_samples(
 async def test_samples_end_whose_kv_comes_before_the_client_goes(
     ends: bool, rig: Rig, router: Router, client: aiohttp.ClientSession
 ) -> None:
-    """The client goes when the KV of each sample is there, and the scheduler does not know of it yet. The
+    """The client goes when the KV of each sample has arrived, and the scheduler has not noticed it yet. The
     twin goes on with such requests."""
     decode, folder = rig.pd.decode[0], rig.decode_faults[0]
     arrived, aborted = [await asyncio.to_thread(count, decode, name) for name in (ARRIVED, ABORTED)]

@@ -1,7 +1,7 @@
 """An idle prefill server keeps KV that another one evicts from its DRAM (KVDirect, section 7).
 
-Two prefill servers and a decode server, which keeps nothing, so that what prefill evicts is lost. The test
-chooses the prefill server that computes.
+Two prefill servers and a decode server, which keeps no KV, so that blocks evicted by prefill are lost. The
+test chooses the prefill server that computes.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ async def routing(servers: Servers, client: aiohttp.ClientSession) -> AsyncItera
         urls = [server.url for server in servers.pd.servers]
         await until(lambda: len(router.fleet.usable()) == len(urls), 60, "all servers")
         prefills = (servers.small.url, servers.idle.url)
-        await until(lambda: all(router.trees.trusted(url) for url in prefills), 60, "what prefill holds")
-        await until(lambda: router.spilling.is_on, 30, "what they may keep")
+        await until(lambda: all(router.trees.trusted(url) for url in prefills), 60, "prefill's blocks")
+        await until(lambda: router.spilling.is_on, 30, "their idle room")
         router.fetching.least_wait_s = 8.0
         router.agents.verdict_s = 20.0
         yield Rig(router, servers, client)

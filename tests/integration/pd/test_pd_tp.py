@@ -84,8 +84,8 @@ def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, Ser
 
 
 def test_ranks_meet_on_loopback(servers: tuple[PdServers, ServerProcess]) -> None:
-    """Of two ranks, one has the store and the queue; each has a transfer of its own. Without a router there
-    is no agent."""
+    """One of two ranks has the store and the queue; each has a transfer of its own. Without a router there is
+    no agent."""
     pd = servers[0]
     for server in pd.servers:
         pids = server.pids
@@ -115,7 +115,7 @@ def test_one_damaged_bit_is_another_answer(servers: tuple[PdServers, ServerProce
 
 
 def test_answers_go_back_to_all_ranks(servers: tuple[PdServers, ServerProcess]) -> None:
-    """The next turn's prefill finds prompt and answer, and goes on from what decode has computed."""
+    """The next turn's prefill finds prompt and answer, and continues decode's KV."""
     pd, truth = servers
     prefill = pd.prefill[0].server
     prompt, before = prompt_of(40, 100), count(pd.prefill[0].server, RETURNED)

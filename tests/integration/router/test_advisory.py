@@ -143,7 +143,7 @@ async def test_what_is_brought_is_given_up_under_pressure(server, router, client
     await generate(client, router.url, random_prompt(rng, HBM_TOKENS - 200))
     answer, _ = await generate(client, router.url, [*prompt, 7], session="s")
     assert answer.cached_tokens == TOKENS
-    assert answer.hbm_tokens < TOKENS, "what was brought should have made room"
+    assert answer.hbm_tokens < TOKENS, "loaded KV should have made room"
     assert_same(await cold(client, server, [*prompt, 7]), answer)
 
 
@@ -222,7 +222,7 @@ async def test_what_nobody_has_is_computed_ahead_and_hit(server, router, client,
 
 
 async def test_a_request_in_the_middle_of_computing_ahead_goes_first(server, router, client, rng) -> None:
-    """No piece begins while it runs: of many, at most the one under way is added."""
+    """No piece begins while it runs: at most the one under way is added."""
     sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
     for _ in range(4):
         prompt, other = random_prompt(rng, 1600), random_prompt(rng, 50)
@@ -368,7 +368,7 @@ async def test_a_documents_kv_outlives_what_is_not_held_back(server, router, cli
         told = (await response.json())["documents"]
     assert told == {"ids": ["d"], "tokens": TOKENS, "cached_tokens": TOKENS}
     twin, _ = await generate(client, router.url, [*plain, 7, 8])
-    assert twin.hbm_tokens < TOKENS, "what nobody holds back should have gone"
+    assert twin.hbm_tokens < TOKENS, "KV without a hint should have gone"
     async with client.delete(f"{router.url}/v1/documents/d") as response:
         assert response.status == 200
     for _ in range(3):
@@ -406,7 +406,7 @@ async def test_a_damaged_bit_of_a_document_is_seen(server, router, client, rng) 
 async def test_a_document_survives_its_instances_restart(
     server, router, client, rng, leak_guard: LeakGuard
 ) -> None:
-    """Its KV is read from disk before any request, because the router tells the new process of it."""
+    """Its KV is read from disk before any request, because the router sends the hint to the new process."""
     document, before = random_prompt(rng, TOKENS), blocks_on_disk(router, server)
     await register(client, router, server, document)
     await until(lambda: blocks_on_disk(router, server) >= before + TOKENS // BLOCK, 20, "the disk")

@@ -128,7 +128,7 @@ async def test_what_a_server_says_of_itself_is_what_it_is_expected_to_take(
     }
     direct = asyncio.ensure_future(client.post(server.url + "/generate", json=body))
     await until(
-        lambda: router.costs.queue_s(there()) > 0, WITHIN_S, "a heartbeat with a request of somebody else's"
+        lambda: router.costs.queue_s(there()) > 0, WITHIN_S, "a heartbeat with another client's request"
     )
     assert (router.fleet.in_flight(server.url), router.costs.decode_s(there()) > alone) == (0, True)
     async with client.post(server.url + "/abort_request", json={"rid": "direct"}) as answer:

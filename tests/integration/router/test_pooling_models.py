@@ -302,7 +302,7 @@ async def test_a_prefix_that_requests_share_is_computed_once(rig: Rig) -> None:
         assert end[1] - start[1] <= 0.4 * (end[0] - start[0]), path
 
 
-# -- what ends servers --------------------------------------------------------------------------------
+# -- requests that end servers ------------------------------------------------------------------------
 
 PATHS = {"/v1/embeddings", "/encode", "/v1/classify", "/classify", "/v1/score", "/v1/rerank"}
 JSON = {"content-type": "application/json", "connection": "close"}

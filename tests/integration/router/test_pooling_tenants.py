@@ -149,7 +149,7 @@ async def test_servers_that_have_not_registered_are_given_none(rig: Rig, tmp_pat
 
 
 async def test_the_server_alone(rig: Rig) -> None:
-    """A header is a name of its own. The twins: without it, and with another one, nothing is found."""
+    """A header is a name of its own. The twins: without it, and with another one, no KV is found."""
     path, about = rig.kind.prefixed[0]
     body = about("Alone: " + QUERY, DOCUMENTS[:1])
     assert (await rig.ask(rig.ours.url, path, body, OURS))[2] <= 32

@@ -133,7 +133,7 @@ def _essence(body: bytes, stream: bool) -> Json:
 
 
 def conversations(count: int, seed: int) -> list[Json]:
-    """Chat bodies with what clients put into them."""
+    """Chat bodies with the usual fields of clients."""
     rng = random.Random(seed)
     words = [
         "tree",

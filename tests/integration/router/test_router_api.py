@@ -48,7 +48,7 @@ def servers(get_server: Callable[[ServerSpec], ServerProcess]) -> list[ServerPro
 
 
 async def test_a_server_answers_as_the_recorded_one(servers: list[ServerProcess]) -> None:
-    """To which the stand-ins are held. `python -m scripts.record_dialect` records a new one."""
+    """The stand-ins are compared with the recording. `python -m scripts.record_dialect` records a new one."""
     if installed_sglang_version() != SGLANG_VERSION:
         pytest.skip(f"recorded is SGLang {SGLANG_VERSION}")
     await until(lambda: running(servers) == 0)
@@ -401,8 +401,8 @@ def never_ours(path: str, method: str, body: Any, answer: Any) -> None:
 async def test_no_request_harms_a_server(
     start: Callable[..., Any], servers: list[ServerProcess], long_run: bool
 ) -> None:
-    """A corpus of broken requests, others made of it, and what schemathesis makes of the description, at real
-    servers."""
+    """A corpus of broken requests, variations of it, and schemathesis's requests from the description, at
+    real servers."""
     # This test does not check whether a busy machine's servers answer probes in time.
     router: Router = await start(health_check_timeout_secs=20.0)
     assert await asyncio.to_thread(send_broken, router.url, never_ours) == len(BROKEN)

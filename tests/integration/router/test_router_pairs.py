@@ -174,7 +174,7 @@ async def test_decode_is_connected_before_the_first_request(
     rng: random.Random,
     leak_guard: LeakGuard,
 ) -> None:
-    """Because the router told it of the prefill server; and anew when that was killed and came back."""
+    """Because the router announced the prefill server; and anew when that was killed and came back."""
     place, pd, alone = placed
     decode = pd.decode[0]
     config = RouterConfig(port=port, **place.router_options)
@@ -277,7 +277,7 @@ async def test_a_pair_answers_as_one_server_does(
                     assert answer.headers["x-kv-prefill-instance"] == prefill.url
                     assert said(await answer.read(), stream=stream) == expected
             answers.add(expected)
-        # The comparison can tell answers apart.
+        # The comparison can distinguish answers.
         assert len(answers) >= 3
         assert all(row.in_flight == 0 for row in router.fleet.rows.values())
         router.check()
@@ -332,7 +332,7 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt(
             got_tokens, got_values = await asked(client, router.url)
             assert got_tokens == tokens
             assert alike(got_values, values)
-        # The twin: one bit of what prefill sends.
+        # The twin: one bit of the values that prefill sends.
         with fault(faults, "damage-logprobs"):
             got_tokens, got_values = await asked(client, router.url)
         assert got_tokens == tokens
@@ -386,7 +386,7 @@ async def test_a_prompt_that_all_but_fills_decodes_pool_is_answered(
     client: aiohttp.ClientSession,
     rng: random.Random,
 ) -> None:
-    """Of prefill's it leaves half. SGLang's decode keeps room for 512 tokens of any answer."""
+    """It leaves half of prefill's pool free. SGLang's decode keeps room for 512 tokens of any answer."""
     pd, alone = cluster
     prompt = random_prompt(rng, DECODE_TOKENS - room)
     expected = await cold(client, alone, prompt)
@@ -409,7 +409,7 @@ async def test_a_prompt_that_all_but_fills_decodes_pool_is_answered(
 
 
 def assert_refused(status: int, text: str, why: str, *, stream: bool) -> None:
-    """With 400; a stream of SGLang's has begun by then, and its only event tells that status."""
+    """With 400; a stream of SGLang's has begun by then, and its only event carries that status."""
     assert re.search(why, text), text
     if not stream:
         assert status == 400, text
@@ -423,7 +423,7 @@ def assert_refused(status: int, text: str, why: str, *, stream: bool) -> None:
 async def test_a_prompt_that_decode_has_no_room_for_is_refused_with_its_length(
     stream: bool, cluster: tuple[PdServers, ServerProcess], client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """By decode, which tells how much it takes, and not after a deadline; nothing stays behind at prefill.
+    """By decode, which reports how much it takes, and not after a deadline; nothing stays behind at prefill.
     Through the router, and where decode is asked itself."""
     pd, alone = cluster
     prompt = random_prompt(rng, DECODE_TOKENS + 10)

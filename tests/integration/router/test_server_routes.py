@@ -62,7 +62,7 @@ async def test_ollama_is_answered_as_by_a_server(
     expected, kind = await ask(client, servers[0].url + path, whole)
     assert kind == "application/json"
     assert settled((await ask(client, router.url + path, whole))[0]) == settled(expected)
-    # The twin: an answer that differs by one character is another one.
+    # The twin: the comparison fails for an answer that differs by one character.
     text = expected["message"] if path == "/api/chat" else expected
     name = "content" if path == "/api/chat" else "response"
     damaged = json.loads(json.dumps(expected).replace(json.dumps(text[name]), json.dumps(text[name] + "x")))

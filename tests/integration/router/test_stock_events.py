@@ -49,7 +49,7 @@ async def router(server: ServerProcess) -> AsyncIterator[Router]:
 
 
 async def cached(client: aiohttp.ClientSession, url: str, tokens: list[int]) -> int:
-    """Tokens that the server says it found."""
+    """The server's count of cached tokens."""
     body = {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     async with client.post(f"{url}/generate", json=body) as response:
         assert response.status == 200, await response.text()

@@ -37,7 +37,7 @@ def entries(value: Any) -> int:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, by name: of its dictionary, of slots, and of a compiled class."""
+    """Attributes of an object, by name: from its dictionary, from slots, and from a compiled class."""
     yield from list(getattr(value, "__dict__", {}).items())
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())

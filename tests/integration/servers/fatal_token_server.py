@@ -1,7 +1,7 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose forward pass raises at one token.
 
-As a device-side assertion would: the scheduler ends, and with it the server. Its folder (`hooked_server`) has
-nothing to say.
+As a device-side assertion would: the scheduler ends, and with it the server. Its folder (`hooked_server`) is
+not used.
 """
 
 from __future__ import annotations

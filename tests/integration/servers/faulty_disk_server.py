@@ -1,13 +1,14 @@
-"""SGLang's server as ``sglang_ext.launch_server`` starts it, with a disk that is slow and, when told, faulty.
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, with a disk that is slow and, on command,
+faulty.
 
-Its folder (`hooked_server`) says what is wrong now:
+Files in its folder (`hooked_server`) switch faults on:
 
 - ``damage``: the upper half of every read does not verify in the last layer;
-- ``blind``: the cache does not look whether what streamed held;
+- ``blind``: the cache does not check whether streamed layers were good;
 - ``slow-writes``: has the seconds that each group of writes takes longer;
 - ``hold-writes``: they wait until it is gone;
 - ``full``: nothing is written;
-- ``hold-copies``: copies from DRAM to HBM wait until it is gone; the file ``copying`` says that one does;
+- ``hold-copies``: copies from DRAM to HBM wait until it is gone; the file ``copying`` shows that one does;
 - ``blocking``: a decode server's scheduler waits for such copies.
 """
 

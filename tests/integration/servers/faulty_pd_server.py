@@ -1,15 +1,15 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose hand-overs can be stopped and damaged.
 
-Its folder (`hooked_server`) says what is wrong now. `hooked_server.holding` has hand-overs wait at one of
+Files in its folder (`hooked_server`) switch faults on. `hooked_server.holding` has hand-overs wait at one of
 ``STEPS``. On a prefill server ``reading`` is the read of a return, and ``layers`` the forward pass, when the
 first layer has been sent (push by layer). ``generating`` holds a decode server's requests from their first
-``HELD_TOKENS`` tokens on: its scheduler goes on and obeys, but runs no batch.
-With a file ``damage``, one bit of the last page that was read is inverted before the KV is reported to
-SGLang. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
-server changes its role. With a file ``no-layers``, no layer is sent ahead of the others (push by layer). With
-a file ``damage-logprobs``, one bit of the log probabilities of a prompt is inverted when they come to decode.
-With a file ``late-abort``, an abort does not end a request whose KV has come. With a file ``slow``, each pass
-of the scheduler takes longer, so that requests run for a while.
+``HELD_TOKENS`` tokens on: its scheduler goes on and obeys, but runs no batch. With a file ``damage``, one bit
+of the last page that was read is inverted before the KV is reported to SGLang. With a file ``damage-kept``,
+one bit of the last page that was computed or read is inverted when the server changes its role. With a file
+``no-layers``, no layer is sent ahead of the others (push by layer). With a file ``damage-logprobs``, one bit
+of the log probabilities of a prompt is inverted when they come to decode. With a file ``late-abort``, an
+abort does not end a request whose KV has come. With a file ``slow``, each pass of the scheduler takes longer,
+so that requests run for a while.
 """
 
 from __future__ import annotations

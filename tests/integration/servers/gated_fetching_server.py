@@ -1,10 +1,10 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose reads from peers can be held up.
 
 While there is a file ``hold`` in its folder (`hooked_server`), each read waits after it was offered its
-blocks, and a file ``held`` says how many do. They go on when ``hold`` is gone. Reads by layer wait at the
-layer that ``hold`` names, or at the first. A file ``dead`` appears when the server has taken the holder of a
-waiting read for dead. Elsewhere that moment is too short to hit. With a file ``slow`` each pass of the
-scheduler takes longer, so that a request keeps the server busy and uses little CPU time.
+blocks, and a file ``held`` has the number of waiting reads. They go on when ``hold`` is gone. Reads by layer
+wait at the layer that ``hold`` names, or at the first. A file ``dead`` appears when the server has taken the
+holder of a waiting read for dead. Elsewhere that moment is too short to hit. With a file ``slow`` each pass
+of the scheduler takes longer, so that a request keeps the server busy and uses little CPU time.
 """
 
 from __future__ import annotations

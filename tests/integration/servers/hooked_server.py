@@ -1,7 +1,7 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose schedulers are other than they should be.
 
-A script beside this module names the change and serves. The folder in ``FOLDER`` is where tests and
-schedulers tell each other what of it holds now.
+A script beside this module names the change and serves. Tests and schedulers exchange the state of that
+change through files in the folder ``FOLDER``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_held(folder: Path, step: str) -> bool:
 
 
 def serve(change: Callable[[Path], None]) -> None:
-    """Serve until told to end; in each scheduler's process, ``change`` is called with the folder first.
+    """Serve until a signal ends it; in each scheduler's process, ``change`` is called with the folder first.
 
     Without a folder, nothing is changed.
     """

@@ -1,4 +1,5 @@
-"""SGLang's server as ``sglang_ext.launch_server`` starts it, which brings prompts to HBM when a file says so.
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, which brings prompts to HBM on command of a
+file.
 
 A file ``NAME.ask`` in its folder (`hooked_server`) holds token ids as JSON. Its result is in ``NAME.told``
 when it has ended: how, and how many tokens are in HBM. In a cluster, an agent asks in this place: the

@@ -1,6 +1,6 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose retracted requests can be disturbed.
 
-Its folder (`hooked_server`) says how:
+Files in its folder (`hooked_server`) disturb them:
 
 - ``slow``: has the seconds that each pass of the scheduler takes longer;
 - ``damage``: one bit of a retracted request's KV is wrong from then on.

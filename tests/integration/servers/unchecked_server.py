@@ -1,6 +1,6 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose scheduler checks no prompt to embed.
 
-As stock schedulers do not. Its folder (`hooked_server`) has nothing to say.
+As stock schedulers do not. Its folder (`hooked_server`) is not used.
 """
 
 from __future__ import annotations
