@@ -1,7 +1,8 @@
 """Where a server listens, and by which address others reach it: found once, when it starts. And free ports.
 
-What a server announces is a number unless ``--kv-announce-host`` gives a name: its own host's name may mean
-nothing elsewhere. It is announced apart from what is bound, so that something in between may forward.
+A server announces a numeric address unless ``--kv-announce-host`` gives a name: other machines may not
+resolve its host name. The announced address may differ from the bound one, so that a proxy in between can
+forward.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ LOOPBACK: Final = "127.0.0.1"
 LAST_PORT: Final = 65535
 WILDCARDS: Final = {"": "0.0.0.0", "0.0.0.0": "0.0.0.0", "::": "::"}
 ELSEWHERE: Final = {4: "192.0.2.1", 6: "2001:db8::1"}
-"""Addresses of nobody: the way to them is the default route."""
+"""Documentation addresses (RFC 5737, RFC 3849): packets to them take the default route."""
 MACHINE_ID: Final = Path("/etc/machine-id")
 _SIOCGIFADDR: Final = 0x8915
 KEY_FLAG: Final = "--kv-cluster-key-file"
 
 
 class Server(Protocol):
-    """What is asked of SGLang's ``ServerArgs``."""
+    """The attributes of SGLang's ``ServerArgs`` that are read here."""
 
     host: str
     port: int
 
 
 class Network(Protocol):
-    """What this machine knows of its network."""
+    """The network of this machine, as the operating system describes it."""
 
     def resolve(self, host: str) -> str | None:
         """A name's address, and an address itself; None for a name that means nothing here."""
@@ -96,8 +97,8 @@ class SystemNetwork:
 
 
 def place(config: KvConfig, server: Server, network: Network) -> KvConfig:
-    """``config`` with what it leaves to this machine: ``announce_host``, the address of ``data_interface``,
-    and ``instance_id``. What is placed stays as it is.
+    """``config`` with the settings filled in that depend on this machine: ``announce_host``, the address of
+    ``data_interface``, and ``instance_id``. A setting that the user gave stays.
 
     Raises:
         ConfigError: the server could not be reached by others; names the flag, and the way out.
@@ -196,10 +197,10 @@ def listen_host(host: str, *, keyed: bool) -> str:
 
 
 def bind_one(ports: Sequence[int], bind: Callable[[int], T]) -> T:
-    """Bind to the first of some ports that nobody has.
+    """Bind to the first free one of some ports.
 
     Raises:
-        What ``bind`` raises, for the last one if all are taken.
+        Exception: raised by ``bind`` for the last port, if all are taken.
     """
     for port in ports[:-1]:
         try:
@@ -246,7 +247,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound to ``host`` (a name or an address), without a key."""
+    """Whether a socket bound to ``host`` (a name or an address) can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -256,10 +257,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Ports:
-    """Free ports, held until the block ends, so that nobody else is given them while the servers start.
+    """Free ports, held until the block ends, so that no other program gets them while the servers start.
 
-    A held port is bound and not listened on, with SO_REUSEADDR: the kernel then hands it out to nobody, a
-    second cluster passes over it, and a server that sets SO_REUSEADDR, as all of ours do, may listen on it.
+    A held port is bound and not listened on, with SO_REUSEADDR: the kernel then gives it to no other socket,
+    a second cluster passes over it, and a server that sets SO_REUSEADDR, as all of ours do, may listen on it.
     """
 
     def __init__(self) -> None:
@@ -280,8 +281,8 @@ class Ports:
         return int(self.open(host, port, flag)[0].getsockname()[1])
 
     def open(self, host: str, port: int, flag: str) -> list[socket.socket]:
-        """As ``take``, but returns what holds it, a bound socket per address of ``host``: who inherits them
-        can listen there. They are closed when the block ends.
+        """Like ``take``, but returns the sockets that hold the port, one per address of ``host``: a child
+        that inherits them can listen there. They are closed when the block ends.
 
         Raises:
             ConfigError: as ``take``.
@@ -341,7 +342,7 @@ class Ports:
 
     def _hold(self, family: int, address: tuple[Any, ...]) -> socket.socket:
         with contextlib.ExitStack() as undo:
-            # Whoever listens on it makes the bind fail, with SO_REUSEADDR too.
+            # The bind fails if a program listens on the port, even with SO_REUSEADDR.
             holder = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:

@@ -7,8 +7,8 @@
 
 When the block fails, the request will not come, and the hint is taken back.
 
-A hint never changes an answer, and a program never fails or waits because of one: what cannot be sent is
-dropped and counted, and said once in the log. Needs nothing but Python.
+A hint never changes an answer, and a program never fails or waits because of one: a hint that cannot be sent
+is dropped and counted, and the log says so once. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Hints:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._waiting: deque[tuple[str, Announcement]] = deque()
-        """What is to be done, in its order: POST or DELETE."""
+        """Requests to send, in order: (POST or DELETE, the hint)."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -91,7 +91,7 @@ class Hints:
         ttl_s: float | None = None,
         priority: int | None = None,
     ) -> Announcement:
-        """Say that a request is coming: of a session, or one that continues a conversation. Returns at once.
+        """Announce a request of a session, or a request that continues a conversation. Returns at once.
 
         Args:
             session: as requests name it.
@@ -119,7 +119,7 @@ class Hints:
         with self._changed:
             for waiting in self._waiting:
                 if waiting == ("POST", announced):
-                    self._waiting.remove(waiting)  # nobody has heard of it
+                    self._waiting.remove(waiting)  # it was never sent
                     return
         self._put("DELETE", announced)
 
@@ -184,7 +184,7 @@ class Hints:
         logger.log(level, "a hint was not taken, and programs go on without: %s", why)
 
     def close(self) -> None:
-        """Send what waits, and end the thread."""
+        """Send the hints that wait, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()

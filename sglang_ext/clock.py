@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 
 class Clock(Protocol):
-    """What the package may ask of time. ``sglang_ext.testing.fakes.FakeClock`` is moved by hand."""
+    """A source of time. ``sglang_ext.testing.fakes.FakeClock`` is moved by hand."""
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary moment; never goes back."""

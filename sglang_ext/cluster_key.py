@@ -1,4 +1,4 @@
-"""The key of a cluster: who has it is a member, on every channel.
+"""The key of a cluster: a process that has it is a member, on every channel.
 
 One file holds it, the same on every machine of the cluster, readable by its owner only::
 
@@ -37,22 +37,24 @@ logger = logging.getLogger(__name__)
 MIN_CHARACTERS: Final = 32
 MAX_BYTES: Final = 4096
 MAX_KEYS: Final = 2
-"""In a file: the one that signs, and one that is accepted beside it."""
+"""Keys in a file: the first one signs, a second one is accepted as well."""
 SCHEME: Final = "KV-HMAC"
 """The word before the signature in the ``authorization`` header."""
 MAX_SKEW_S: Final = 60.0
-"""How far the time in a signature may be from the clock of whoever checks it; so long it is remembered."""
+"""The most by which a signature's time may differ from the verifier's clock, which keeps its nonce as
+long.
+"""
 CLOCK_HEADER: Final = "kv-clock"
 """Tells a member whose signature is refused what time it is here; it signs again by that."""
 NONCE_BYTES: Final = 16
 LOOK_S: Final = 1.0
 """Pause between two looks at whether the file has changed."""
 NO_SEAL: Final = "-"
-"""What stands for a seal where there is no key."""
+"""In place of a seal where there is no key."""
 
 
 class _Secret:
-    """What is derived from one key."""
+    """Secrets derived from one key."""
 
     def __init__(self, secret: bytes) -> None:
         self.http = _derive(secret, b"http")
@@ -81,11 +83,10 @@ class ClusterKey:
     """A key that was read; shows nothing of itself. For any thread.
 
     Args:
-        keys: the text of each key. The first one signs, all are accepted.
-        again: reads them again; ``None`` while nothing has changed. When it raises, the keys stay.
-        now: seconds, monotonic.
-        looks: whether it looks by itself, when it is used; else whoever has it calls ``look``, where no disk
-            may hold up the use.
+        keys: the text of each key. The first one signs, all are accepted. again: reads them again; ``None``
+        while nothing has changed. When it raises, the keys stay. now: seconds, monotonic. looks: whether each
+        use checks the file for a newer key. Otherwise the owner calls ``look``, from where
+            it may wait for a disk.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class ClusterKey:
                 self._looking.release()
 
     def curve_pair(self) -> tuple[bytes, bytes]:
-        """(public, secret) in Z85, 40 characters each: what this member uses on ZeroMQ."""
+        """(public, secret) in Z85, 40 characters each: this member's key pair on ZeroMQ."""
         return self._current()[0].curve_pair()
 
     def curve_pairs(self) -> tuple[tuple[bytes, bytes], ...]:
@@ -177,8 +178,8 @@ class ClusterKey:
         return None
 
     def clock(self, header: str, wall: float) -> str:
-        """What answers a request whose signature is refused: the time here, sealed for that request only.
-        wall: seconds since the epoch, now. Empty for a request that is not signed.
+        """The header that answers a request with a refused signature: the time here, sealed for that request
+        only. wall: seconds since the epoch, now. Empty for a request that is not signed.
         """
         nonce = _nonce(header)
         moment = str(int(wall * 1000))
@@ -198,9 +199,9 @@ class ClusterKey:
         return int(moment) / 1000 - wall
 
     def seal(self, purpose: str, data: bytes) -> str:
-        """A signature of what is written down where others can write, 64 hexadecimal digits.
+        """A signature, 64 hexadecimal digits, of data stored where others can write.
 
-        purpose: what it is and where it lies, so that it is good nowhere else.
+        purpose: names the data's kind and place, so that the signature is valid nowhere else.
         """
         return self._current()[0].sealed(purpose, data)
 
@@ -225,9 +226,9 @@ def signed_part(header: str) -> str:
 
 
 class Replays:
-    """Which signatures were used: each is good once.
+    """Signatures that were used: each is valid once.
 
-    Only what a member signed is remembered, and only for as long as it would be accepted.
+    Only valid signatures of members are remembered, and only until they expire.
     """
 
     def __init__(self) -> None:
@@ -295,7 +296,7 @@ def read_cluster_key(
 
 
 def _mark(path: str | Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced."""
+    """Facts of a file of which at least one changes when it is written or replaced."""
     try:
         status = os.stat(path)
     except OSError:
@@ -319,11 +320,11 @@ def _keys(path: str | Path, field: str) -> tuple[bytes, ...]:
 
 
 def shared_with(status: os.stat_result, user: int, groups: Collection[int]) -> str | None:
-    """Why what is in a file is no secret, as the rest of a sentence; None when it is one.
+    """Why the content of a file is no secret, as the rest of a sentence; None when it is one.
 
-    It belongs to this user or to root, and nobody else may do anything with it, but for one case: what is
-    root's, a group that this process is in may read, other than root's own. So does Kubernetes mount Secrets
-    for pods with ``fsGroup``.
+    The file must belong to this user or to root, and no other user may access it, with one exception: a file
+    of root may be readable by a group of this process other than root's own. Kubernetes mounts Secrets that
+    way for pods with ``fsGroup``.
 
     Args:
         user, groups: of this process.
@@ -340,7 +341,7 @@ def shared_with(status: os.stat_result, user: int, groups: Collection[int]) -> s
 
 
 def read_secret(path: str | Path, *, field: str, hint: str | None = None) -> bytes:
-    """The one line of a file that nobody else can read, without white space around it.
+    """The one line of a file that no other user can read, without white space around it.
 
     Raises:
         ConfigError: as ``read_secrets``.
@@ -349,7 +350,7 @@ def read_secret(path: str | Path, *, field: str, hint: str | None = None) -> byt
 
 
 def read_secrets(path: str | Path, most: int, *, field: str, hint: str | None = None) -> tuple[bytes, ...]:
-    """The lines of a file that nobody else can read, without white space around them.
+    """The lines of a file that no other user can read, without white space around them.
 
     Args:
         most: lines that it may have.
@@ -359,7 +360,7 @@ def read_secrets(path: str | Path, most: int, *, field: str, hint: str | None = 
         ConfigError: there is no such file, others could read or write it, or it is empty or too long.
     """
     try:
-        # Looked at and read by one descriptor: nobody can exchange the file in between.
+        # Checked and read by one descriptor, so that the file cannot be exchanged in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field=field, hint=hint) from None

@@ -1,7 +1,7 @@
 """Errors, sorted by who must act.
 
-Every error that leaves a part of this package is one of the five below, so that whoever catches it
-knows what to do without reading the text: tell the user, report a bug, try another peer, look at the
+Every error that leaves a part of this package is one of the five below, so that its handler can decide
+what to do without reading the text: tell the user, report a bug, try another peer, look at the
 medium, or give up because time is over. The text names the flag or field and the way out.
 """
 
@@ -11,25 +11,25 @@ import enum
 
 
 class Actor(enum.Enum):
-    """Who can make the failing call succeed."""
+    """The party that can make the failing call succeed."""
 
     USER = "user"
     """The caller: the request or the flag is wrong, and repeating it will not help."""
     US = "us"
-    """Nobody but the authors: an invariant of this package was broken."""
+    """The authors: an invariant of this package was broken."""
     PEER = "peer"
     """Another process: it refused, died or talks another version. Another peer may do."""
     MEDIUM = "medium"
-    """What holds the bytes: disk full, read error, memory gone, checksum wrong."""
+    """Disk, memory or network hardware: disk full, read error, memory gone, checksum wrong."""
     DEADLINE = "deadline"
-    """Nobody: the time that was allowed is over."""
+    """No party: the time allowed for the call is over."""
 
 
 class SglangExtError(Exception):
     """Base of every error of this package. Raise one of its children.
 
     Args:
-        message: what is wrong, in a sentence without a full stop.
+        message: describes the fault, in a sentence without a full stop.
         field: the flag (``--kv-dram-size``) or request field (``input_ids[3]``) it is about.
         hint: the way out, a sentence of its own.
     """
@@ -45,7 +45,7 @@ class SglangExtError(Exception):
 
 
 class UserError(SglangExtError):
-    """The caller must change what was asked."""
+    """The caller must change the request."""
 
     actor = Actor.USER
 
@@ -67,7 +67,7 @@ class PeerError(SglangExtError):
 
 
 class MediumError(SglangExtError):
-    """Disk, memory or network hardware failed to keep what it was given."""
+    """Disk, memory or network hardware failed to keep the bytes that it was given."""
 
     actor = Actor.MEDIUM
 

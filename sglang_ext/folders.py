@@ -54,24 +54,24 @@ def _unmapped() -> int | None:
         return None
 
 
-def problem_of(status: os.stat_result, who: Identity, *, is_parent: bool, in_sticky: bool) -> str | None:
+def problem_of(status: os.stat_result, identity: Identity, *, is_parent: bool, in_sticky: bool) -> str | None:
     """Why another user could change a file or folder, as the rest of a sentence; None when none could.
 
     Args:
         status: of the entry itself, not of a link's target.
-        who: the process that is going to use it.
+        identity: the user and groups of the process that is going to use it.
         is_parent: the entry is a folder on the way. Then the sticky bit is enough, and in a user namespace an
             owner that it does not know: those above a container's root are root's as a rule.
         in_sticky: it is in a folder where every user can make entries.
     """
-    mode, owners = stat.S_IMODE(status.st_mode), {who.user, 0}
-    if is_parent and not in_sticky and who.unmapped is not None:
-        owners.add(who.unmapped)
+    mode, owners = stat.S_IMODE(status.st_mode), {identity.user, 0}
+    if is_parent and not in_sticky and identity.unmapped is not None:
+        owners.add(identity.unmapped)
     if status.st_uid not in owners:
         return f"belongs to another user ({status.st_uid}, mode {mode:04o})"
     if stat.S_ISLNK(status.st_mode) or (is_parent and mode & stat.S_ISVTX):
         return None
-    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and status.st_gid not in who.groups):
+    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and status.st_gid not in identity.groups):
         return f"can be written by others (owner {status.st_uid}, group {status.st_gid}, mode {mode:04o})"
     return None
 
@@ -89,14 +89,14 @@ def own_folder(path: Path, field: str, *, make: bool = False, shared: bool = Fal
         ConfigError: another user could; names the folder on the path, its owner and its mode.
         OSError: the path cannot be walked, or a folder cannot be made.
     """
-    who, last, status = Identity.ours(), path, None
+    identity, last, status = Identity.ours(), path, None
     for last, status, in_sticky in _walk(path, make=make):
-        if problem := problem_of(status, who, is_parent=True, in_sticky=in_sticky):
+        if problem := problem_of(status, identity, is_parent=True, in_sticky=in_sticky):
             raise _refusal(path, last, problem, field)
     if not shared and status is not None:
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        if problem := problem_of(status, who, is_parent=False, in_sticky=False):
+        if problem := problem_of(status, identity, is_parent=False, in_sticky=False):
             raise _refusal(path, last, problem, field)
     return last
 
@@ -113,14 +113,14 @@ def require_own(folder: Path, entries: Iterable[Path], field: str) -> None:
         ConfigError: names the entry, its owner and its mode.
         OSError: one cannot be looked at.
     """
-    who = Identity.ours()
+    identity = Identity.ours()
     for entry in entries:
         try:
             status = os.lstat(entry)
         except FileNotFoundError:
             continue
         link = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else None
-        if problem := link or problem_of(status, who, is_parent=False, in_sticky=False):
+        if problem := link or problem_of(status, identity, is_parent=False, in_sticky=False):
             hint = f"Empty {folder}, or give another folder: what others put there would be used as ours"
             raise ConfigError(f"{entry} {problem}", field=field, hint=hint)
 

@@ -57,7 +57,7 @@ def item_bytes(dtype: str) -> int:
 
 
 class PlaneKind(enum.StrEnum):
-    """What a plane holds for each token of its layer."""
+    """The content of a plane's row: one token's K, V, both, or latent."""
 
     K = "k"
     V = "v"
@@ -70,7 +70,7 @@ class Plane:
 
     layer: index of the layer in the whole model, not in this pipeline stage.
     address: of element 0, in the process that owns the pool; 0 when the plane is described without a pool.
-    dims: what each dimension means, outermost first; the first is `T`, one entry per token slot.
+    dims: the meaning of each dimension, outermost first; the first is `T`, one entry per token slot.
     shape, stride: per dimension, in elements. All dimensions after the first are dense, so that the row of a
         token is one run of bytes; rows may lie further apart than they are long.
     """
@@ -135,7 +135,7 @@ class Plane:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the last, which is what a transport registers."""
+        """Bytes from the first element to the last, the range that a transport registers."""
         return (self.slots - 1) * self.slot_stride + self.row_bytes
 
     def dim(self, name: str) -> int:
@@ -145,7 +145,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of the model's KV a rank holds. Ranges are half-open: [first, first + count)."""
+    """The part of the model's KV that a rank holds. Ranges are half-open: [first, first + count)."""
 
     first_layer: int
     layers: int
@@ -313,7 +313,9 @@ class Geometry:
         return tuple(tuple(row) for row in rows)
 
     def facts(self) -> str:
-        """What must be equal for KV to be exchanged byte by byte: layout, dtype, dims, shard; no address."""
+        """Facts that must be equal for KV to be exchanged byte by byte: layout, dtype, dims, shard; no
+        address.
+        """
         first = self.planes[0]
         s = self.shard
         dims = "|".join(sorted({f"{p.kind}:{''.join(p.dims)}:{p.shape[1:]}:{p.dtype}" for p in self.planes}))

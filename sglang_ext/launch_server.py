@@ -56,7 +56,7 @@ KEY_FILE_FLAG = "--api-key-file"
 def with_key(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments with SGLang's ``--api-key`` in place of our ``--api-key-file``, and that key.
 
-    A key on a command line can be seen by everybody on the machine; these arguments are not one any more.
+    Every user of the machine can see a key on a command line; these arguments stay in this process.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -105,7 +105,7 @@ OURS = "kv"
 
 
 def show_help(argv: Sequence[str]) -> None:
-    """What ``--help`` asks for. ``--help kv`` shows the flags of this package and ends; otherwise SGLang will
+    """Carry out ``--help``. ``--help kv`` shows the flags of this package and ends; otherwise SGLang will
     show all flags, without the warnings of its imports before them."""
     if argv[-1] == OURS and argv[-2] in HELP_FLAGS:
         KvConfig.parser(

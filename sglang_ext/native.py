@@ -7,8 +7,8 @@ differs, not at all: an edited source is never hidden by its former version.
 ``SGLANG_EXT_NATIVE=0`` runs the sources in any case, ``=1`` refuses to; a folder there is taken in place of
 `_native`.
 
-Loops over bytes and addresses that must not hold the GIL are numba's (`compiled`); these modules are what is
-hot besides: objects, dictionaries, strings.
+Loops over bytes and addresses that must not hold the GIL are numba's (`compiled`); these modules are the
+other hot code: objects, dictionaries, strings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def digest(source: Path) -> str:
-    """What tells a source from every other one."""
+    """SHA-256 of a source file, as hexadecimal digits."""
     return hashlib.sha256(source.read_bytes()).hexdigest()
 
 

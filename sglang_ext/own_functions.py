@@ -1,7 +1,7 @@
 """Functions of one's own in place of built-in policies, by ``package.module:function``.
 
-What is asked of the name and of the function is checked where it is loaded, at start; what the function does
-later is guarded by whoever calls it.
+The name and the signature are checked where the function is loaded, at start; each caller guards against the
+function's later failures.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def load_function(name: str, known: Collection[str], signature: str, *, field: s
 
     Args:
         known: the built-in names, for the message.
-        signature: what it is called with and returns, as ``(node) -> numbers``.
+        signature: its arguments and result, as ``(node) -> numbers``.
         field: the flag.
 
     Raises:
-        ConfigError: there is no such function; says what was looked for and what is missing.
+        ConfigError: there is no such function; names the searched and the missing part.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
@@ -43,7 +43,7 @@ def load_function(name: str, known: Collection[str], signature: str, *, field: s
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs somebody else's code
+    except Exception as error:  # importing runs the user's code
         raise ConfigError(
             f"cannot import {module_name!r}: {type(error).__name__}: {error}",
             field=field,
@@ -89,7 +89,7 @@ def policy_name(known: Collection[str]) -> Parser:
 def order_named(
     name: str, known: dict[str, Callable[[Thing], SortKey]], signature: str, *, field: str
 ) -> Callable[[Thing], SortKey]:
-    """What maps things to their sort key: a built-in order or one's own.
+    """A function from things to their sort key: a built-in order or one's own.
 
     Where one's own fails or returns something else than a tuple of numbers, the first built-in order is used
     for that thing, and the log says so once.
@@ -110,7 +110,7 @@ def order_named(
             key = function(thing)
             if _is_sort_key(key):
                 return key
-        except Exception as raised:  # noqa: BLE001  (somebody else's code; logged below)
+        except Exception as raised:  # noqa: BLE001  (the user's code; logged below)
             error = raised
         if not is_told:
             is_told = True

@@ -1,7 +1,7 @@
-"""Signals: what one part tells whoever wants to know, without knowing them.
+"""Signals: one part notifies its subscribers without importing or holding them.
 
-A part that needs another is given it when it is made. Where two would need each other, the one that is made
-first has a signal, and the other one subscribes to it.
+A part that needs another gets it in its constructor. Where two parts would need each other, the first one
+made has a signal, and the second one subscribes to it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ P = ParamSpec("P")
 
 
 class Signal(Generic[P]):
-    """Calls everyone who has subscribed, in that order, with what it is called with.
+    """Calls all subscribers, in the order of their subscription, with its own arguments.
 
-    Not thread-safe: everything happens in one thread. What a subscriber raises goes to the caller, and those
-    after it are not told.
+    Not thread-safe: everything happens in one thread. An exception of a subscriber goes to the caller, and
+    the subscribers after it are not called.
     """
 
     __slots__ = ("_subscribers",)
@@ -33,7 +33,7 @@ class Signal(Generic[P]):
             subscriber(*args, **kwargs)
 
     def __bool__(self) -> bool:
-        """Whether anybody has subscribed."""
+        """Whether there are subscribers."""
         return bool(self._subscribers)
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """How long a request spent in each stage (KVDirect, sections 2 and 5.2.3), on one instance or over several.
 
-Every number is a duration by one process's clock; times of two hosts are never compared. What an instance
-measured travels with the KV (`engine/pd/messages.Ready`) or with the state of a request that moves
-(`protocol/agent.Resume`), and is added to what the next one measures.
+Every number is a duration by one process's clock; times of two hosts are never compared. The durations
+that an instance measured travel with the KV (`engine/pd/messages.Ready`) or with the state of a request that
+moves (`protocol/agent.Resume`), and the next instance adds its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: Seconds = 0.0
     transfer: Seconds = 0.0
     """From the end of prefill until decode has the KV: both sides' messages, and the bytes. Where KV is sent
-    while it is computed, only what was left of it."""
+    while it is computed, only the time after the end of prefill."""
     decode_queue: Seconds = 0.0
     """Decode's wait for slots (pull), and from the KV to decode's first forward pass."""
     decode: Seconds = 0.0
@@ -52,7 +52,9 @@ class StageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of_details(cls, details: Mapping[str, Any]) -> StageTimes | None:
-        """What an answer tells; None where it tells none. It may be any JSON object."""
+        """The stages in an answer's details; None where there are none. ``details`` may be any JSON
+        object.
+        """
         found = [details.get(f"{DETAIL_PREFIX}{stage}_us") for stage in STAGES]
         if not all(type(value) is int and 0 <= value < 1e13 for value in found):
             return None
@@ -65,10 +67,11 @@ NO_STAGES: Final = StageTimes()
 
 @dataclass(slots=True)
 class Handed:
-    """What decode knows of a request whose KV came from elsewhere. came: when, by the scheduler's clock.
+    """Times, at decode, of a request whose KV came from another instance. came: when, by the scheduler's
+    clock.
 
-    before: the stages that the other side told. waited: for slots, after the KV could be read. read: seconds
-    that reading took; 0 where the other side wrote.
+    before: the stages that the other side reported. waited: for slots, after the KV could be read. read:
+    seconds that reading took; 0 where the other side wrote.
     """
 
     came: float
@@ -94,7 +97,7 @@ def computed(at: Moments, now: float, *, hands_over: bool) -> StageTimes:
 
     Args:
         now: when the request ended, by the same clock.
-        hands_over: what follows is the transfer to another instance, instead of decoding.
+        hands_over: the transfer to another instance follows, instead of decoding.
     """
     forwarded = at.forwarded or now
     prefilled = max(forwarded, at.prefilled or now)
@@ -103,10 +106,10 @@ def computed(at: Moments, now: float, *, hands_over: bool) -> StageTimes:
 
 
 def received(at: Moments, now: float, handed: Handed | None) -> StageTimes:
-    """The stages of an instance that got the KV from another, without those that the other told.
+    """The stages of an instance that got the KV from another, without those that the other one reported.
 
-    The other may have begun before, or after, this one heard of the request; how much of its stages lies in
-    the wait here is not known, and what is left of the wait counts as transfer.
+    The other instance may have begun before or after the request arrived here, so its stages may overlap the
+    wait here by an unknown part; the rest of the wait counts as transfer.
 
     Args:
         now: when the request ended, by the same clock.

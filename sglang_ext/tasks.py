@@ -1,7 +1,7 @@
-"""Tasks that run beside whoever starts them.
+"""Tasks that run beside their starter.
 
-An event loop holds its tasks only weakly: one that nobody else refers to may vanish before it has ended. And
-what a task raises that nobody awaits is told when it is collected, if at all.
+An event loop holds its tasks only weakly: a task without another reference may vanish before it has ended.
+And the exception of a task that is never awaited is logged when the task is collected, if at all.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Round = Callable[[], Awaitable[float | None]]
 
 
 class Tasks(set[asyncio.Task[Any]]):
-    """Those of one owner that have not ended.
+    """The running tasks of one owner.
 
     Args:
-        on_error: told what a task raised, once it has ended by that.
+        on_error: called with the exception by which a task has ended.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:

@@ -1,13 +1,13 @@
 """The tiers: where a copy of a block can lie, nearest to the model first.
 
-Everything that differs from tier to tier by a fact (order, names, costs until somebody has measured) stands
-here, once; whoever goes through the tiers asks `all_tiers()`. A tier added is a module with a
+Everything that differs from tier to tier by a fact (order, names, costs before a measurement) stands
+here, once; a loop over the tiers uses `all_tiers()`. A tier added is a module with a
 `tiered_store.tier.BlockTier` and one `register`:
 
     register(Tier("archive", 3, "archive", load_latency_s=0.1, load_bytes_per_s=1e8, opens="mine:open_it"))
 
-On the wire a tier is its level. A level that a reader does not know comes from a newer peer: what lies there
-is left out, so that the reader knows less than there is and never more.
+On the wire a tier is its level. A level that a reader does not know comes from a newer peer: its blocks
+are left out, so that the reader's index may have too few blocks and never too many.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tier:
         title: for people.
         in_memory: its blocks are in the tree of an instance, and end with it. Otherwise they are found by
             name (``keys.block_keys``), and outlive the process.
-        load_latency_s, load_bytes_per_s: of bringing KV from here to HBM, where nobody has measured.
+        load_latency_s, load_bytes_per_s: of bringing KV from here to HBM, before a measurement.
         opens: of a tier below memory: ``module:function``, imported only where a rank needs it. Called as
             ``engine.tiers.opening.Opener``.
     """

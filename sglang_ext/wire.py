@@ -1,8 +1,8 @@
 """Control messages: msgspec structs in msgpack, with a limit on everything that a peer can choose.
 
-A message is a tagged struct; a codec knows the structs of one protocol. What comes in from a peer is either
-one of them, with every field of its type and within its bounds, or a `WireError`: nothing else can come out
-of `Codec.decode`, whatever the bytes are. No pickle.
+A message is a tagged struct; a codec knows the structs of one protocol. `Codec.decode` returns one of
+them, with every field of its type and within its bounds, or raises a `WireError`, whatever the bytes are. No
+pickle.
 
 Lists of numbers (block ids, generations) travel as raw little-endian int64, which a peer cannot make larger
 in memory than on the wire.
@@ -25,7 +25,7 @@ Name = Annotated[str, msgspec.Meta(max_length=512)]
 """An id, an address or a reason: short text."""
 
 Epoch = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-"""What an instance draws at its start."""
+"""16 random bytes that an instance draws at its start."""
 
 Blob = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
 """Opaque bytes of bounded size."""

@@ -1,8 +1,14 @@
-"""One word for one thing: names that the glossary's words have replaced do not come back."""
+"""One word for one thing, and prose that names it.
+
+Names that the glossary's words have replaced do not come back. Docstrings and comments name the thing that
+acts and the thing acted on, instead of hiding it behind a pronoun.
+"""
 
 from __future__ import annotations
 
+import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +92,77 @@ def test_no_retired_word_is_used() -> None:
 )
 def test_a_retired_word_is_found(source: str, count: int) -> None:
     assert len(list(retired(source))) == count
+
+
+RIDDLES = re.compile(
+    r"^(?:what|who|whoever|whom|whose|which)\b(?!.*\?$)"
+    r"|\b(?:nobody|somebody|whoever|everybody|anybody)\b"
+    r"|\b(?:is|are|was|were|be|been|has|have|had|not|never) (?:told|heard)\b"
+    r"|\b(?:tells?|hears?|told|heard) of\b"
+    r"|\b(?:that|those) (?:which|who|whose)\b|\bthe ones? (?:that|which|who)\b|\bone (?:that|which|who)\b",
+    re.IGNORECASE,
+)
+"""Sentences that begin with a relative pronoun, people without a name, hearsay, and "the one that"."""
+SENTENCE_ENDS = re.compile(r"(?<=[.!?;:])\s+|\n\s*\n")
+MOST_RIDDLES = {
+    f"sglang_ext/{folder}": 0
+    for folder in (
+        *("calibration", "cost_model", "disagg", "engine", "mempool", "migrate", "protocol", "radix_global"),
+        "tiered_store",
+    )
+}
+"""Folder -> riddles that its prose still has. A number may only fall."""
+
+
+def prose(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings and runs of comments of a module, each with its first line."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.lineno, node.value.value
+    first, comments = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            first = first or token.start[0]
+            comments.append(token.string.lstrip("#: "))
+        elif token.type not in (tokenize.NL, tokenize.NEWLINE) and comments:
+            yield first, " ".join(comments)
+            first, comments = 0, []
+
+
+def riddles(source: str) -> Iterator[str]:
+    """Sentences of a module's prose that hide their subject or object."""
+    for line, text in prose(source):
+        for sentence in SENTENCE_ENDS.split(re.sub(r"[ \t]*\n[ \t]*(?=\S)", " ", text)):
+            if RIDDLES.search(sentence.strip()):
+                yield f"{line}: {sentence.strip()}"
+
+
+@pytest.mark.parametrize("folder", MOST_RIDDLES)
+def test_prose_names_things(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{riddle}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for riddle in riddles(path.read_text("utf-8"))
+    ]
+    assert len(found) <= MOST_RIDDLES[folder], "\n".join(found)
+    assert len(found) == MOST_RIDDLES[folder], f"lower the number of {folder} in MOST_RIDDLES to {len(found)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('"""What it waits for."""\n', 1),
+        ('"""Free blocks. Nobody has them."""\n', 1),
+        ("x = 1  # the router is told of it\n", 1),
+        ('"""The one that waits,\nand those who ask."""\n', 1),
+        ('"""What is it?"""\n', 0),
+        ('"""Blocks which a peer reads. The peer sends COMPLETE."""\n', 0),
+        ('x = "who knows"\n', 0),
+    ],
+)
+def test_a_riddle_is_found(source: str, count: int) -> None:
+    assert len(list(riddles(source))) == count
