@@ -139,7 +139,7 @@ def _announced(given: str | None, host: str, routers: Sequence[str], network: Ne
     if given is not None:
         if not keyed and not is_loopback(given):
             raise ConfigError(
-                f"without a key, nobody is answered at {given}",
+                f"without a key, no peer is answered at {given}",
                 field="--kv-announce-host",
                 hint=f"Give {KEY_FLAG}",
             )

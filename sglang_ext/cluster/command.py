@@ -191,7 +191,7 @@ class _Stopper:
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
 
     def watch(self, cluster: Cluster) -> None:
-        """Stop this cluster when told to, or now if that was before."""
+        """Stop this cluster on a signal, or at once if the signal came before."""
         self._cluster = cluster
         if self._times:
             cluster.stop()

@@ -58,8 +58,8 @@ class ClusterConfig(Flagged):
     )
     routers: int = flag(
         1,
-        "Routers on that port, each on a core of its own. With --restart, the others go on while one that "
-        "died starts again.",
+        "Routers on that port, each on a core of its own. With --restart, the others go on while a dead one "
+        "starts again.",
     )
     policy: str = flag("auto", "How the router chooses a server; see sglang-ext router --help.")
     ray: str | None = flag(
@@ -81,7 +81,7 @@ class ClusterConfig(Flagged):
     )
     router_args: tuple[str, ...] = flag((), "More flags for the router, in one argument.", WORDS)
     log_dir: Path | None = flag(
-        None, "The folder for the logs; by default a temporary one that a clean end removes."
+        None, "The folder for the logs; by default a temporary folder, removed on a clean end."
     )
     restart: int | None = flag(
         None,
@@ -112,7 +112,7 @@ class ClusterConfig(Flagged):
             )
         if self.routers < 1:
             raise ConfigError(
-                f"{self.routers} routers answer nobody", field="--routers", hint="Give 1 or more"
+                f"{self.routers} routers serve no client", field="--routers", hint="Give 1 or more"
             )
         for index in self.instance_args:
             if not 0 <= index < self.servers:

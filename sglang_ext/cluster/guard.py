@@ -134,7 +134,7 @@ def descendants(root: int) -> list[int]:
 
 
 def below(root: int, by_parent: Mapping[int, list[int]]) -> list[int]:
-    """Everything below ``root`` of what ``children_by_parent`` has found, parents first."""
+    """All descendants of ``root`` among those that ``children_by_parent`` has found, parents first."""
     found = [root]
     for pid in found:
         found.extend(by_parent.get(pid, []))

@@ -21,16 +21,16 @@ class Arguments(RouterAddress):
 
     prog = PROG
     description = (
-        "Have an instance prefill instead of decode, or the other way round. It finishes what it has, or "
-        "hands it to others, keeps its cache, and serves in its new role. Servers of sglang-ext cluster can, "
-        "others must have been started with --enable-pd-role-switch and a --disaggregation-bootstrap-port of "
-        "their own."
+        "Have an instance prefill instead of decode, or the other way round. It finishes its requests, or "
+        "hands them to others, keeps its cache, and serves in its new role. Servers of sglang-ext cluster "
+        "can, others must have been started with --enable-pd-role-switch and a "
+        "--disaggregation-bootstrap-port of their own."
     )
 
     instance: str = flag(
         REQUIRED, "Its id or its URL, as sglang-ext cluster-status shows them.", positional=True
     )
-    role: RoleName = flag(REQUIRED, "What it is to do.", positional=True)
+    role: RoleName = flag(REQUIRED, "The new role.", positional=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

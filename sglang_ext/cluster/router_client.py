@@ -129,7 +129,9 @@ class RouterAddress(Flagged):
     cluster_key_file: str | None = flag(
         None, "The key of the cluster, instead of an API key.", metavar="FILE"
     )
-    ca_file: str | None = flag(None, "Who vouches for a router with an https URL.", metavar="FILE")
+    ca_file: str | None = flag(
+        None, "Certificates (PEM) to verify a router with an https URL.", metavar="FILE"
+    )
 
     def client(self) -> RouterClient:
         """The router that the flags name.

@@ -97,7 +97,7 @@ def notes(seen: Cluster) -> list[str]:
     """Remarks that the table has no column for."""
     lines = [f"{view.instance}: {view.why}" for view in seen.instances if view.state not in ("ready", "left")]
     lines += [
-        f"{view.instance}: takes requests; its snapshot is not in yet, so what it holds is not known in full"
+        f"{view.instance}: takes requests; its snapshot is not in yet, so only part of its blocks is known"
         for view in seen.instances
         if view.awaited
     ]

@@ -419,7 +419,7 @@ class Cluster:
             if self.failure is not None:
                 raise self.failure
             if all(status.state in lifecycle.OVER for status in self.parts.values()):
-                raise ClusterError("the cluster was told to stop")
+                raise ClusterError("the cluster was stopped")
             await self._next_change()
 
     async def _next_change(self) -> None:

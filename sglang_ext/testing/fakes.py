@@ -81,7 +81,7 @@ class Stopwatch:
 
     PAUSE_S = 0.02
     ALLOWED_S = 0.02
-    """A wake-up that is later than this says that there was no core."""
+    """A wake-up later than this shows that the process had no core."""
 
     def __init__(self) -> None:
         self._stopped_still = 0.0

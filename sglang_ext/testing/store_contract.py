@@ -150,7 +150,7 @@ class StoreContract(abc.ABC):
         assert (reservation.start, reservation.blocks) == (3, 2)
         rig.put(prompt(2, CAPACITY - 5))
         taken = rig.reserve(prompt(3, CAPACITY))
-        assert taken.blocks == CAPACITY - 5, "all but what the reservation has and continues"
+        assert taken.blocks == CAPACITY - 5, "all but the reservation's blocks and its prefix"
         assert (rig.blocks_of(prompt(1, 3)), rig.blocks_of(prompt(2, 1))) == (3, 0)
         assert reservation.commit(onward=False) is not None
         assert rig.blocks_of(prompt(1, 5)) == 5
@@ -200,7 +200,7 @@ class StoreContract(abc.ABC):
         assert (rig.store.yielding(rig.level), rig.tier.free_blocks) == (0, CAPACITY)
         late = rig.store.reserve_spare(rig.level, NAMESPACE, prompt(1, 4), Use.PREFETCH, 2, 2)
         assert isinstance(late, Reservation)
-        assert late.commit(onward=False) is None, "what it continues is not there"
+        assert late.commit(onward=False) is None, "its prefix is not there"
 
     def test_clearing_gives_all_back(self, rig: Rig) -> None:
         rig.put(prompt(1, 5))

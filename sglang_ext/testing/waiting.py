@@ -12,7 +12,7 @@ T = TypeVar("T")
 POLL_SECONDS: Final = 0.1
 """Between two looks at a server, each of which is a request."""
 LOOK_SECONDS: Final = 0.002
-"""Between two looks at what costs nothing to look at."""
+"""Seconds between two checks of a cheap condition."""
 
 
 def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
@@ -29,9 +29,7 @@ def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
     return value
 
 
-async def until(
-    condition: Callable[[], object], seconds: float = 30.0, what: str = "what was waited for"
-) -> float:
+async def until(condition: Callable[[], object], seconds: float = 30.0, what: str = "the condition") -> float:
     """Let the event loop go on until ``condition`` holds, which must be seen at once; how long that took.
 
     Raises:

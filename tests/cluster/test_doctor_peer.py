@@ -459,11 +459,11 @@ def test_ports_are_told_apart(free_port: Callable[[], int]) -> None:
 
     with stranger(b"220 mail.example.org ESMTP\r\n") as strange:
         door, failed = asyncio.run(run(strange))
-    assert failed == {closed: "Connection refused", strange: "somebody else answers there"}
+    assert failed == {closed: "Connection refused", strange: "another program answers there"}
     end = End("a", HERE, HERE, "1-3", (door, closed, strange), 0, 0, {}, bytes(16), bytes(16))
     seen = Seen("a:1", keyed=True, ours=end, theirs=end, failed_there=failed, failed_here={})
     assert [(f.level, f.subject) for f in wrong(seen)] == [(Level.PROBLEM, "ports there")]
-    assert "Connection refused; somebody else" in wrong(seen)[0].text
+    assert "Connection refused; another program" in wrong(seen)[0].text
     assert "3 ports of 1-3" in wrong(seen)[0].text
 
 
@@ -568,7 +568,7 @@ def test_the_command_line(
     ("flags", "says"),
     [
         (["--listen", "0.0.0.0"], "will not listen on 0.0.0.0 without a key"),
-        (["--listen", "--kv-announce-host", "10.0.0.1"], "without a key, nobody is answered at 10.0.0.1"),
+        (["--listen", "--kv-announce-host", "10.0.0.1"], "without a key, no peer is answered at 10.0.0.1"),
         (["--listen", "--peer", "a"], "one at a time"),
         (["--peer", ":30900"], "names no host"),
         (["--peer", "a:0"], "no port"),

@@ -250,7 +250,9 @@ async def test_what_the_environment_says_of_roles_counts_unless_a_flag_does(
     )
     for part in servers:
         assert (flag_value(part.command, "--enable-pd-role-switch") is None) == binds
-        assert (flag_value(part.command, "--kv-router") is None) == binds, "who keeps nothing tells nothing"
+        assert (flag_value(part.command, "--kv-router") is None) == binds, (
+            "a server that keeps nothing reports nothing"
+        )
         assert flag_value(part.command, "--kv-dram-size") is None, "it is the servers' affair"
     if binds:
         monkeypatch.setenv("SGLANG_EXT_KV_PD_CACHING", "basic")

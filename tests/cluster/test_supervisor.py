@@ -204,7 +204,7 @@ async def test_waiting_for_a_cluster_that_was_stopped(small_part: MakePart, tmp_
     async with Cluster([small_part("server-0", "deaf")], tmp_path) as cluster:
         # So early that there is no process yet to be stopped.
         cluster.stop()
-        with pytest.raises(ClusterError, match="told to stop"):
+        with pytest.raises(ClusterError, match="was stopped"):
             await cluster.ready()
     assert cluster.failure is None
 

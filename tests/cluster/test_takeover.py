@@ -141,7 +141,7 @@ async def test_one_stands_by_before_the_part_serves(
     with held_open(small_part("router"), (), ()) as part:
         async with Cluster([part], tmp_path, restarts=1, probe=probe) as cluster:
             status = cluster.parts["router"]
-            await async_wait_for(lambda: len(pids_of("router")) == 2, "one that stands by")
+            await async_wait_for(lambda: len(pids_of("router")) == 2, "a stand-by process")
             assert status.state is State.STARTING
             serves.set()
             await cluster.ready()
@@ -150,7 +150,7 @@ async def test_one_stands_by_before_the_part_serves(
             os.kill(await process_of(status.process), signal.SIGKILL)
             await async_wait_for(lambda: status.restarts == 1, "the restart")
             assert await process_of(status.process) == next_one
-            assert len(pids_of("router")) == 2, "nobody else was started to serve"
+            assert len(pids_of("router")) == 2, "no other process was started to serve"
 
 
 async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path: Path, pids_of: Pids) -> None:
@@ -163,7 +163,7 @@ async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path:
                 for kill in range(2):
                     await async_wait_for(
                         lambda kill=kill: standby.exists() and len(standby.read_text().split()) > kill,
-                        "one that stands by",
+                        "a stand-by process",
                     )
                     cluster.check()
                     assert status.standby is not None
@@ -173,7 +173,9 @@ async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path:
                     await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
                     await cluster.ready()
                     assert await process_of(status.process) == next_one
-                    assert len(standby.read_text().split()) <= kill + 2, "nobody else was started to serve"
+                    assert len(standby.read_text().split()) <= kill + 2, (
+                        "no other process was started to serve"
+                    )
             assert not seen["refused"], seen
             assert seen["200"] > 0
             assert status.standby is None, "no restart is left for it"
@@ -188,7 +190,7 @@ async def test_one_that_stands_by_is_replaced_and_ends_with_the_part(
         async with Cluster([part], tmp_path, restarts=2) as cluster:
             await cluster.ready()
             status = cluster.parts["router"]
-            await async_wait_for(lambda: len(pids_of("router")) == 2, "one that stands by")
+            await async_wait_for(lambda: len(pids_of("router")) == 2, "a stand-by process")
             assert status.standby is not None
             os.kill(await process_of(status.standby.process), signal.SIGKILL)
             await async_wait_for(lambda: len(pids_of("router")) == 3, "another one")

@@ -104,14 +104,14 @@ class Arguments(Flagged):
     )
     kv_ports: str | None = flag(
         None,
-        "With --peer or --listen: the ports that servers here are given. Those that nobody has are tried. "
-        "Not given: any one.",
+        "With --peer or --listen: the ports of servers here. Each free one is tried. By default, any "
+        "free port.",
         Parser(parse_ports, "FIRST-LAST"),
     )
     service_ports: tuple[int, ...] = flag(
         (),
         "With --peer or --listen: other ports here that the other machine has to reach: --port (HTTP), "
-        "--disaggregation-bootstrap-port. Of one that is in use, whether it takes a connection.",
+        "--disaggregation-bootstrap-port. For a port in use, the doctor tests whether it takes a connection.",
         Parser(parse_port_list, "PORT,..."),
     )
     reach: tuple[str, ...] = flag(
@@ -121,8 +121,8 @@ class Arguments(Flagged):
     )
     kv_announce_host: str | None = flag(
         None,
-        "With --peer or --listen: the address that servers here announce. Not given: the one that they would "
-        "find with --host 0.0.0.0.",
+        "With --peer or --listen: the address that servers here announce. By default, the address that they "
+        "would find with --host 0.0.0.0.",
         Parser(parse_host, "HOST"),
     )
     cluster_key_file: str | None = flag(
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     args = Arguments.from_cli_args(known.parse_args(arguments))
     if args.peer is not None or args.listen is not None:
         if args.kv_disk_path is not None or None not in (args.peer, args.listen):
-            known.error("--kv-disk-path, --peer and --listen are told one at a time")
+            known.error("--kv-disk-path, --peer and --listen exclude each other")
         try:
             return _meet(args)
         except ConfigError as error:
@@ -173,7 +173,7 @@ def _meet(args: Arguments) -> int:
     keyed = args.cluster_key_file is not None
     if args.kv_announce_host is not None and not keyed and not is_loopback(args.kv_announce_host):
         raise ConfigError(
-            f"without a key, nobody is answered at {args.kv_announce_host}",
+            f"without a key, no peer is answered at {args.kv_announce_host}",
             field="--kv-announce-host",
             hint="Give --cluster-key-file",
         )

@@ -200,7 +200,7 @@ def _network(facts: DiskFacts) -> Iterator[Finding]:
 
 def _lost(facts: DiskFacts) -> Iterator[Finding]:
     for owner in facts.lost:
-        text = f"{owner.path} was removed, emptied or replaced under {owner}: what it had there is lost"
+        text = f"{owner.path} was removed, emptied or replaced under {owner}: its blocks there are lost"
         advice = (
             "The server goes on in a new directory when it writes next, if there is none or an empty one, on "
             "the same disk. Otherwise empty the directory, or restart the server."
@@ -265,7 +265,7 @@ def _store(store: StoreFacts, *, repair: bool) -> Iterator[Finding]:
     if store.repaired is None:
         text = f"{store.path}: {report.recoverable} blocks can be brought back, {lost} are lost"
         advice = (
-            f"Run `sglang-ext doctor --kv-disk-path {store.path} --repair`; what is lost is computed again."
+            f"Run `sglang-ext doctor --kv-disk-path {store.path} --repair`; lost blocks are computed again."
         )
         yield Finding(level, subject, text, advice)
     else:

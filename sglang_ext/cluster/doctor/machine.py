@@ -210,10 +210,10 @@ def _plugin(facts: Facts) -> list[Finding]:
         plugin = Finding(Level.OK, "plugin", "SGLang sees it")
     if facts.patches_fit:
         count = sum(line.startswith("ok ") for line in facts.patches_report.splitlines())
-        fits = f"all {count} fit the installed SGLang" if count else "what they need of SGLang is there"
+        fits = f"all {count} fit the installed SGLang" if count else "SGLang has everything they need"
         return [plugin, Finding(Level.OK, "patches", fits)]
     if supported(facts.packages.get("sglang") or "") is None:
-        return [plugin]  # told as the version's
+        return [plugin]  # reported as a fault of the version
     advice = f"Install sglang=={SGLANG_VERSION}; `python -m sglang_ext.patches` shows the details."
     lines = [line for line in facts.patches_report.splitlines() if not line.startswith("ok ")]
     return [plugin, Finding(Level.PROBLEM, "patches", "\n".join(lines[-10:]) or "no answer", advice)]

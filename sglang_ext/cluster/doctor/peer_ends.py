@@ -180,12 +180,14 @@ async def _call(host: str, port: int, own: Own) -> Seen:
                     await wire.greet(_release())
             except TimeoutError:
                 raise TroubleError(
-                    Trouble.NOT_OURS, f"somebody listens, who said nothing for {GREETING_S:.0f} s"
+                    Trouble.NOT_OURS, f"another program listens, which sent nothing for {GREETING_S:.0f} s"
                 ) from None
             except TroubleError as error:
                 if error.kind is not Trouble.ENDED:
                     raise
-                raise TroubleError(Trouble.NOT_OURS, f"somebody listens, and {error.message}") from None
+                raise TroubleError(
+                    Trouble.NOT_OURS, f"another program listens, and {error.message}"
+                ) from None
             await _examine(wire, own, seen)
     except TroubleError as error:
         seen.trouble = error
@@ -243,7 +245,7 @@ async def _examine(wire: Wire, own: Own, seen: Seen) -> None:
 
 
 def listen(host: str, port: int, own: Own, seconds: float, say: Callable[[str], None]) -> None:
-    """Serve callers for so long, or until Ctrl-C. say: told one line of each.
+    """Serve callers for so long, or until Ctrl-C. say: called with one line for each.
 
     Raises:
         ConfigError: the address cannot be listened at.

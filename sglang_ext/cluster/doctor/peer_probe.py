@@ -192,11 +192,11 @@ async def _knock(host: str, port: int, ticket: bytes, answer: bytes) -> str:
             async with asyncio.timeout(KNOCK_S):
                 await wire.put(ticket)
                 told = await wire.take(len(answer))
-            return "" if hmac.compare_digest(told, answer) else "somebody else answers there"
+            return "" if hmac.compare_digest(told, answer) else "another program answers there"
     except TimeoutError:
         return f"nothing came back in {KNOCK_S:.0f} s"
     except TroubleError:
-        return "somebody else answers there"
+        return "another program answers there"
     except OSError as error:
         return reason_of(error)
 

@@ -329,7 +329,7 @@ class Wire:
         head = await self.take(4 + SEAL_DIGITS)
         size = int.from_bytes(head[:4], "big")
         if size > MESSAGE_BYTES:
-            raise TroubleError(Trouble.NOT_OURS, "what came is no message of a doctor")
+            raise TroubleError(Trouble.NOT_OURS, "the received bytes are no message of a doctor")
         body = await self.take(size)
         if self._session and self._key is not None:
             role = "listener" if self._role == "caller" else "caller"
@@ -358,7 +358,7 @@ class Wire:
         """Bytes into memory.
 
         Raises:
-            TroubleError: the other end is gone, or says nothing for `REPLY_S`.
+            TroubleError: the other end is gone, or sends nothing for `REPLY_S`.
         """
         try:
             async with asyncio.timeout(REPLY_S):

@@ -158,7 +158,7 @@ def _geometry(
 
 
 class ListReceiver:
-    """A receiver with a set of blocks that peers may write, and lists of what became of them."""
+    """A receiver with a set of blocks that peers may write, and lists of their outcomes."""
 
     def __init__(self) -> None:
         self.pools: dict[str, OwnedPool] = {}

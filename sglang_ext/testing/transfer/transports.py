@@ -45,7 +45,7 @@ from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids
 
 SECONDS = 20.0
-"""Deadline of everything that is expected to succeed."""
+"""Deadline, in seconds, of calls that are expected to succeed."""
 
 
 class TransportConformance:
