@@ -2,8 +2,8 @@
 
     python scripts/compile_router.py
 
-Does nothing when the compiled modules match these sources. Ends with 1, and says why, where that cannot be
-done.
+Does nothing when the compiled modules match these sources. Exits with 1, and prints the reason, where
+compiling is not possible.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def build(scratch: Path) -> list[Path]:
         with zipfile.ZipFile(wheel) as archive:
             missing, strange = lacking(wanted | (set() if is_pure(wheel) else compiled), archive.namelist())
         if missing or strange:
-            raise DistError(f"{wheel.name} lacks {missing}, and has {strange} beside what is tracked")
+            raise DistError(f"{wheel.name} lacks {missing}, and has the untracked {strange}")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     if missing := {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} - names:

@@ -1,7 +1,7 @@
 """Smoke test of an installed package: run ``python -P smoke.py PREFIX VERSION compiled|python`` inside its
 environment.
 
-Nothing is downloaded and no server is started. Ends with an error that says what does not work.
+Nothing is downloaded and no server is started. Ends with an error that names the failed check.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(prefix: str, wanted: str, how: str) -> None:
 
     assert sglang_ext.__file__ is not None
     here = Path(sglang_ext.__file__).resolve()
-    assert here.is_relative_to(Path(prefix).resolve()), f"{here} is not what was installed into {prefix}"
+    assert here.is_relative_to(Path(prefix).resolve()), f"{here} is not the package installed into {prefix}"
     assert version("sglang-ext") == wanted, f"{version('sglang-ext')} is installed, {wanted} was built"
 
     import_all(sglang_ext)

@@ -243,7 +243,7 @@ def test_a_signature_is_good_once() -> None:
     assert replays.is_again(header.replace(" ", "   ").replace("KV", "kv"), 1001.0), "however it is written"
     assert not replays.is_again(signed(key), 1000.0)
     replays.is_again("KV-HMAC later", 1000.0 + 4 * MAX_SKEW_S)
-    assert repr(replays) == "Replays(1)", "what is too old to be accepted is forgotten"
+    assert repr(replays) == "Replays(1)", "messages too old to be accepted are forgotten"
 
 
 def test_a_member_tells_what_time_it_is_for_one_request_only() -> None:

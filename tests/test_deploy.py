@@ -183,7 +183,7 @@ def _wrong_in_pod(template: Json, secrets: dict[str, Json]) -> Iterator[str]:
             if action and action["port"] not in ports:
                 yield f"{probe} at port {action['port']}, which it does not have"
             if action and "path" in action and not answers(action["path"]):
-                yield f"{probe} asks {action['path']}, which nobody answers"
+                yield f"{probe} asks {action['path']}, which no endpoint answers"
         used = set(re.findall(r"/keys/([a-z.]+)", str(container)))
         if used - keys:
             yield f"no key {', '.join(sorted(used - keys))}"
@@ -280,7 +280,7 @@ CONTAINER = "spec/template/spec/containers/0"
     [
         ("StatefulSet", f"{CONTAINER}/args/1", "--model-pth=/m", "has no flags ['--model-pth']"),
         ("StatefulSet", f"{CONTAINER}/args/1", "--kv-diskpath=/m", "has no flags ['--kv-diskpath']"),
-        ("StatefulSet", f"{CONTAINER}/readinessProbe/httpGet/path", "/healthy", "nobody answers"),
+        ("StatefulSet", f"{CONTAINER}/readinessProbe/httpGet/path", "/healthy", "no endpoint answers"),
         ("StatefulSet", f"{CONTAINER}/readinessProbe/httpGet/port", "web", "does not have"),
         ("StatefulSet", f"{CONTAINER}/volumeMounts/2/name", "weights", "no volume"),
         ("StatefulSet", "spec/template/spec/terminationGracePeriodSeconds", 30, "killed while it drains"),

@@ -223,7 +223,7 @@ def complaints(root: Path) -> list[str]:
         part = part_of(module)
         if part not in MAY_IMPORT:
             found.append(
-                f"{relative}: the part {part!r} is not in MAY_IMPORT; add it, with what it may import"
+                f"{relative}: the part {part!r} is not in MAY_IMPORT; add it, with its allowed imports"
             )
             continue
         for line, imported, top_level in imported_there:

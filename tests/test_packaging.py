@@ -121,7 +121,7 @@ def test_setup_says_what_became_of_compiling(said: str, outcome: str, tmp_path: 
     """And goes on, whatever that was: the sources serve as well."""
     setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
     environment = setup["Environment"](tmp_path, setup["Progress"](1))
-    environment.log.write_text("what pip has said\n")
+    environment.log.write_text("pip's output\n")
     environment.python = tmp_path / "python"
     environment.python.write_text(f"#!/bin/sh\ncat <<EOF\n{said}\nEOF\nexit 1\n")
     environment.python.chmod(0o700)

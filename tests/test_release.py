@@ -138,7 +138,7 @@ def wrong_in_image(text: str) -> list[str]:
     if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", user):
         found.append(f"runs as {user}")
     elif f"--uid {user.split(':')[0]} " not in text or f"--gid {user.split(':')[1]} " not in text:
-        found.append(f"nobody makes the user {user}")
+        found.append(f"no step makes the user {user}")
     if [name for name, _ in steps].index("USER") < max(
         i for i, (name, _) in enumerate(steps) if name == "RUN"
     ):

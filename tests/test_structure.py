@@ -24,11 +24,11 @@ FOLDERS = ("router", "engine", "patches/adapter")
 """Those in which it holds."""
 
 RECORDS = {
-    "Record": "what is noted of one request by whoever handles it; a class for its speed",
-    "Flight": "one request, of which whoever handles it notes what became of it; a class for its speed",
+    "Record": "the notes of one request, set by each of its handlers; a class for its speed",
+    "Flight": "one request, whose handlers note its outcome; a class for its speed",
     "Entry": "one prompt in the line that ``QueueEstimate`` keeps, alike",
     "OpenAnswer": "one answer, alike",
-    "LocalCounter": "a number that whoever counts adds to",
+    "LocalCounter": "a number that its counters add to",
     "RequestReader": "one half of a connection's state machine; the connection, which owns it, is the other",
     "WorkerConnection": "the pool that exports it out notes since when it is idle",
     "ServerState": "of one HTTP server: its connections count themselves in it",
@@ -38,7 +38,7 @@ RECORDS = {
 
 FOREIGN = {
     "router/index/memory.py tree.observer": "the tree's place for its one observer, set while it is empty",
-    "router/tokens/prompt_tokenizer.py tokenizer.chat_template": "how transformers is told a template",
+    "router/tokens/prompt_tokenizer.py tokenizer.chat_template": "transformers' own way to set a template",
     "patches/adapter/kv_manager.py PROCESS.manager": "SGLang makes it anew with each role of a server",
 }
 """Attributes of objects that are none of these folders', each with why it is the way to set it."""

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         Benchmark(options, report).run()
     except KeyboardInterrupt:
-        report.note("interrupted: only what was measured until then")
+        report.note("interrupted: only the measurements until then")
     finally:
         signal.signal(signal.SIGTERM, before)
     summarise(report)

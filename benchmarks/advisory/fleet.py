@@ -73,7 +73,7 @@ def bytes_per_token(model: str) -> int:
 def server_flags(
     kind: str, tiers: Tiers, router_port: int, model: str = MODEL, disk: Path | None = None
 ) -> tuple[str, ...]:
-    """Flags of the servers of a kind: the same, but for what keeps KV.
+    """Flags of the servers of a kind: the same, except for those of tiers.
 
     Args:
         disk: where the one server that gets these flags has its disk tier, if ``tiers`` has one.

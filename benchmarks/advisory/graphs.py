@@ -69,7 +69,8 @@ def logged(
     A call repeats its session's tokens, as far as its length goes.
 
     Args:
-        all_edges: hints go to all whom a logged run has called after this agent, the most frequent one first.
+        all_edges: hints go to all agents that a logged run has called after this one, the most frequent
+            first.
     """
     rng = random.Random(f"{seed}/agents")
     runs_of_log = sorted(agent_runs(folder), key=len, reverse=True)

@@ -42,7 +42,7 @@ class Parts:
 
     Args:
         plan: how much is measured. report: takes the rows.
-        shape: of what people send. folder: with the workloads. encode: from text to tokens.
+        shape: of people's requests. folder: with the workloads. encode: from text to tokens.
     """
 
     def __init__(self, plan: Plan, report: Report, shape: Shape, folder: Path, encode: Encode) -> None:

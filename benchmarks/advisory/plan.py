@@ -25,7 +25,7 @@ from sglang_ext.flags import flag, one_of
 PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents", "graph", "layers")
 QUICK_PARTS = ("systems", "hits", "missing")
 SERVERS = "each server: model "
-"""How the note begins that says what servers a report is about."""
+"""Beginning of the note that describes a report's servers."""
 WORDS = {system.word: system for system in (*SYSTEMS, WHOLE, BY_LAYER)}
 
 
@@ -76,7 +76,7 @@ QUICK = Plan(
     seconds=8.0,
     varied_s=24.0,
     slice_s=4.0,
-    # The ends of a line say more than points between them.
+    # The ends of a line determine it better than points between them.
     missing=(0.0, 0.5),
     urgent=(0.1, 0.3, 0.5),
     hits=32,
@@ -125,13 +125,13 @@ class AdvisoryOptions(Options):
 
     data: str | None = data_flag()
     parts: tuple[str, ...] = flag(
-        (), "What to measure; all of these without --quick.", one_of(*PARTS), several="+"
+        (), "The parts to measure; all of these without --quick.", one_of(*PARTS), several="+"
     )
     systems: tuple[str, ...] = flag(
-        tuple(WORDS), "Which systems to measure; all of these.", one_of(*WORDS), several="+"
+        tuple(WORDS), "The systems to measure; all of these.", one_of(*WORDS), several="+"
     )
     instances: int = flag(2, "Servers of each system.")
-    model: str = flag(MODEL, "Which tiny model, in float32.", one_of(*MODELS))
+    model: str = flag(MODEL, "The tiny model, in float32.", one_of(*MODELS))
     dram_tokens: int | None = flag(
         None, "DRAM of each server that has any, in tokens. Not given: more than all sessions need."
     )
@@ -140,7 +140,7 @@ class AdvisoryOptions(Options):
     sglang_router_python: Path | None = flag(None, "Interpreter of an environment with sglang-router.")
     add_to: Path | None = flag(
         None,
-        "The JSON report of an earlier run: what is measured now takes the place of the same rows, and the "
+        "The JSON report of an earlier run: new rows take the place of the same rows, and the "
         "summary is that of all.",
         metavar="FILE",
     )

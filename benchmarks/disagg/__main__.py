@@ -194,7 +194,8 @@ class DisaggOptions(Options):
     )
     figure: Path | None = flag(None, "With --roles: where to write it as a figure (SVG).", metavar="FILE")
     split: bool = flag(
-        False, "Only compare a long prompt on one instance with one that two compute (MemServe, table 3)."
+        False,
+        "Only compare a long prompt on one instance with a prompt that two compute (MemServe, table 3).",
     )
     fetching: bool = flag(
         False, "Only compare fetching with computing where a session moves between prefill servers."
@@ -333,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if whole:
                 disagg_figures.pull_vs_push(options, report, end, short=True)
     except KeyboardInterrupt:
-        report.note("interrupted: only what was measured until then")
+        report.note("interrupted: only the measurements until then")
     finally:
         signal.signal(signal.SIGTERM, before)
     why = designs.why if designs is not None else {}

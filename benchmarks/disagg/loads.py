@@ -1,9 +1,9 @@
 """Loads for the benchmark of prefill and decode apart, made of texts that people and agents wrote.
 
-ShareGPT-like: conversations; every turn asks after all that was said. ReAct-like: an agent's steps behind one
-few-shot prefix; a turn is a tool's output, the answer a thought and an action. LooGLE-like: questions on a
-long document; each comes right after the document. Texts are cut into words, and Chinese into characters; a
-word is always the same token id. An answer has the length of the logged answer, not its text.
+ShareGPT-like: conversations; every turn continues the whole conversation. ReAct-like: an agent's steps behind
+one few-shot prefix; a turn is a tool's output, the answer a thought and an action. LooGLE-like: questions on
+a long document; each comes right after the document. Texts are cut into words, and Chinese into characters;
+a word is always the same token id. An answer has the length of the logged answer, not its text.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sglang_ext.stages import STAGES, StageTimes
 LATE = 3
 """From this turn on a conversation has grown beyond its first prompts (the aims' "third turn and later")."""
 GROWING = ("sharegpt", "react")
-"""Loads whose turns come after all that was said before."""
+"""Loads whose turns continue the whole conversation."""
 BLOCK = 16
 DRAWS = 1000
 
@@ -184,7 +184,7 @@ def complete_summary(report: Report, why: Mapping[str, str]) -> None:
     report.summary = {key: report.summary.get(key) for key in SUMMARY}
     for key, value in report.summary.items():
         if value is None:
-            report.note(f"{key}: {why.get(key, 'not measured in this form, or by what was chosen')}")
+            report.note(f"{key}: {why.get(key, 'not measured in this form, or by the chosen options')}")
 
 
 def breakdown(

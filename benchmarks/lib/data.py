@@ -32,7 +32,7 @@ def data_folder(given: str | None = None) -> Path:
     """The folder with the workloads.
 
     Raises:
-        ConfigError: it is not there; says where it was looked for.
+        ConfigError: it is not there; names the places that were searched.
     """
     folder = Path(given or os.environ.get(VARIABLE) or _BESIDE)
     if not folder.is_dir():

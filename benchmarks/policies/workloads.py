@@ -94,7 +94,7 @@ def loogle(folder: Path, sessions: int = 80) -> list[SimSession]:
 
 
 def sharegpt(folder: Path, sessions: int = 200) -> list[SimSession]:
-    """Conversations of several turns, each prompt with all that was said before."""
+    """Conversations of several turns, each prompt with the whole conversation before it."""
     names = Names()
     found: list[SimSession] = []
     for row in rows(folder / "sharegpt_zh", "sharegpt_zh.0000-0499.jsonl.gz"):

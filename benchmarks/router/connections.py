@@ -29,7 +29,7 @@ SETTLE_S = 5.0
 
 
 def measure_connections(options: Options, report: Report, peer_python: Path | None) -> None:
-    """Rows of what idle streams, readers that stopped and new connections cost, and their summary."""
+    """Rows of the costs of idle streams, stopped readers and new connections, and their summary."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # A stream takes a router two files.

@@ -43,7 +43,7 @@ class Job:
         warmup_s: before that, uncounted; not with fresh prompts.
         fresh: how many prompts to make that no job before has sent; 0 for those that all jobs share.
         first: the number of the first of them.
-        shared_bytes: length of what all of them begin with alike.
+        shared_bytes: length of the beginning that they share.
         reconnect: each request has a connection of its own.
     """
 

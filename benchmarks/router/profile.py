@@ -41,7 +41,7 @@ CASES = (
 TOLD_S = 30.0
 """Most that an observation may take to be written."""
 BETWEEN = "event loop, parser, kernel"
-"""Stage of what runs in C between callbacks."""
+"""Stage of C code between callbacks."""
 STAGES = {
     "radix_global": "index", "index": "index", "policies": "decision", "placing": "dispatch",
     "dispatch": "dispatch", "fleet": "fleet", "http": "http", "api": "api", "tenancy": "admission",
@@ -137,7 +137,7 @@ class _Answer:
 
 
 def _switch(pid: int, answer: Path) -> Path:
-    """Begin an observation of the watched router or end it; the file by which it says that it has."""
+    """Begin an observation of the watched router or end it; returns the file that confirms it."""
     os.kill(pid, signal.SIGUSR1)
     end = time.monotonic() + TOLD_S
     while not answer.exists():

@@ -123,7 +123,7 @@ class Router:
         self._chooser = Chooser(routing, self.fleet, self.index, costs, metrics, fetching, NoHints())
 
     def snapshot(self, name: str, events: Iterator[Sequence[PlacementEvent]]) -> list[bytes]:
-        """The messages with which an instance's agent tells all that it holds."""
+        """The messages with which an instance's agent reports all its blocks."""
         stream = self.streams[name]
         _, number = stream.hello(b"r", Hello("r"))
         assert number is not None
@@ -161,7 +161,7 @@ class Prompts:
         return encode_tokens(self._random.integers(0, 32_000, blocks * BLOCK))
 
     def held(self, blocks: int, common: Sequence[bytes]) -> Iterator[list[PlacementEvent]]:
-        """All that an instance holds, run by run: the common prompts, then conversations of its own."""
+        """All blocks of an instance, run by run: the common prompts, then conversations of its own."""
         run = 0
         found: list[PlacementEvent] = []
         for key in common:

@@ -76,5 +76,5 @@ def _answer(server: ServerProcess, prompt: Prompt) -> tuple[float, float]:
     seconds = time.perf_counter() - began
     details = json.loads(last)["meta_info"]["cached_tokens_details"] or {}
     if details.get("durability_end", "durable") != "durable":
-        raise RuntimeError(f"the end was told otherwise than durable: {details}")
+        raise RuntimeError(f"the end was not reported as durable: {details}")
     return seconds, details.get("durability_wait_us", 0) / 1e6

@@ -54,7 +54,7 @@ class _Talk(threading.Thread):
         self.start()
 
     def runs(self) -> bool:
-        """Whether it has said enough to be in the way."""
+        """Whether it has generated enough to be in the way."""
         return len(self.tokens) >= RUNNING
 
     def run(self) -> None:

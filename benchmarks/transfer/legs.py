@@ -66,7 +66,7 @@ def table(there: Ids, here: Ids, size: int) -> npt.NDArray[np.int64]:
 
 
 def serve_raw(memory: SharedMemory, sock: socket.socket) -> None:
-    """Raw sockets: told offsets once, sends the blocks with sendmsg; no protocol beyond that."""
+    """Raw sockets: receives offsets once, sends the blocks with sendmsg; no protocol beyond that."""
     s = _stream.Scratch()
     flag = np.zeros(1, np.int64)
     while head := _exactly(sock, 16):

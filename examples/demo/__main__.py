@@ -50,7 +50,7 @@ class Arguments(Flagged):
 
     prog = "python -m examples.demo"
     description = (
-        "Hold conversations with a cluster of two servers, and show what was reused from where; then with "
+        "Hold conversations with a cluster of two servers, and show the source of reused tokens; then with "
         "prefill and decode apart, and show what each side still has."
     )
 
@@ -127,7 +127,7 @@ async def converse(cluster: Cluster, count: int, turns: int, console: Console) -
 
 
 async def first_answer(session: aiohttp.ClientSession, url: str) -> None:
-    """Say something until there is an answer: on a busy machine the router may just have missed some probes.
+    """Send requests until there is an answer: on a busy machine the router may just have missed some probes.
 
     Raises:
         PeerError: there was none in time; carries the last error.
@@ -209,7 +209,7 @@ async def run_apart(log_dir: Path | None, console: Console) -> int:
             console.print(text, soft_wrap=True, highlight=False)
         if not apart.grows(turns):
             logs.keep = True
-            sys.stderr.write(f"demo: what decode had did not grow. The logs are in {logs.path}\n")
+            sys.stderr.write(f"demo: decode's cached tokens did not grow. The logs are in {logs.path}\n")
             return 1
     return 0
 

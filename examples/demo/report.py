@@ -21,13 +21,13 @@ COLUMNS = (
     ("caching off", 11),
 )
 REASONS = {
-    "no-prefix": "nobody holds any of it",
+    "no-prefix": "no server holds any of it",
     "short-prefix": "little of it is held: spread",
     "prefix": "it holds most of it",
     "prefix-shared": "it is the least busy of the holders",
     "rebalanced": "the holder is too busy",
 }
-"""The router's reasons in words; others are shown as the router says them."""
+"""The router's reasons in words; others are shown as the router reports them."""
 
 TEXT_COLUMNS = 4
 """The first ones are aligned left, the numbers right."""
@@ -35,7 +35,7 @@ TEXT_COLUMNS = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn, said to the cluster and to the one without a cache."""
+    """One turn, sent to the cluster and to the cluster without a cache."""
 
     conversation: str
     number: int

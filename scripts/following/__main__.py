@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.following", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--diff", nargs=2, metavar=("OLD", "NEW"), help="print the code to read")
-    which.add_argument("--hashes", metavar="VERSION|FOLDER", help="print what goes to hashes/VERSION.json")
-    which.add_argument("--routes", metavar="VERSION|FOLDER", help="print what goes to routes/VERSION.json")
+    which.add_argument("--hashes", metavar="VERSION|FOLDER", help="print the contents of hashes/VERSION.json")
+    which.add_argument("--routes", metavar="VERSION|FOLDER", help="print the contents of routes/VERSION.json")
     args = parser.parse_args(argv)
     try:
         if args.diff:

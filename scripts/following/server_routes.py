@@ -23,7 +23,7 @@ WEBSOCKET: Final = "WEBSOCKET"
 
 
 class UnreadableRouteError(ValueError):
-    """A route is declared in a way that this reader does not know; the message says where."""
+    """A route is declared in a way that this reader does not support; the message gives the place."""
 
 
 def server_routes(source: Source) -> dict[str, list[str]]:

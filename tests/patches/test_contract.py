@@ -139,7 +139,7 @@ BREAKS = {
         "srt/disaggregation/prefill.py",
         "self: Scheduler, req: Req",
         "self: Scheduler, request: Req",
-        "maybe_send_cached_prefix_chunk: what stands for it",
+        "maybe_send_cached_prefix_chunk: its replacement",
     ),
 }
 

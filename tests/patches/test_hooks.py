@@ -408,7 +408,7 @@ def request_of(ids: list[int], **other: Any) -> SimpleNamespace:
 def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROCESS, "checks_vocabulary", False)
     bad = request_of([100])
-    assert vocabulary.after_length_check(None, bad, 10, False) is None, "off until somebody wants it"
+    assert vocabulary.after_length_check(None, bad, 10, False) is None, "off until a request wants it"
     monkeypatch.setattr(PROCESS, "checks_vocabulary", True)
     assert "input_ids[0]" in str(vocabulary.after_length_check(None, bad, 10, False))
     assert vocabulary.after_length_check("too long", bad, 10, False) is None, "SGLang's error stays"

@@ -127,7 +127,7 @@ def test_looking_past_what_is_not_allowed_is_bounded(look_past: int, gone: list[
     assert len(asked) <= look_past + 1
     tree.check()
     tree.touch("n", key("a"))
-    assert evicted(tree, 1) == ["b"], "what was passed over keeps its place"
+    assert evicted(tree, 1) == ["b"], "blocks that were passed over keep their place"
 
 
 def test_what_is_spared_stays_and_counts_as_used() -> None:

@@ -147,7 +147,7 @@ def test_the_table_of_states() -> None:
     assert reader.events(0, Stored(1, 0, blocks(1, 2), Tier.HBM.bit)) is Outcome.IGNORED
     assert reader.events(2, Removed(1)) is Outcome.BROKEN
     assert replica.state is State.STALE
-    assert replica.blocks == 2, "what is known stays until a snapshot comes"
+    assert replica.blocks == 2, "known blocks stay until a snapshot comes"
     assert replica.apply(SnapshotBegin(EPOCH, 1, 5)) is Outcome.IGNORED
     assert replica.apply(SnapshotBegin(EPOCH, 2, 5)) is Outcome.APPLIED
     assert replica.blocks == 0

@@ -396,7 +396,7 @@ def test_a_lock_outlives_the_removal_of_what_it_was_on(tree: RadixTree) -> None:
     tree.check()
     again = tree.insert("n", key("a", "b"), HBM, slots(2)).node
     assert again is not end
-    assert tree.locked_blocks_of(HBM) == 1, "what was inserted anew nobody has locked"
+    assert tree.locked_blocks_of(HBM) == 1, "a new insertion is not locked"
     assert tree.unlock(end, HBM) == 1
     assert sum(evicted.blocks for evicted in tree.evict(HBM, 9)) == 2
     tree.check()

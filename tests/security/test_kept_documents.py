@@ -76,7 +76,7 @@ async def test_names_are_counted_before_they_are_composed(start_worker, start_ro
     status, body = await ask(client, router, *["d"] * MOST_NAMED)
     assert (status, body["error"]["code"]) == (413, "documents_too_large")
     assert not [path for path, *_ in worker.requests if path == "/v1/chat/completions"]
-    assert (await ask(client, router, "d", "d", "d"))[0] == 200, "the twin: what fits is sent"
+    assert (await ask(client, router, "d", "d", "d"))[0] == 200, "the twin: a text that fits is sent"
     assert router.documents._composing.used == 0
 
 

@@ -84,7 +84,7 @@ async def test_more_documents_than_may_wait_reach_who_begins(folder: Path, monke
             one.share_status(RouterStatus("one"))  # it is looked at how much waits
             await asyncio.sleep(0)
         assert "one" in two.others
-        assert heard == [each.id for each in documents], "each was told once"
+        assert heard == [each.id for each in documents], "each was sent once"
     finally:
         await one.stop()
         await two.stop()

@@ -239,7 +239,7 @@ def test_who_has_a_budget() -> None:
         budgets.of(Caller(), str(number))
         budgets.of(Caller("t"), "")
     assert len(budgets) == MOST_BUDGETS
-    assert budgets.of(Caller("t"), "") is one, "what is used stays"
+    assert budgets.of(Caller("t"), "") is one, "a budget in use stays"
     one.tokenized(1e9)
     one.check_tokenizing()  # without a limit
 

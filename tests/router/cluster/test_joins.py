@@ -64,7 +64,7 @@ def rig() -> Rig:
 def test_a_prefill_server_that_joins_is_told_to_all_decode_servers(rig: Rig) -> None:
     rig.join(D, "decode")
     rig.join(E, "decode")
-    assert rig.take() == [], "there is none to tell of"
+    assert rig.take() == [], "there is none to announce"
     rig.join(P, "prefill")
     assert sorted(rig.take()) == [(D, (server(P),)), (E, (server(P),))]
 
@@ -72,7 +72,7 @@ def test_a_prefill_server_that_joins_is_told_to_all_decode_servers(rig: Rig) -> 
 def test_a_decode_server_is_told_of_all_at_its_start(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(Q, "prefill", port=None)
-    assert rig.take() == [], "prefill servers are told nothing"
+    assert rig.take() == [], "prefill servers receive nothing"
     rig.join(D, "decode")
     # SGLang's own port, where the server does not tell.
     assert rig.take()[-1] == (D, (server(P), server(Q, port=8998)))

@@ -621,9 +621,11 @@ class LifeOfACluster(RuleBasedStateMachine):
             assert (row.in_flight if row else 0) == running, "no request's instance is forgotten"
             usable = row is not None and row.state in USABLE
             if name in self.gone or name in self.drained:
-                assert not usable, "whoever is gone or drained is given nothing"
+                assert not usable, "no request goes to a gone or drained instance"
             if row is not None and name not in self.gone and name not in self.drained:
-                assert row.state not in (State.DRAINING, State.LEFT), "whoever shall stay, stays"
+                assert row.state not in (State.DRAINING, State.LEFT), (
+                    "an instance neither gone nor drained stays"
+                )
             if row is not None and name not in self.gone:
                 assert row.epoch == f"{self.epochs[name]:032x}"
         dead = self.rig.links.dead

@@ -137,7 +137,7 @@ async def test_redis_dies_and_comes_back_empty(redis: RedisServer, make_shared: 
         assert "redis" in first.view().address
         assert first.view().error
         assert one.others == {}, "nothing is known of other routers"
-        assert one.roster.get("a") is not None, "what is known stays"
+        assert one.roster.get("a") is not None, "known records stay"
         # Meanwhile each goes on by itself.
         record = member("b")
         two.roster.merge(record)

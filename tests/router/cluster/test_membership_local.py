@@ -176,7 +176,7 @@ async def test_rubbish_harms_nobody(folder: Path, rubbish: bytes) -> None:
             one.store.share_status(RouterStatus("one"))
             await until(lambda: one.store.refused + two.store.refused >= 2)
             one.store.share_status(RouterStatus("one"))
-            assert len(told) == 2, "it is not asked again for what was refused"
+            assert len(told) == 2, "it does not ask again for refused records"
     finally:
         server.close()
         for writer in told:

@@ -215,7 +215,7 @@ async def test_what_is_not_taken_ends_where_it_is(
     assert without_ids(await asyncio.wait_for(answer.read(), 10)) == without_ids(expected)
     assert False not in rig.agents.ends()
     if trouble != "the target refuses":
-        assert not tickets_at(rig.target), "nobody there waits for it"
+        assert not tickets_at(rig.target), "no request there waits for it"
 
 
 async def test_the_twin_that_repeats_a_token_is_seen(

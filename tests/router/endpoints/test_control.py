@@ -308,7 +308,7 @@ async def test_an_estimate_is_told_beside_what_was_observed(start_worker, start_
     assert found[f"sglang_ext_router_cost_correction{{{at}}}"] == pytest.approx(max(ratio, 1 / 256))
     assert found[f"sglang_ext_router_queue_estimate_seconds{{{at}}}"] == 0
     router.costs.forget(worker.url)
-    assert at not in str(await shown()), "who left is not shown any more"
+    assert at not in str(await shown()), "requests that left are not shown any more"
 
 
 def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None:

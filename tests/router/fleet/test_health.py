@@ -102,11 +102,11 @@ async def test_a_worker_that_answers_requests_is_not_down_for_late_probes(api, s
             assert fleet.rows[worker.url].state is State.READY
         for expected in (State.SUSPECT, State.SUSPECT, State.DOWN):
             await health.check_once(worker.url)
-            assert fleet.rows[worker.url].state is expected, "what came before a probe says nothing"
+            assert fleet.rows[worker.url].state is expected, "bytes from before a probe prove nothing"
         probe = asyncio.create_task(health.check_once(worker.url))
         load.answered()
         await probe
-        assert fleet.rows[worker.url].state is State.DOWN, "one that was given up has to answer again"
+        assert fleet.rows[worker.url].state is State.DOWN, "a lost instance has to answer again"
 
 
 async def test_the_verdict_falls_within_three_seconds(start_worker, start_router, eventually) -> None:

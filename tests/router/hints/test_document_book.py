@@ -66,7 +66,7 @@ def test_each_tenant_has_its_own_names() -> None:
     newer = entry("d", "a")
     assert book.put(newer) is mine
     book.remove(mine)
-    assert book.find("a", "d") is newer, "who was replaced takes nothing along"
+    assert book.find("a", "d") is newer, "a replaced instance takes nothing along"
 
 
 def test_what_has_lived_long_enough_is_forgotten() -> None:

@@ -189,7 +189,7 @@ async def test_an_instance_that_goes_is_replaced(start_worker, start_router, cli
     links.told.clear()
     await router.documents.tick()
     hints = [name for name, message in links.told if message in links.hints()]
-    assert hints == [*(set(workers) - held - {gone})], "who still holds it needs not be told"
+    assert hints == [*(set(workers) - held - {gone})], "an instance that still holds it gets no message"
 
 
 async def test_what_is_elsewhere_or_below_is_brought(

@@ -63,7 +63,7 @@ async def test_who_asks_whether_to_send_the_body_is_told_to(rig: Rig) -> None:
     wire.send(b"GET /gate HTTP/1.1\r\nHost: h\r\n\r\n" + message[:-5])
     await rig.echo.gate.reached()
     rig.echo.gate.open()
-    assert (await wire.answer())[0] == 200, "what was asked before comes first"
+    assert (await wire.answer())[0] == 200, "the earlier answer comes first"
     assert (await wire.answer())[0] == 100
     wire.send(b"12345")
     assert (await wire.answer())[2] == b"POST /x 5"

@@ -296,7 +296,7 @@ async def test_a_client_that_goes_away_leaves_nothing(stage: str, how: str, rig:
             wire.reset()
     await rig.until_empty()
     assert rig.echo.cancelled == int(running_request)
-    assert len(rig.echo.requests) == int(running_request), "what waited behind it is not begun"
+    assert len(rig.echo.requests) == int(running_request), "requests behind it are not begun"
 
 
 async def test_a_handler_that_cuts_its_answer(rig: Rig) -> None:

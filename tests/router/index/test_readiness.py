@@ -153,8 +153,8 @@ async def test_until_a_snapshot_is_in_decisions_say_that_they_lack_it(
     second.begin()
     second.part(second.on_disk(prompt(3)))
     assert (await ready(router, client))[1]["awaited"] == 1
-    assert (await ask(router, client, 3))[:2] == (two.url, "prefix"), "what has been told is used"
-    assert (await ask(router, client, 4))[1] == "index-awaited", "it may be told yet"
+    assert (await ask(router, client, 3))[:2] == (two.url, "prefix"), "received reports are used"
+    assert (await ask(router, client, 4))[1] == "index-awaited", "the report may still come"
     second.part(second.on_disk(prompt(5)))
     second.end()
     assert (await ready(router, client))[0] == 200

@@ -425,7 +425,7 @@ def test_a_disk_is_read_from_while_it_is_fast_enough() -> None:
     assert costs_of(found, 900) < slow / 2
     assert wanted(found, decision, FLEET, matches) == Fetch("b", 960)
     own = {**matches, "a": Match(970, below={Tier.DISK: 970})}
-    assert wanted(found, decision, FLEET, own) is None, "what its own disk has, it reads there"
+    assert wanted(found, decision, FLEET, own) is None, "blocks on its own disk are read there"
     note = fetch_from_b(found, matches)
     assert note is not None
     (span,) = note.read

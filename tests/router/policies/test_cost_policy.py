@@ -80,7 +80,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
 @pytest.mark.parametrize(
     ("fleet", "matches", "costs", "chosen", "reason"),
     [
-        pytest.param((A, B), {}, Seconds(), "a", Reason.NO_PREFIX, id="nobody holds any: the names decide"),
+        pytest.param((A, B), {}, Seconds(), "a", Reason.NO_PREFIX, id="no holder: the names decide"),
         pytest.param((A, B), {}, Seconds({"a": 50}), "b", Reason.NO_PREFIX, id="the shorter queue"),
         pytest.param(
             (A, B), {}, Seconds({"a": 10}), "a", Reason.NO_PREFIX, id="within a block: equal, load decides"
@@ -122,7 +122,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
             Seconds(disk=2.0),
             "a",
             Reason.REBALANCED,
-            id="what is slower to load than to compute attracts nobody",
+            id="a prefix slower to load than to compute attracts nothing",
         ),
         pytest.param(
             (instance("a", cached=5000), instance("b", cached=100)),
@@ -146,7 +146,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
             Seconds(),
             "b",
             Reason.UNTRUSTED,
-            id="an index that is not believed attracts nobody",
+            id="an untrusted index attracts nothing",
         ),
         pytest.param(
             (instance("a", trusted=False), instance("b", 5)),
@@ -154,7 +154,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
             Seconds(),
             "b",
             Reason.PREFIX,
-            id="another one that is believed does",
+            id="a trusted one does",
         ),
         pytest.param((A,), {"a": Match(1000, own=True)}, Seconds(), "a", Reason.PREFIX, id="all of it"),
     ],
@@ -178,7 +178,7 @@ def test_cost(fleet, matches, costs, chosen, reason) -> None:
             {"a": FULL}, Seconds({"a": 950}, transfer=1.0), "b", (Fetch("a", 900),), id="equal: fetch"
         ),
         pytest.param({"a": FULL}, Seconds({"a": 950}), "b", (), id="nobody can fetch"),
-        pytest.param({"a": FULL}, Seconds(transfer=0.2), "a", (), id="who holds it needs nothing"),
+        pytest.param({"a": FULL}, Seconds(transfer=0.2), "a", (), id="a holder needs nothing"),
         pytest.param(
             {"a": FULL, "b": Match(880, own=True)},
             Seconds({"a": 950}, transfer=2.0),
@@ -191,7 +191,7 @@ def test_cost(fleet, matches, costs, chosen, reason) -> None:
             Seconds({"a": 950}, transfer=0.2),
             "b",
             (Fetch("a", 900),),
-            id="what is beyond the own prefix",
+            id="the part beyond the own prefix",
         ),
     ],
 )
@@ -247,11 +247,11 @@ D, E = instance("d", role=Role.DECODE), instance("e", role=Role.DECODE)
             "e",
             id="a busy decode instance costs more than sending the prefix",
         ),
-        pytest.param((A, P, D), {}, Seconds({"p": 500}), "a", None, id="one that does everything is sooner"),
+        pytest.param((A, P, D), {}, Seconds({"p": 500}), "a", None, id="a colocated instance is sooner"),
         pytest.param(
-            (A, P, D), {}, Seconds({"a": 500}), "p", "d", id="a pair is sooner than one that does everything"
+            (A, P, D), {}, Seconds({"a": 500}), "p", "d", id="a pair is sooner than a colocated instance"
         ),
-        pytest.param((A, P), {}, Seconds({"a": 500}), "a", None, id="nobody decodes: no use of prefill"),
+        pytest.param((A, P), {}, Seconds({"a": 500}), "a", None, id="no instance decodes: no use of prefill"),
     ],
 )
 def test_prefill_and_decode_are_chosen_together(fleet, matches, costs, chosen, decode) -> None:

@@ -66,8 +66,8 @@ def common(tokens: dict[str, int]) -> dict[str, Match]:
 @pytest.mark.parametrize(
     ("loads", "matches", "tokens", "chosen", "reason"),
     [
-        pytest.param((3, 0), {}, 100, "b", Reason.NO_PREFIX, id="nobody holds it: the least loaded"),
-        pytest.param((20, 0), {}, 100, "b", Reason.NO_PREFIX, id="nobody holds it, and one is ahead"),
+        pytest.param((3, 0), {}, 100, "b", Reason.NO_PREFIX, id="no instance holds it: the least loaded"),
+        pytest.param((20, 0), {}, 100, "b", Reason.NO_PREFIX, id="no instance holds it, and one is ahead"),
         pytest.param((3, 0), {"a": 64}, 100, "a", Reason.PREFIX, id="one holds it: that one, though busier"),
         pytest.param(
             (8, 0), {"a": 64}, 100, "a", Reason.PREFIX, id="exactly at the threshold: still that one"

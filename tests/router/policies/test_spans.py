@@ -92,21 +92,21 @@ FAST, SLOW = (5.0, 0.1), (5.0, 0.5)
             {"a": (5.0, 2.0), "b": FAST},
             [("b", "hbm", 0, 600), (None, None, 600, 1000)],
             65 + 400,
-            id="what is computed sooner is not read, though somebody has it",
+            id="a prefix that is computed sooner is not read",
         ),
         pytest.param(
             {"t": Match(300, below={Tier.DRAM: 100}), "a": Match(900, below={Tier.DRAM: 700})},
             {"a": FAST},
             [("t", "hbm", 0, 200), ("t", "dram", 200, 300), ("a", "dram", 300, 900), (None, None, 900, 1000)],
             10 + 65 + 100,
-            id="behind what it has itself",
+            id="behind its own prefix",
         ),
         pytest.param(
             {"t": Match(900, below={Tier.DISK: 900}), "a": Match(600)},
             {"a": FAST},
             [("a", "hbm", 0, 600), ("t", "disk", 600, 900), (None, None, 900, 1000)],
             65 + 150 + 100,
-            id="its own disk comes behind what others have in memory",
+            id="its own disk comes behind others' memory",
         ),
         pytest.param(
             {"a": Match(1000)},
@@ -134,7 +134,7 @@ FAST, SLOW = (5.0, 0.1), (5.0, 0.5)
             {"a": FAST},
             [("a", "hbm", 0, 600), ("t", "disk", 600, 900), (None, None, 900, 1000)],
             65 + 150 + 100,
-            id="what its own disk has, it reads there",
+            id="blocks on its own disk are read there",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_spans(
     [
         pytest.param({}, id="nobody has anything"),
         pytest.param({"a": Match(300), "t": Match(300)}, id="nobody has more"),
-        pytest.param({"c": Match(900)}, id="who has more cannot be read from"),
+        pytest.param({"c": Match(900)}, id="an instance with more cannot be read from"),
     ],
 )
 def test_without_a_holder_there_is_no_plan(matches: dict[str, Match]) -> None:

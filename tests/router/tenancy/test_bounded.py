@@ -24,7 +24,7 @@ def test_the_oldest_make_room() -> None:
     assert list(kept) == [("a", 1), ("a", 3)]
     assert (kept.dropped, kept.get(("a", 2)), ("a", 2) in kept) == (1, None, False)
     kept.put(("a", 4), bytes(1000))
-    assert len(kept) == 0, "what is larger than the table is not kept"
+    assert len(kept) == 0, "a value larger than the table is not kept"
     kept.check()
 
 
