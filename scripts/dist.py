@@ -5,7 +5,8 @@ One wheel is for any platform; where there is a C compiler, another has the rout
 
 Built from the files that git knows, in a folder of their own, so that nothing which lies about is shipped.
 Each is installed into an environment that has nothing of its own but sees the packages of the present one
-(SGLang among them), and smoke-tested there by `scripts/smoke.py`. Only what passes is put into ``dist/``.
+(SGLang among them), and smoke-tested there by `scripts/smoke.py`. Only packages that pass are put into
+``dist/``.
 """
 
 from __future__ import annotations

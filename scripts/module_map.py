@@ -1,4 +1,4 @@
-"""Print what each folder and module is: the first line of its docstring, where the truth stands.
+"""Print the purpose of each folder and module: the first line of its docstring, where the truth stands.
 
 python scripts/module_map.py [FOLDER ...]
 """

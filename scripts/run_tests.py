@@ -37,7 +37,7 @@ PARTS = {
     "moving": "tests of moving and keeping KV, without servers",
     "others": "all other tests",
 }
-"""Parts of the run, the one whose output is shown as it comes first, and what to call them."""
+"""Parts of the run with their names; the output of the first is shown as it comes."""
 EXTRA = {"rdma": "RDMA tests", "sources": "tests of the compiled modules, with their sources"}
 """Further runs, of all tests only."""
 NEW_EXAMPLES = "--new-examples"
@@ -139,7 +139,7 @@ def outcome(status: int) -> str:
 
 
 def end(parts: Iterable[subprocess.Popen[bytes]]) -> None:
-    """End parts of a run that is over before they are, and all that is below this process."""
+    """End parts of a run that is over before they are, and all processes below this one."""
     for number in ASKED:
         signal.signal(number, signal.SIG_IGN)
     running = [part for part in parts if part.poll() is None]

@@ -173,7 +173,7 @@ class Environment:
             )
 
     def install_rest(self, pins: dict[str, str]) -> None:
-        """Install every other pin as it stands, without asking the packages what else they would like."""
+        """Install every other pin as it stands, without resolving the packages' own requirements."""
         skip = set(FIRST)
         skip |= {name for name in BROUGHT_BY_TORCH if name in pins and self.has(name)}
         wanted = self.path / "wanted.txt"

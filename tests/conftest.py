@@ -14,7 +14,7 @@ pytest_plugins = ["tests.support.strict", "tests.support.cpu_seconds"]
 
 # The machine is shared: how long an example takes says nothing. Examples are the same in each run at a desk,
 # so that a change is judged by its own faults. Nightly and long runs look for new ones, and print how to
-# reproduce what failed (hypothesis itself would repeat its examples wherever CI is set).
+# reproduce a failure (hypothesis itself would repeat its examples wherever CI is set).
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, print_blob=True, derandomize=False)
 
@@ -40,9 +40,9 @@ def parts_of(file: Path) -> tuple[str, ...]:
 
 
 def part_of(item: pytest.Item) -> str:
-    """The part that a test belongs to: of those with servers, the first has what shares one and what runs a
-    command or another program, and the router's, and the second what starts servers of its own, several as
-    a rule."""
+    """The part that a test belongs to: of the two with servers, the first has the tests that share a server
+    or run a command or another program, and the router's, and the second has the tests that start servers of
+    their own, several as a rule."""
     first, *rest = parts_of(item.path)
     return rest[0] if rest and "server_pool" not in getattr(item, "fixturenames", ()) else first
 

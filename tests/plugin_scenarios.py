@@ -222,7 +222,7 @@ def forked(scenario: Any) -> Any:
 
 
 def main(names: list[str]) -> None:
-    """Run scenarios by name and print what each found."""
+    """Run scenarios by name and print the result of each."""
     runtime.prepare_process(os.environ)
     import sglang.srt.managers.scheduler  # noqa: F401
 

@@ -1,4 +1,5 @@
-"""ARCHITECTURE.md is short, names every folder, and nothing that is gone; every module says what it is."""
+"""ARCHITECTURE.md is short, names every folder and none that is gone; every module's docstring states its
+purpose."""
 
 from __future__ import annotations
 

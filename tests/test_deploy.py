@@ -74,7 +74,7 @@ def rendered(**values: Any) -> list[Json]:
 
 
 def everything() -> list[Json]:
-    """The chart with all that it has: three pools, scaling, monitoring."""
+    """The chart with all options: three pools, scaling, monitoring."""
     (pool,) = yaml.safe_load((CHART / "values.yaml").read_text())["pools"]
     scaling = {"enabled": True, "max": 4, "waitingTokens": 1000}
     pools = [

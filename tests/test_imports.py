@@ -41,7 +41,8 @@ SHARED = {
 
 
 def folders(package: str, *names: str, below: Iterable[str]) -> dict[str, set[str]]:
-    """A package's folders in the order in which the right may import the left, and what all may import."""
+    """A package's folders in the order in which the right may import the left, and the modules that all may
+    import."""
     table: dict[str, set[str]] = {}
     for name in names:
         table[f"{package}.{name}" if name else package] = {*below, *table}
@@ -282,7 +283,7 @@ def test_a_circle_is_found(tmp_path: Path, sources: dict[str, str]) -> None:
 
 
 def test_what_tests_take_from_each_other_is_found_when_all_are_run() -> None:
-    """By its own name, which no other folder has: else who comes first decides."""
+    """By its own name, which no other folder has: otherwise the first folder on the path decides."""
     known = Counter(path.stem for path in (ROOT / "tests").rglob("*.py"))
     taken = {
         node.module

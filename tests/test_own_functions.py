@@ -1,4 +1,4 @@
-"""Policies of one's own: the examples, each where it is used, and what happens when one fails."""
+"""Policies of one's own: the examples, each where it is used, and the effect of a failure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_eviction() -> None:
 @pytest.mark.parametrize(
     ("policy", "order"),
     [
-        # Of low priority first, whatever the policy.
+        # Of low priority first, under every policy.
         ("weakest-first", ["low", "soon", "long", "late"]),
         ("smallest-first", ["low", "late", "soon", "long"]),
         ("pressure:newest_first", ["low", "late", "long", "soon"]),

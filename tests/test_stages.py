@@ -58,7 +58,7 @@ LATER = 0.7
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_delay_shows_in_its_stage_only(stage: str) -> None:
-    """Twin: whatever is later, one stage is longer by as much, and every other stays."""
+    """Twin: when one moment is late, one stage is longer by as much, and every other stays."""
     at, now, handed = Moments(100.0, 101.1), NOW + LATER, replace(HANDED, came=101.0 + LATER)
     late = Moments(100.0, 101.1 + LATER)
     match stage:

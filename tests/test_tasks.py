@@ -1,4 +1,4 @@
-"""Tasks beside their owner: kept until they end, cancelled together, and heard when they fail."""
+"""Tasks beside their owner: kept until they end, cancelled together, and reported when they fail."""
 
 from __future__ import annotations
 

@@ -14,12 +14,11 @@ All serve the model `small` on servers of equal size, whose HBM holds fewer sess
   layers of all instead of whole sessions, over a slow link to DRAM (section 3.3).
 - `graph`: agents whose call graph is known and not the path through it: hints go along all its edges, in
   ChatDev's runs and in runs whose agents work at the same time (`benchmarks/advisory/graphs.py`).
-- `balance`: figure 14, load by instance over more instances, while sessions come and go. Of two instances
-  the median is the mean: the most that one can be above it is twofold, and a fifth is what sticky sessions
-  are.
+- `balance`: figure 14, load by instance over more instances, while sessions come and go. Of two instances the
+  median is the mean: one can be at most twofold above it, and sticky sessions are a fifth above.
 
-A run takes the better part of an hour. It can be made in several calls: `--parts` and `--systems` say what
-of it, and `--add-to` goes on with the report of the call before. `--model` takes another model,
+A run takes the better part of an hour. It can be made in several calls: `--parts` and `--systems` select a
+share of it, and `--add-to` continues the report of the call before. `--model` takes another model,
 `--disk-tokens` gives each server a disk tier, and `--dram-tokens` as little DRAM as brings KV there.
 
 How many users a system serves "at equal latency" is read off a line through few points: the latency is that
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Benchmark:
-    """One run: servers of a kind after the other, and what each kind is measured for."""
+    """One run: servers of one kind after the other, and the parts that each kind is measured for."""
 
     def __init__(self, options: AdvisoryOptions, report: Report) -> None:
         plan = options.pick(FULL, quick=QUICK, tiny=TINY)
@@ -141,7 +140,7 @@ class Benchmark:
                 self._measure(fleet, group)
 
     def _groups(self) -> Iterator[Group]:
-        """The servers that are needed, and what for."""
+        """The servers that are needed, and the parts that need them."""
         crowd = self.plan.crowd
         parts = frozenset(self.parts) - {"balance", "layers"}
         found = [

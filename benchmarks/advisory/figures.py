@@ -22,9 +22,9 @@ WITHIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The outcome of a request's hint. ready: all that could be brought was there before the request. below:
-    tokens that were known then and not in HBM. gap_s: from the hint to the request. ready_s: from the hint
-    until all was there; None where the request came sooner."""
+    """The outcome of a request's hint. ready: all promotable KV was there before the request. below: tokens
+    that were known then and not in HBM. gap_s: from the hint to the request. ready_s: from the hint until all
+    was there; None where the request came sooner."""
 
     ready: bool
     below: int
@@ -127,7 +127,7 @@ def users_at(latency: float, curve: Mapping[int, float]) -> tuple[float, float]:
 
 
 def times_the_users(ours: tuple[float, float], theirs: tuple[float, float]) -> float:
-    """How many times as many users at least, from what ``users_at`` says of both."""
+    """Lower bound of the factor between the numbers of users, from the ``users_at`` of both."""
     return ours[0] / theirs[1]
 
 
@@ -152,7 +152,7 @@ def _terms(new: int, known: int) -> tuple[float, float, float, float]:
 
 def fit_hits(hits: Sequence[Served]) -> HitTime:
     """The line through the TTFT of HBM hits, least squares of relative errors; then moved so that half of
-    them are above it, because what disturbs makes longer and never shorter.
+    them are above it, because disturbances lengthen a time and never shorten it.
 
     Raises:
         ValueError: there are fewer hits than the line has coefficients.

@@ -5,7 +5,7 @@ every agent that may be called next and has been called before (nothing of anoth
 
 - `logged`: ChatDev's runs in their logged order. Hints go to the one agent that is called next, as if the
   path were known, or along all edges that any logged run has taken, as from a client that knows the graph.
-- `fan_out`: as MetaGPT works: a lead publishes to several agents, who read and answer at the same time, and
+- `fan_out`: as MetaGPT works: a lead publishes to several agents, which read and answer at the same time, and
   goes on when it has read all of them. No log of such runs is at hand: the calls are scripted here, and their
   lengths are drawn from those of ChatDev's agents in like roles.
 

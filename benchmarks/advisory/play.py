@@ -144,7 +144,7 @@ class Player:
 
         return asyncio.run(play())
 
-    # -- who plays --------------------------------------------------------------------------------
+    # -- users ------------------------------------------------------------------------------------
 
     async def _user(self, talks: Iterator[Talk]) -> None:
         for talk in talks:

@@ -117,7 +117,7 @@ def run(options: CostModelOptions, report: Report) -> None:
 
 @contextmanager
 def _server(model: str, cores: str, tp: int) -> Iterator[tuple[ServerProcess, str]]:
-    """A server whose ranks have a core each, and what of other work is kept away from it."""
+    """A server whose ranks have a core each, and the cores for other work."""
     spec = ServerSpec(
         model=model,
         flags=(

@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = [name for name in FIGURES if getattr(options, name)]
     alone = options.roles or options.split or options.fetching or options.spilling
     designs = None if figures or alone else Designs(options, report)
-    # End all that was started, and report the results so far.
+    # End every process that was started, and report the results so far.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     whole = options.designs is None and options.loads is None and not options.quick
     end = begin + 60 * options.minutes

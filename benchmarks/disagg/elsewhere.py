@@ -2,7 +2,7 @@
 
 `fetching`: two prefill servers and a decode server, under a policy by which a session moves between the
 prefill servers (MemServe, equation 2). Its second turn is asked under its own name, so that the KV is read
-from who has it, and under another, so that all is computed.
+from its holder, and under another, so that all is computed.
 
 `spilling`: one of two servers is asked everything, more than its DRAM holds; the other one is idle (KVDirect,
 section 7). One router has its DRAM used, one has not.

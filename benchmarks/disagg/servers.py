@@ -44,7 +44,7 @@ READ_BYTES = "sglang_ext_pd_read_bytes"
 CONNECTED = 'sglang_ext_pd_prefill_servers{state="connected"'
 BUSY = ("sglang_ext_pd_live_handovers", "sglang_ext_pd_leased_pages")
 SHOWN_SECONDS = 0.3
-"""How old what `/metrics` shows may be."""
+"""Largest age, in seconds, of the values that `/metrics` shows."""
 STOCK = "stock-mooncake_tcp"
 STOCK_LATE = "stock-prefill_complete"
 """The same with SGLang's own late allocation (from 0.5.22): decode sets slots aside after the prefill."""

@@ -2,8 +2,8 @@
 
 Two colocated servers behind two routers: one has `--sequence-parallel`, the other one has not. Each prompt is
 asked of both, in an order that changes, under names of their own, so that nothing is cached. The answers have
-to be alike. `helped_tokens` is what of the prompt came from the helper; 0 says that it was not split, or in
-vain.
+to be alike. `helped_tokens` counts the prompt's tokens that came from the helper; 0 means that it was not
+split, or in vain.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ Servers are two colocated ones, for the router, the index and fetching, and then
 server, which reads KV (pull), or into which it is written (push). A hand-over takes round trips in any case;
 requests in flight should share them. Answers are compared with those of the same prompt without latency.
 
-The tiny model computes sooner than anything is fetched over 10 ms, and the router, which observes what
-fetches take, would soon order none. So a policy of this benchmark's own orders each, and requests wait for
-it.
+The tiny model computes sooner than anything is fetched over 10 ms, and the router, which observes the times
+of fetches, would soon order none. So a policy of this benchmark's own orders each, and requests wait for it.
 """
 
 from __future__ import annotations

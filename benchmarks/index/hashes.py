@@ -6,7 +6,8 @@ holders of block n of a prompt, a binary search finds the depth of a match, and 
 that its blocks have the same holders. This is how Dynamo's indexer finds its 10^8 operations a second over
 many threads; the hashing is compiled here (numba), the dictionary is Python's.
 
-It may answer a wrong prefix where two hashes of 64 bits are equal, and it forgets what no event takes back.
+It may answer a wrong prefix where two hashes of 64 bits are equal, and it keeps blocks until an event removes
+them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ that is full, and evicts as much: without subscribers, and with a feed that send
 same prompts, in turns that change. The agent's thread is not part of the pass; its time is a row of its own.
 
 A router's index takes in the messages of the same passes, from one instance and from eight that hold the same
-system prompts; then it is asked for prompts, beside the index that only believes what passes by.
+system prompts; then it is asked for prompts, beside the index that only assumes blocks from requests that
+pass by.
 """
 
 from __future__ import annotations

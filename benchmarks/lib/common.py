@@ -12,7 +12,7 @@ A benchmark is a module with `main()`, run as `python -m benchmarks.NAME [--quic
         return report.finish(options)
 
 Every comparison is a ratio of two things measured in the same run: the legs take turns, in an order that
-changes each round, and the ratio is the median of the rounds' ratios, so that a neighbour who slows the
+changes each round, and the ratio is the median of the rounds' ratios, so that a neighbour that slows the
 machine slows both sides.
 """
 
@@ -106,7 +106,7 @@ def paired(
 
     Args:
         warmup: rounds at the start that are run and not counted.
-        before: per leg, what to do untimed before each of its runs (drop a cache, touch a buffer).
+        before: per leg, a function that runs untimed before each of its runs (drop a cache, touch a buffer).
         deadline: stop after this many seconds, with at least three rounds.
     """
     seconds: dict[str, list[float]] = {leg: [] for leg in legs}

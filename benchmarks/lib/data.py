@@ -1,7 +1,7 @@
 """Real workloads for tests and benchmarks: where they lie, and reading them. None is part of the project.
 
-The folder is what ``--data`` names, else the variable ``SGLANG_EXT_DATA``, else ``../shared/data`` beside
-the checkout. Each of its folders has a SOURCE.txt that says where the data comes from.
+The folder is given by ``--data``, else by the variable ``SGLANG_EXT_DATA``, else it is ``../shared/data``
+beside the checkout. Each of its folders has a SOURCE.txt that says where the data comes from.
 """
 
 from __future__ import annotations

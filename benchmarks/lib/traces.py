@@ -2,9 +2,9 @@
 sent.
 
 People (Symphony, section 4, trace generation): the next request of a conversation comes once its user has
-read the answer and typed the question, at human speed; the hint comes when the typing begins. Nothing says
-when a user comes, so there is a fixed number of them, each of whom begins a new conversation when one ends
-(a closed loop).
+read the answer and typed the question, at human speed; the hint comes when the typing begins. No trace gives
+the arrival of a user, so there is a fixed number of them, each of whom begins a new conversation when one
+ends (a closed loop).
 
 Agents: a logged run of several agents, one calling the next. An agent's own conversation is a session; the
 hint for the next call can be sent as soon as the present one is, because the graph of calls is known, with

@@ -143,9 +143,9 @@ class Outcome:
 class FleetPlan:
     """The fleet to simulate.
 
-    instances: how many. cache_blocks: of each; None for any number. exact: whether the router knows what
-    caches hold. model: the true costs of the instances. believed: the costs that the router assumes.
-    batching: how instances fill their passes. told: the batching that they report to the router.
+    instances: how many. cache_blocks: of each; None for any number. exact: whether the router's index has the
+    true contents of the caches. model: the true costs of the instances. believed: the costs that the router
+    assumes. batching: how instances fill their passes. told: the batching that they report to the router.
     """
 
     instances: int = 4

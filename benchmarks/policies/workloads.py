@@ -1,7 +1,7 @@
 """Real workloads as the simulator needs them: sessions of requests, whose prompts are runs of named blocks.
 
 The prefix that a prompt shares with others decides where it goes; its text does not. So a prompt is a tuple
-of block names, 16 tokens each, and two prompts share what their tuples begin with.
+of block names, 16 tokens each, and two prompts share the common beginning of their tuples.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class RouterOptions(Options):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    # End all that was started.
+    # End every process that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = RouterOptions.of(argv, "router", __doc__)
     report = Report("router", AIMS)

@@ -56,8 +56,8 @@ def process(
     log: Path,
     talks: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process on one core, if given, that ends with the block, with all that it has started; and itself
-    when this process ends without a word.
+    """A process on one core, if given, that ends with the block, with every process that it has started; it
+    ends by itself when this process dies.
 
     Args:
         talks: it has pipes; else its output goes to ``log``, as its errors do in any case.

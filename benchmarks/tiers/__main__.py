@@ -1,4 +1,4 @@
-"""How fast blocks move between the engine's pool, DRAM and disk, and what of it a request notices.
+"""The speed at which blocks move between the engine's pool, DRAM and disk, and its effect on a request.
 
 Copies are measured against libc's memcpy of the same scattered blocks, and with a GPU (`--parts gpu`) against
 one plain copy; loads from disk against fio reading the same file system with the same bytes in flight, and

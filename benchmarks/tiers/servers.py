@@ -1,4 +1,5 @@
-"""Real SGLang servers under the tiers benchmark: how they are started, asked, and what their tiers hold."""
+"""Real SGLang servers under the tiers benchmark: starting them, sending requests, and reading the contents of
+their tiers."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class TimedSpec(ServerSpec):
 
 
 def spec(sizes: Sizes, folder: Path, durability: str, io: IoMode) -> TimedSpec:
-    """A server that loads whatever it finds, prefills a prompt in one piece, and writes as far as asked."""
+    """A server that loads all blocks that it finds, prefills a prompt in one piece, and writes as far as
+    asked."""
     return TimedSpec(
         environment={
             FILE_VARIABLE: str(standstill_file(folder)),

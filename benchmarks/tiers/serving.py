@@ -34,7 +34,7 @@ class Plan:
 
 
 def plan_for(options: Options) -> Plan:
-    """With --quick, what fits into 180 s beside the other parts."""
+    """With --quick, a plan that fits into 180 s beside the other parts."""
     if options.tiny:
         return Plan((TINY_LENGTH,), 1, 0.1, 2, 1, 1.0)
     if options.quick:

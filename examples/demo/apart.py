@@ -1,4 +1,4 @@
-"""The demo's second part: prefill and decode apart, and what each side still has of a conversation.
+"""The demo's second part: prefill and decode apart, and the tokens of a conversation that each side keeps.
 
 The same conversation is held twice with one prefill server: with a decode server that gives its KV back
 (MemServe's PD-Caching-3), and with a decode server that keeps nothing (PD-Caching-1). An ``extra_key`` keeps
@@ -43,7 +43,7 @@ class Turn:
     """From 1."""
     prompt_tokens: int
     prefill_tokens: int
-    """Of the prompt, what prefill had."""
+    """Tokens of the prompt that prefill had cached."""
     sent_bytes: int
     """KV that went from prefill to decode."""
     answer: tuple[int, ...]

@@ -1,5 +1,5 @@
 """A cluster of SGLang servers with its router on this machine: ``sglang-ext cluster``.
 
-``config`` says what the user wants, ``plan`` makes processes of it, ``lifecycle`` decides what becomes of
-each, ``supervisor`` acts, ``guard`` sees to it that nothing stays behind, ``terminal`` shows it.
+``config`` holds the user's settings, ``plan`` turns them into processes, ``lifecycle`` decides the state of
+each, ``supervisor`` acts, ``guard`` leaves nothing behind, ``terminal`` shows the state.
 """

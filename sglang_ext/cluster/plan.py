@@ -255,8 +255,8 @@ def make_plan(
 
 
 def with_environment(config: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
-    """The configuration with what servers would take from the environment and the plan depends on, as flags.
-    Flags that were given win."""
+    """The configuration, with environment variables that servers would read and the plan depends on turned
+    into flags. Flags that were given win."""
     hands_over = (flag_value(config.server_args, TRANSFER_FLAG) or "global") == "global"
     is_ours = all(flag_value(config.server_args, name) is None for name in CACHE_FLAGS)
     variables: dict[str, str] = {}

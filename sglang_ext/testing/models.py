@@ -3,8 +3,8 @@
 `python -m sglang_ext.testing.models NAME [--dtype float32|bfloat16] --out DIR`, or `--list`.
 
 The weights are noise, and still every output token depends on every token of the context: deviation 0.08
-instead of the usual 0.02, and tied embeddings. With the usual one a random model repeats one token whatever
-it has read, and a damaged KV cache would go unseen.
+instead of the usual 0.02, and tied embeddings. With the usual one a random model repeats one token regardless
+of its context, and a damaged KV cache would go unseen.
 
 The embeddings of entries that are not whole words (bytes, fragments, Chinese characters, special tokens)
 are drawn with half the deviation, as trained models have smaller ones for rare tokens. Greedy answers are

@@ -136,7 +136,7 @@ def names(design: Design) -> list[tuple[str, str]]:
 
 def test_a_design_finds_what_it_keeps() -> None:
     by = {design.name: names(design) for design in DESIGNS}
-    # (does prefill find the last turn's, does decode, does prefill find what decode has returned)
+    # (does prefill find the last turn's, does decode, does prefill find the KV that decode has returned)
     seen = {
         name: (first[0] == second[0], first[1] == second[1], second[0] == first[1])
         for name, (first, second) in by.items()

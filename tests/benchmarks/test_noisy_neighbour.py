@@ -1,4 +1,4 @@
-"""The benchmark of noisy neighbours runs, says what it measured, and when that means nothing."""
+"""The benchmark of noisy neighbours runs, reports its measurements, and marks those that mean nothing."""
 
 from __future__ import annotations
 

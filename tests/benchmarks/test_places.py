@@ -1,4 +1,4 @@
-"""Where benchmarks look for what lies elsewhere in the checkout."""
+"""Where benchmarks look for files elsewhere in the checkout."""
 
 from __future__ import annotations
 

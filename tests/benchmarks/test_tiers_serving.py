@@ -34,7 +34,7 @@ def test_over_several_lengths_a_long_load_counts_for_more() -> None:
 
 def test_what_a_sweep_has_to_push_out_fits_no_more() -> None:
     sizes = sizes_for(8192)
-    # All that a sweep of HBM asks for stays in DRAM beside the longest prompt.
+    # All prompts of a sweep of HBM stay in DRAM beside the longest prompt.
     assert sizes.dram >= (sizes.hbm // SWEEPER_TOKENS + 1) * SWEEPER_TOKENS + 8192
 
 

@@ -1,4 +1,4 @@
-"""Runs a cluster of small servers on Ray as `sglang-ext cluster --ray` does, and says what becomes of it.
+"""Runs a cluster of small servers on Ray as `sglang-ext cluster --ray` does, and prints its states.
 
 python ray_driver.py ADDRESS PORT FOLDER
 """

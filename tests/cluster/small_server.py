@@ -1,4 +1,4 @@
-"""Answers GET /health, and behaves as told: small_server.py PORT PID_FILE [BEHAVIOUR ...].
+"""Answers GET /health, and behaves as its arguments order: small_server.py PORT PID_FILE [BEHAVIOUR ...].
 
 exit=N        end at once with this status, after a line of output
 exit-once=N   the same, but only when PID_FILE is empty

@@ -1,4 +1,5 @@
-"""``sglang-ext doctor --peer`` against ``--listen``: two ends on loopback, and what else may stand there."""
+"""``sglang-ext doctor --peer`` against ``--listen``: two ends on loopback, and other programs in their
+place."""
 
 from __future__ import annotations
 

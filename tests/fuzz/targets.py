@@ -1,4 +1,4 @@
-"""Everything that reads what strangers write: each takes bytes, and raises its declared errors only."""
+"""All readers of strangers' input: each takes bytes, and raises its declared errors only."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_contract_and_hashes_hold(version: Supported, read: tuple[Source, Report
 
 
 def test_what_we_read_of_sglang_is_found_in_our_source(installed: Report) -> None:
-    """A few of each kind, annotated and not, so that a reader who no longer sees them is noticed."""
+    """A few of each kind, annotated and not, so that a reader that no longer sees them is noticed."""
     batch = "sglang.srt.managers.schedule_batch"
     for kind, paths in {
         "names": {"sglang.srt.disaggregation.utils.FAKE_BOOTSTRAP_HOST"},

@@ -21,7 +21,7 @@ PROXY = {"HTTP_PROXY": "http://10.255.255.1:3128"}
 NOBODY = User(uid=123_456, named=False, home=Path("/"), home_writable=False)
 AS_NOBODY = (
     *("setpriv", f"--reuid={NOBODY.uid}", f"--regid={NOBODY.uid}", "--clear-groups"),
-    # It may read what only root can, as Python and its packages may lie there, and write nothing of it.
+    # It may read files that only root can, as Python and its packages may lie there, and write none of them.
     *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
 )
 ROOT = User(uid=0, named=True, home=Path("/root"), home_writable=True)

@@ -24,7 +24,7 @@ NO_METRICS = SimpleNamespace(enable_metrics=False)
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A stand-in for SGLang's module: it sets what SGLang sets."""
+    """A stand-in for SGLang's module: it sets the same values."""
 
     def set_envs_and_config(server_args: object) -> None:
         multiprocessing.set_start_method("spawn", force=True)

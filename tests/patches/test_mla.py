@@ -1,4 +1,4 @@
-"""MLA models on a CPU: the patches choose what SGLang chooses elsewhere."""
+"""MLA models on a CPU: the patches choose as SGLang chooses elsewhere."""
 
 from __future__ import annotations
 

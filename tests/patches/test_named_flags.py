@@ -82,7 +82,7 @@ def of_calls(root: Path) -> set[str]:
     for path in root.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if not any(word in text for word in ("add_argument", "addoption", "= flag(")):
-            continue  # parsing is what takes long
+            continue  # parsing takes most of the time
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add_argument", "addoption"):
                 found |= {

@@ -1,4 +1,4 @@
-"""`check()` finds every kind of damage, and says what it found."""
+"""`check()` finds every kind of damage, and names it."""
 
 from __future__ import annotations
 

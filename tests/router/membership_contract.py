@@ -118,7 +118,7 @@ class Ear:
 
 @dataclass
 class Router:
-    """A membership and who listens to it."""
+    """A membership and its listener."""
 
     store: Membership
     ear: Ear

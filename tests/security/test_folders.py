@@ -60,7 +60,7 @@ def status(kind: int, mode: int, user: int, group: int = 0) -> os.stat_result:
         (status(DIRECTORY, 0o1777, 0), POD, True, False, None),
         (status(DIRECTORY, 0o1777, 0), POD, False, False, "can be written by others"),
         (status(FILE, 0o606, 10001), POD, False, False, "can be written by others"),
-        # A volume of the chart's pods, and what kubelet makes of the files in it.
+        # A volume of the chart's pods, and the modes that kubelet gives to its files.
         (status(DIRECTORY, 0o2775, 0, 10001), POD, False, False, None),
         (status(FILE, 0o660, 10001, 10001), POD, False, False, None),
         (status(DIRECTORY, 0o2775, 0, 50), POD, False, False, "group 50, mode 2775"),
@@ -180,7 +180,8 @@ def test_a_volume_of_a_pod_is_taken_by_its_group(group: int) -> None:
         "import sys; from pathlib import Path; from sglang_ext.folders import own_folder\n"
         "print(own_folder(Path(sys.argv[1]), '--kv-disk-path', make=True))\n"
     )
-    # It may read what only root can, as Python and the test's folder may lie there, and write nothing of it.
+    # It may read files that only root can, as Python and the test's folder may lie there, and write none of
+    # them.
     reads = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     user = ["setpriv", "--reuid=10001", "--regid=10001", "--clear-groups", *reads]
     pod = [*user, sys.executable, "-c", code]

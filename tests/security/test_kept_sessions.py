@@ -29,7 +29,7 @@ ONE, TWO = "tenant-one-key", "tenant-two-key"
 
 @pytest.fixture
 async def worker(start_worker) -> Any:
-    """A stand-in that opens and closes whatever it is asked to."""
+    """A stand-in that opens and closes every session that it is asked to."""
     worker = await start_worker()
     worker.answers = {"/open_session": (200, "as told"), "/close_session": (200, None)}
     return worker

@@ -79,7 +79,7 @@ def test_ports_are_read_from_command_lines() -> None:
 
 
 def listens(pid: int) -> Iterator[tuple[str, int]]:
-    """Addresses and ports at which a process and all that it has started listen."""
+    """Addresses and ports at which a process and its descendants listen."""
     process = psutil.Process(pid)
     for each in (process, *process.children(recursive=True)):
         for connection in each.net_connections("tcp"):

@@ -178,7 +178,7 @@ def test_the_answer_depends_on_every_part_of_the_context(reference: Reference, l
         changed[place] = changed[place] % 31_000 + 500
         other_tokens, other_logprobs = reference.answer(changed, 8)
         moved = max(abs(a - b) for a, b in zip(logprobs, other_logprobs, strict=True))
-        # Ten times what same-answer tests allow.
+        # Ten times the tolerance of same-answer tests.
         assert other_tokens != tokens or moved > 1e-3, place
 
 

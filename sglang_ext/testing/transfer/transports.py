@@ -227,7 +227,7 @@ class TransportConformance:
             assert np.array_equal(view, owners[0].pool.view(0, "k")[4])
 
     async def test_a_writer_under_the_readers_eyes_is_always_noticed(self) -> None:
-        """The owner rewrites blocks while they are read. Whatever is accepted is whole and of its generation.
+        """The owner rewrites blocks while they are read. Every accepted read is whole and of its generation.
 
         The pattern is the generation itself, and the lease is withdrawn at once, so that nothing but the
         generation check stands between the reader and torn bytes.

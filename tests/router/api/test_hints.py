@@ -132,7 +132,7 @@ def test_prefetch_actions_of_an_envelope(envelope: Any, payloads: list[Any]) -> 
     assert list(prefetch_actions({})) == []
 
 
-# -- what sessions sent last --------------------------------------------------------------------------
+# -- the last prompt of a session ---------------------------------------------------------------------
 
 SPACE = ("tokens", None, None, None)
 

@@ -71,7 +71,7 @@ class Questions(Dialect):
 
 
 class Answering(StandInWorker):
-    """A stand-in that answers questions beside what stand-ins do."""
+    """A stand-in that answers questions besides the usual requests."""
 
     def handler(self) -> Callable[[web.BaseRequest], Any]:
         others = super().handler()
@@ -95,7 +95,7 @@ class Answering(StandInWorker):
 
 @pytest.fixture
 def questions() -> Iterator[Dialect]:
-    """Registered while a test runs, which is all that it takes."""
+    """Registered while a test runs, which suffices."""
     dialect = Questions()
     register(dialect)
     try:
@@ -244,7 +244,7 @@ ASKED_OF_SERVERS = {("fleet/worker.py", "/generate")}
 
 
 def named(source: str, where: str) -> Iterator[str]:
-    """Where a module names an HTTP API: by importing what belongs to it, or by its path. Prose may."""
+    """Where a module names an HTTP API: by importing a name that belongs to it, or by its path. Prose may."""
     tree = ast.parse(source)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

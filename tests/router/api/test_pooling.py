@@ -271,7 +271,7 @@ async def test_they_are_routed_by_prefix(path: str, start_pooling, start_router,
     assert other.requests == []
     assert home.cached[0] == 0
     assert home.cached[-1] >= length - 1
-    # The vector in the answer is that of the prompt, whatever it is called there.
+    # The vector in the answer is that of the prompt, under any name of its field.
     text = {"/v1/score": PREFIX + " perhaps", "/v1/rerank": PREFIX + " an apple"}.get(
         path, PREFIX + "And why?"
     )

@@ -137,7 +137,7 @@ async def test_connecting_takes_no_longer_than_it_may() -> None:
             await upstream.close()
 
 
-# -- what attracts requests --------------------------------------------------------------------------
+# -- prefixes that attract requests ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("factor", "spreads"), [(0.0, True), (4.0, True), (5.0, False), (6.0, False)])

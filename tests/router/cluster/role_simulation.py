@@ -43,8 +43,8 @@ class Request:
 
 @dataclass
 class Simulation:
-    """One fleet. step_s, more_s: of a step of generation, and what each further request adds to it. Changes
-    take `takes_s`, in which the instance has no role."""
+    """One fleet. step_s, more_s: seconds of a step of generation, and seconds that each further request adds
+    to it. Changes take `takes_s`, in which the instance has no role."""
 
     prefill: int
     decode: int

@@ -64,7 +64,7 @@ async def test_a_channel_that_is_ended_while_it_is_made_anew_leaves_no_socket(
 async def pass_by(clock: FakeClock, seconds: int) -> None:
     """In one step it would be this process that stood still."""
     for step in range(10 * seconds + 1):
-        while not clock.sleepers:  # noqa: ASYNC110 - by whom, nothing tells
+        while not clock.sleepers:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0)
         if step:
             clock.advance(0.1)

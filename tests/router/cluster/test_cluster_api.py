@@ -291,7 +291,7 @@ async def test_only_members_register_where_there_is_a_key(start, start_worker, k
 
 
 async def test_a_clock_that_is_wrong_keeps_no_member_out(start, key_file) -> None:
-    """The router says what time it is there, sealed; a stranger's word for it would not count."""
+    """The router's answer gives its time, sealed; a stranger's would not count."""
     router, _ = await start(cluster_key_file=str(key_file), api_key="operator")
     key, now = read_cluster_key(key_file), SystemClock().wall
     for off_s in (-90.0, 0.0, 90.0, 1e6):
@@ -361,7 +361,7 @@ async def test_two_routers_share_their_instances(redis, start, start_worker, eve
     worker, listed = await start_worker(), await start_worker()
     await ask_one.register(worker)
     await eventually(lambda: len(one.fleet.usable()) == len(two.fleet.usable()) == 1)
-    # A document that one was given is the other's.
+    # A document that one router received is at the other, too.
     status, _ = await ask_one.call("PUT", "/v1/documents/d", {"input_ids": [1] * 64})
     assert status == 200
     await eventually(lambda: two.documents.book.find("", "d"))

@@ -1,4 +1,4 @@
-"""Membership of the routers of one machine: the contract, and who dies, hangs or talks rubbish."""
+"""Membership of the routers of one machine: the contract, and routers that die, hang or send rubbish."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ async def test_what_one_router_has_just_answered_is_known_at_the_other(
 async def test_a_session_is_found_from_the_other_router(
     shared, start_worker, start_router, client, eventually
 ) -> None:
-    """Told by the router that had it opened, or asked of it."""
+    """The router that opened it sends its place, or answers a question for it."""
     workers = [await start_worker() for _ in range(2)]
     for worker in workers:
         worker.answers = {"/open_session": (200, "s"), "/close_session": (200, None)}

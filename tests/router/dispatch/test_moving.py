@@ -1,4 +1,5 @@
-"""Requests that are moved while they run: stand-in workers, and agents that say what a test has them say."""
+"""Requests that are moved while they run: stand-in workers, and agents that send the reports that a test
+scripts."""
 
 from __future__ import annotations
 

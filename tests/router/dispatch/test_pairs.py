@@ -71,7 +71,7 @@ async def test_both_get_the_request_and_decode_answers(
 async def test_nothing_goes_on_from_a_response_that_a_pair_has_given(
     start_pair, start_router, client
 ) -> None:
-    """The instance that prefills does not have it, so what decodes would wait for KV in vain."""
+    """The instance that prefills does not have it, so the decode instance would wait for KV in vain."""
     router = await start_router(await start_pair("prefill"), decode := await start_pair("decode"))
     url = router.url + "/v1/responses"
     async with client.post(url, json={"input": "hello", "max_output_tokens": 2}) as answer:

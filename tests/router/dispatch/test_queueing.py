@@ -69,7 +69,7 @@ def test_the_line_against_a_sorted_list(steps: list[tuple[str, int]]) -> None:
 
 
 class Rig:
-    """An admission with a fake clock, and requests that hold their place until told."""
+    """An admission with a fake clock, and requests that hold their place until released."""
 
     def __init__(self, capacity: float, **options: object) -> None:
         self.clock = FakeClock()

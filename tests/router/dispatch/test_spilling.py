@@ -29,7 +29,7 @@ NS = ("tokens", None, None, "salt")
 
 @dataclass
 class Channels(SpillChannels):
-    """Agents that hear everything, but for those that are deaf."""
+    """Agents that receive every message, but for those that are deaf."""
 
     fills: dict[str, Fill] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)

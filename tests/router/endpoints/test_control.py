@@ -304,7 +304,7 @@ async def test_an_estimate_is_told_beside_what_was_observed(start_worker, start_
         name = f'sglang_ext_router_estimate_ratio_%s{{{at},term="{term}"}}'
         assert found[name % "sum"] == pytest.approx(ratio)
         assert found[name % "count"] == 1
-    # One answer is all that is known: it is believed, within the bounds of defaults.
+    # One answer is the only evidence: it is believed, within the bounds of defaults.
     assert found[f"sglang_ext_router_cost_correction{{{at}}}"] == pytest.approx(max(ratio, 1 / 256))
     assert found[f"sglang_ext_router_queue_estimate_seconds{{{at}}}"] == 0
     router.costs.forget(worker.url)

@@ -28,7 +28,7 @@ OPEN = {"capacity_of_str_len": 1000}
 
 @pytest.fixture
 async def start_keeping(start_worker) -> Any:
-    """Start a stand-in that opens and closes whatever it is asked to."""
+    """Start a stand-in that opens and closes every session that it is asked to."""
 
     async def start() -> Any:
         worker = await start_worker()

@@ -447,7 +447,7 @@ def test_whoever_listens_hears_every_event() -> None:
 
 
 class LifeOfAFleet(RuleBasedStateMachine):
-    """Any order of events keeps the invariants, and who is usable follows from the table."""
+    """Any order of events keeps the invariants, and the usable instances follow from the table."""
 
     names = st.sampled_from("abc")
 

@@ -1,4 +1,4 @@
-"""Finding out who the workers are, that they have died, and that they are back."""
+"""Finding out what the workers serve, that they have died, and that they are back."""
 
 from __future__ import annotations
 

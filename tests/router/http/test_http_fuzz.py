@@ -84,7 +84,7 @@ def test_how_bytes_are_cut_does_not_matter(data: bytes, at: list[int]) -> None:
 
 @given(stream)
 def test_nothing_is_taken_for_a_request_that_was_a_body(data: bytes) -> None:
-    """Whatever a body contains, the next request is the one behind it."""
+    """With any bytes in a body, the next request is the one behind it."""
     for message in (post("/x", data), chunked("/x", data) if data else post("/x", b"")):
         parsed, _ = read([message + CLOSE])
         assert [(p.request.path, p.request.body) for p in parsed] == [("/x", data), ("/last", b"")]

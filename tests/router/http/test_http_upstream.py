@@ -306,7 +306,7 @@ async def test_a_head_without_an_end(upstream: HttpUpstream, worker: Worker) -> 
 async def test_a_kept_connection_that_ends_with_the_request_on_its_way(
     method: str, upstream: HttpUpstream, worker: Worker
 ) -> None:
-    """Only what does no harm twice is sent again; the worker may have died of anything else."""
+    """Only requests that do no harm twice are sent again; the worker may have died of anything else."""
     worker.scripts = [[OK, b"", None], [OK]]
     await ask(upstream, worker.url + "/")
     if method == "GET":

@@ -30,7 +30,7 @@ ENCODE = msgspec.msgpack.Encoder().encode
 
 
 class Stock:
-    """A stock server's cache: a dictionary of pages, told as SGLang does."""
+    """A stock server's cache: a dictionary of pages, reported as SGLang does."""
 
     def __init__(self, index: Index, name: str = "s", page: int = 1) -> None:
         self.index, self.name, self.page = index, name, page

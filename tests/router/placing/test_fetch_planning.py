@@ -64,7 +64,7 @@ def registration(name: str, **more: Any) -> Registration:
 
 @dataclass
 class Channels(AgentChannels):
-    """Agents that hear everything, but for those that are deaf."""
+    """Agents that receive every message, but for those that are deaf."""
 
     known: dict[str, Registration] = field(
         default_factory=lambda: {name: registration(name) for name in ("a", "b")}
@@ -128,7 +128,7 @@ def prompts_of(
     return [Encoded(namespace, key, len(key) // 4)] * prompts
 
 
-# -- who can ----------------------------------------------------------------------------------------
+# -- instances that can fetch -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
     assert channels.told == []
 
 
-# -- what becomes of it -----------------------------------------------------------------------------
+# -- the outcome of a fetch -------------------------------------------------------------------------
 
 
 def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05) -> Fetched:

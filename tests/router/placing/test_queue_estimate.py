@@ -337,7 +337,7 @@ def test_prompts_that_are_computed_together_are_taken_together() -> None:
             clock.now += 2 * DEFAULT
             for first_byte in first_bytes:
                 first_byte()
-    # The whole time is the first one's; how much of it is remembered depends on who came last.
+    # The whole time is the first one's; the remembered part depends on the order of the others.
     assert 0.4 < costs.factor("a") < 0.6
 
 

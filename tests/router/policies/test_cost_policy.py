@@ -39,7 +39,7 @@ BUILT_IN = sorted(POLICIES)
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Costs that can be reckoned in one's head: a token takes 1 s to compute, whatever comes before it."""
+    """Costs for mental arithmetic: a token takes 1 s to compute, at any position."""
 
     queues: Mapping[str, float] = dataclasses.field(default_factory=dict)
     dram: float = 0.1

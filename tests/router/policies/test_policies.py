@@ -133,7 +133,7 @@ def by_the_rule(
 
 
 def agrees_with_the_rule(draw: random.Random, rule: Callable[..., tuple[str, Reason, int]]) -> Reason:
-    """One decision of a random fleet, of which many hold the same part and share what says so."""
+    """One decision of a random fleet, in which many instances hold the same part and share one match."""
     standing, names = Standing(), [f"i{number}" for number in range(draw.choice((1, 2, 4, 12)))]
     for name in names:
         standing.put(Instance(name, draw.choice((0, 1, 20)), *(draw.choice((0, 30, 900)) for _ in range(3))))
@@ -300,8 +300,7 @@ def test_prompt_tree_never_chooses_one_that_is_ahead(fleet, matches) -> None:
 
 
 def test_a_pair_is_made_of_halves_that_fit() -> None:
-    """Whatever the policy prefers: the idle decode instance cannot take requests over from the idle prefill
-    instance."""
+    """With any policy: the idle decode instance cannot take requests over from the idle prefill instance."""
     halves = (
         Instance("p1", 0, 0, 0, 0, Role.PREFILL, handover="1"),
         Instance("p2", 9, 0, 0, 0, Role.PREFILL, handover="2"),

@@ -1,4 +1,4 @@
-"""Where a prompt's KV comes from, span by span: situations, and a search over all that could be done."""
+"""The sources of a prompt's KV, span by span: situations, and a search over all possible plans."""
 
 from __future__ import annotations
 

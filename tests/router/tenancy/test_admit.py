@@ -137,7 +137,7 @@ def test_a_stream_through_chat_asks_for_its_usage() -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_system_messages_go_through_chat_where_the_model_sees_them(in_place: bool) -> None:
-    """SGLang's chat leaves them where they are, whatever the template does with them there."""
+    """SGLang's chat leaves them in place, and the template decides their use."""
     system = {"role": "system", "content": "be brief"}
     payload = {**BODIES[MESSAGES], "messages": [*TURNS, system]}
     request = Request("POST", MESSAGES.path, MESSAGES.path, {}, orjson.dumps(payload))

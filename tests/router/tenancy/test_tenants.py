@@ -33,7 +33,7 @@ from sglang_ext.testing.fakes import FakeClock
 pytestmark = pytest.mark.slow
 
 STEERING = dict.fromkeys(sorted(STEERING_HEADERS | OPERATOR_HEADERS), "1")
-"""Headers that say what the router decides."""
+"""Headers whose values the router decides."""
 A, B, OPS = "sk-tenant-a-1", "sk-tenant-b-1", "sk-operator-1"
 
 
