@@ -1,4 +1,4 @@
-"""Finding out what the workers serve, that they have died, and that they are back."""
+"""Finding out the workers' models, their deaths, and their returns."""
 
 from __future__ import annotations
 

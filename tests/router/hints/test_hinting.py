@@ -316,7 +316,7 @@ async def test_an_instance_that_computes_is_told_of_what_nobody_has(
 
 
 async def test_a_high_priority_is_spread_over_instances(start_worker, start_router, client) -> None:
-    """With any policy: here, one that prefers the one instance with the conversation."""
+    """With any policy: here, a policy that prefers the instance with the conversation."""
     workers = [await start_worker() for _ in range(3)]
     router = await start_router(*workers, policy="prompt-tree")
     first = await chat(client, router, NEXT)
