@@ -76,7 +76,7 @@ def spec(sizes: Sizes, folder: Path, durability: str, io: IoMode) -> TimedSpec:
             # On a CPU, SGLang's attention looks at the whole prompt again for each chunk: one piece is the
             # fastest way to compute it, and so the fairest to compare loading with.
             *("--chunked-prefill-size", "-1", "--max-total-tokens", str(sizes.hbm), "--enable-metrics"),
-            # Sizes are given above, so SGLang reserves nothing for a batch of any length.
+            # Pool sizes are set above; this leaves out the memory that SGLang would reserve for any batch.
             *("--mem-fraction-static", "0.5"),
         ),
     )
