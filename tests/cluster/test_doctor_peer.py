@@ -570,7 +570,7 @@ def test_the_command_line(
     [
         (["--listen", "0.0.0.0"], "will not listen on 0.0.0.0 without a key"),
         (["--listen", "--kv-announce-host", "10.0.0.1"], "without a key, no peer is answered at 10.0.0.1"),
-        (["--listen", "--peer", "a"], "one at a time"),
+        (["--listen", "--peer", "a"], "exclude each other"),
         (["--peer", ":30900"], "names no host"),
         (["--peer", "a:0"], "no port"),
     ],
