@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -169,20 +168,16 @@ def fill_index(path: Path, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_a_restart_reads_no_data_and_is_quick(tmp_path: Path, blocks: int) -> None:
+def test_a_restart_reads_no_data(tmp_path: Path, blocks: int) -> None:
     fill_index(tmp_path, blocks)
-    seconds = []
     for _ in range(3):
         files = FaultyFiles()
-        begin = time.perf_counter()
         tier = DiskTier(DiskConfig(tmp_path, 1 << 30), BlockLayout(1, ((8,),)), files=files)
-        seconds.append(time.perf_counter() - begin)
         assert tier.stats().blocks == blocks
         segments = len(tier._state.segments.by_number)
         assert sum(files.calls[name] for name in READS) == segments  # one page of each, to identify it
         assert get_all_zero(tier, prefix_keys(5, 100)) == 100
         tier.close()
-    assert min(seconds) < 1.0 * blocks / 100_000 + 0.1
 
 
 def get_all_zero(tier: DiskTier, keys: list[bytes]) -> int:

@@ -305,8 +305,7 @@ async def test_a_prefix_that_requests_share_is_computed_once(rig: Rig) -> None:
 # -- requests that end servers ------------------------------------------------------------------------
 
 PATHS = {"/v1/embeddings", "/encode", "/v1/classify", "/classify", "/v1/score", "/v1/rerank"}
-JSON = {"content-type": "application/json", "connection": "close"}
-"""The server closes connections that are idle for five seconds, which a client may notice too late."""
+JSON = {"content-type": "application/json"}
 TOO_LONG = [7] * 8300
 ENDS_STOCK: list[tuple[str, Json]] = [
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}),
