@@ -92,7 +92,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.fixture
 async def client(place: Place) -> AsyncIterator[aiohttp.ClientSession]:
     """A client with any number of connections, that waits as long as a busy machine may take."""
-    # SGLang closes a connection that is idle for 5 s; the client, on a busy machine, would notice it too late.
+    # SGLang closes a connection that is idle for 5 s, which a client on a busy machine notices too late.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=place.headers) as session:
