@@ -35,6 +35,8 @@ ADDED_TOKENS = 16
 """By a turn."""
 HBM_TOKENS, DRAM_TOKENS = 4096, 6144
 """Of the server with a disk: less than B's conversations have."""
+AMPLE_DRAM_TOKENS = 1 << 17
+"""Of the control's server: all that A and B send."""
 B_TALKS = {"disk": 12, "spilling": 4}
 """B's conversations: more than memory holds, so that they come from disk; as many as DRAM holds without A."""
 A_TALKS = 16
@@ -46,13 +48,15 @@ Stage = Callable[[], AbstractContextManager[str]]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """at_once: A's requests at a time. per_s: B's requests."""
+    """per_s: B's requests. at_once: A's requests at a time. control: servers without the mechanism, where
+    that is not a matter of A's requests."""
 
     drive: Drive
     ask: Ask
     stage: Stage
     per_s: float = 20.0
     at_once: int = A_AT_ONCE
+    control: Stage | None = None
 
 
 # -- stages ----------------------------------------------------------------------------------------------
@@ -131,6 +135,22 @@ def with_disk() -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def in_dram() -> Iterator[str]:
+    """The control of a disk: the same server with DRAM for everything."""
+    with _before_servers(1, "--kv-dram-size", str(AMPLE_DRAM_TOKENS * TOKEN_BYTES)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def in_own_dram() -> Iterator[str]:
+    """The control of spilling: the same servers, and DRAM for all requests at the server that gets them."""
+    policy = ("--policy", f"{first_by_name.__module__}:{first_by_name.__name__}")
+    ample = ("--kv-dram-size", str(AMPLE_DRAM_TOKENS * TOKEN_BYTES))
+    with _before_servers(2, *ample, router=policy) as url:
+        yield url
+
+
+@contextlib.contextmanager
 def with_idle_dram() -> Iterator[str]:
     """Two servers, one of which gets all requests; the other one keeps the blocks that do not fit there."""
     policy = ("--policy", f"{first_by_name.__module__}:{first_by_name.__name__}")
@@ -204,8 +224,13 @@ MECHANISMS: dict[str, Mechanism] = {
     "hints": Mechanism(hints, short_text, before_stand_ins),
     "documents": Mechanism(documents, short_text, before_stand_ins),
     "priorities": Mechanism(priorities, short_text, before_stand_ins),
-    "disk": Mechanism(written, Talks(B_TALKS["disk"]), with_disk, per_s=2.0, at_once=1),
+    "disk": Mechanism(written, Talks(B_TALKS["disk"]), with_disk, per_s=2.0, at_once=1, control=in_dram),
     "spilling": Mechanism(
-        Talks(A_TALKS).drive, Talks(B_TALKS["spilling"]), with_idle_dram, per_s=2.0, at_once=1
+        Talks(A_TALKS).drive,
+        Talks(B_TALKS["spilling"]),
+        with_idle_dram,
+        per_s=2.0,
+        at_once=1,
+        control=in_own_dram,
     ),
 }

@@ -11,11 +11,15 @@ from multiprocessing.connection import Connection
 
 import aiohttp
 
-from benchmarks.noisy_neighbour.mechanisms import MECHANISMS
-from benchmarks.noisy_neighbour.sides import KEYS, Side, keep_on
+from benchmarks.noisy_neighbour.compute import Compute, compute
+from benchmarks.noisy_neighbour.mechanisms import MECHANISMS, Mechanism
+from benchmarks.noisy_neighbour.sides import KEYS, Paced, Side, keep_on
 from sglang_ext.testing.waiting import until
 
 END_S = 30.0
+Plain = tuple[float, float]
+"""Plain requests: per second, and CPU seconds of each."""
+MECHANISM = "mechanism"
 
 
 class Noise:
@@ -26,15 +30,16 @@ class Noise:
         self.statuses: Counter[int] = Counter()
         """Of all answers that A got before it stopped last."""
 
-    async def begin(self) -> None:
-        """Drive the mechanism from now on; returns when A has its first answer."""
-        self._pipe.send(True)
+    async def begin(self, plain: Plain | None = None) -> None:
+        """Drive the mechanism from now on, or send plain requests; returns when A has its first answer."""
+        self._pipe.send(plain or MECHANISM)
         await asyncio.to_thread(self._pipe.recv)
 
-    async def stop(self) -> None:
-        """Return when A has stopped."""
-        self._pipe.send(False)
-        self.statuses = await asyncio.to_thread(self._pipe.recv)
+    async def stop(self) -> int:
+        """Return when A has stopped: the requests that were answered since it began."""
+        self._pipe.send(None)
+        before, self.statuses = self.statuses[200], await asyncio.to_thread(self._pipe.recv)
+        return self.statuses[200] - before
 
 
 @contextlib.contextmanager
@@ -42,7 +47,7 @@ def noise(name: str, url: str) -> Iterator[Noise]:
     """A's process, for a mechanism."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(name, url, theirs), daemon=True)
+    process = context.Process(target=_run, args=(name, url, theirs))
     process.start()
     theirs.close()
     try:
@@ -56,20 +61,21 @@ def noise(name: str, url: str) -> Iterator[Noise]:
 
 
 def _run(name: str, url: str, pipe: Connection) -> None:
-    with contextlib.suppress(EOFError):
-        asyncio.run(_obey(name, url, pipe))
+    with contextlib.suppress(EOFError), compute() as processes:
+        asyncio.run(_obey(MECHANISMS[name], url, processes, pipe))
 
 
-async def _obey(name: str, url: str, pipe: Connection) -> None:
-    mechanism = MECHANISMS[name]
+async def _obey(mechanism: Mechanism, url: str, processes: Compute, pipe: Connection) -> None:
     connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
         a = Side(session, url, KEYS["a"])
         pipe.send("ready")
         while True:
-            if not await asyncio.to_thread(pipe.recv):
+            asked = await asyncio.to_thread(pipe.recv)
+            if asked is None:
                 continue
-            tasks = [asyncio.create_task(keep_on(a, mechanism.drive)) for _ in range(mechanism.at_once)]
+            drive = mechanism.drive if asked == MECHANISM else Paced(processes.take, *asked)
+            tasks = [asyncio.create_task(keep_on(a, drive)) for _ in range(mechanism.at_once)]
             await _first_answer(a, tasks)
             pipe.send("begun")
             await asyncio.to_thread(pipe.recv)

@@ -19,6 +19,8 @@ A_AT_ONCE = 8
 KEYS = {"a": "sk-noisy-tenant-a", "b": "sk-quiet-tenant-b", "admin": "sk-admin"}
 LIMITS = {"requests_per_second": 50, "tokens_per_minute": 20_000_000, "concurrent": 16, "priority": 10}
 """Of A's key."""
+PLAIN_TOKENS = 64
+"""Of a plain request of A's."""
 SETTLED = 2.0
 """B has settled when its requests take at most so many times its median alone,"""
 IN_A_ROW = 8
@@ -93,6 +95,30 @@ async def keep_on(a: Side, drive: Drive) -> None:
         await drive(a)
         if a.statuses[429] > refused:
             await asyncio.sleep(0.05)
+
+
+class Paced:
+    """Plain requests of A's in place of a mechanism's: as many per second, each with as many CPU seconds.
+
+    Args:
+        compute: takes the CPU seconds.
+        per_s: requests.
+        cpu_s: of one request.
+    """
+
+    def __init__(self, compute: Callable[[float], Awaitable[None]], per_s: float, cpu_s: float) -> None:
+        self._compute = compute
+        self._every_s = 1 / per_s
+        self._cpu_s = cpu_s
+        self._next = time.perf_counter()
+
+    async def __call__(self, a: Side) -> None:
+        """The next one, at its time."""
+        now = time.perf_counter()
+        due = max(self._next, now - self._every_s)
+        self._next = due + self._every_s
+        await asyncio.sleep(max(0.0, due - now))
+        await asyncio.gather(a.generate(tokens(PLAIN_TOKENS)), self._compute(self._cpu_s))
 
 
 async def pace(b: Side, ask: Ask, seconds: float, per_s: float) -> list[float]:
