@@ -1,4 +1,4 @@
-"""What SGLang lacks, changed at run time: one module per change.
+"""Changes to SGLang at run time: one module per change.
 
 Each module says what it changes, why no extension point of SGLang serves, for which version, and when it can
 go; its ``PATCH`` declares the functions it relies on with their signatures and source hashes.

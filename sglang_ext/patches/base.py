@@ -1,4 +1,4 @@
-"""What a patch is: a named change to SGLang, with the functions it relies on and how they must look.
+"""A patch: a named change to SGLang, with the functions it relies on and how they must look.
 
 SGLang's plugin hooks fasten to a name and nothing else: after an upgrade the name may still be there and
 mean something different. A patch therefore names every function that it replaces or relies on; ``hashes/``
@@ -31,7 +31,7 @@ class Scope(enum.Enum):
 
 
 class TargetState(enum.Enum):
-    """How a target compares with what is declared for the version."""
+    """How a target compares with its declaration for the version."""
 
     OK = "ok"
     MISSING = "missing"
@@ -46,7 +46,7 @@ class PatchMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class TargetReport:
-    """One target, by dotted name, compared; ``detail`` holds what was found where it differs."""
+    """One target, by dotted name, compared; ``detail`` describes the difference, if any."""
 
     path: str
     state: TargetState
@@ -78,12 +78,12 @@ def put_in_place(owner: Any, name: str, function: Callable[..., Any], patch: str
 
 
 def is_in_place(owner: Any, name: str, patch: str) -> bool:
-    """Whether a function is the one that this patch put there."""
+    """Whether this patch has installed the function."""
     return getattr(getattr(owner, name), "sglang_ext_patch", None) == patch
 
 
 def resolve(path: str) -> Any:
-    """The object at a dotted path, importing what is needed.
+    """The object at a dotted path, importing modules as needed.
 
     Raises:
         ImportError, AttributeError: when there is no such object.

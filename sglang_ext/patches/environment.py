@@ -80,7 +80,7 @@ def _writable(folder: Path) -> bool:
 def direct(environment: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
     """Variables by which loopback and ``hosts`` are reached without a proxy; empty where there is no proxy.
 
-    Both spellings get what either had: a library that reads one would not see what the other excepts.
+    Both spellings get what either had: a library that reads only one would miss the exceptions in the other.
     """
     if not any(environment.get(name) or environment.get(name.upper()) for name in PROXIES):
         return {}

@@ -1,6 +1,6 @@
 """The entry point that SGLang loads, in the server's process and in every scheduler process.
 
-Imports nothing of ours before it is called, so that it always loads. SGLang logs what a plugin raises and
+Imports nothing of ours before it is called, so that it always loads. SGLang logs exceptions of a plugin and
 goes on: the output then ends with "unrecognized arguments: --kv-router", far below the reason. The reason is
 therefore printed once more when the process ends, as its last line.
 """

@@ -1,8 +1,8 @@
-"""What this process knows: the one place for it.
+"""State of this process: its only module-level variables.
 
 SGLang calls hooks and constructs the classes of a transfer backend without anything of ours among their
-arguments, in the server's process and in every scheduler process. What those need is kept here, by whoever
-has it first, and nowhere else at a module's level.
+arguments, in the server's process and in every scheduler process. The objects that hooks and classes share
+are kept here, set by their creator, and nowhere else at a module's level.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Process:
     cache: Any = None
     """Ours, which hooks call as long as it is its scheduler's cache (``hooks/scheduler.py``)."""
     commands: RankCommandQueue | None = None
-    """What is added to what this process's scheduler receives (``hooks/messages.py``)."""
+    """Messages added to those that this process's scheduler receives (``hooks/messages.py``)."""
     polled: Any = None
     """The poller that knows those."""
     scheduler: Any = None
-    """Whose pool the transfer backend serves (``adapter/kv_manager.py``)."""
+    """The scheduler whose pool the transfer backend serves (``adapter/kv_manager.py``)."""
     manager: Any = None
     """The transfer backend's manager, while the server prefills or decodes."""
     config: KvConfig | None = None
     """The server's settings, for the transfer backend, whose bootstrap port is in the server's process."""
     stages: Any = None
-    """Counts and tells requests' stages, once one has ended (``hooks/stages.py``)."""
+    """Counts and reports the stages of ended requests (``hooks/stages.py``)."""
     held_ends: Any = None
     """Keeps finished requests until their answers are durable (``hooks/durability.py``)."""
     checks_vocabulary: bool = False
@@ -45,7 +45,7 @@ class Process:
     problems: list[str] = field(default_factory=list)
 
     def settings(self) -> KvConfig:
-        """The server's settings; what the environment says where none were kept."""
+        """The server's settings; read from the environment where none were kept."""
         return self.config or KvConfig.from_user({}, os.environ)
 
 

@@ -1,6 +1,6 @@
 """Whether everything that the plugin changes in this process is in place.
 
-SGLang swallows what a plugin raises, so problems are kept here until somebody needs the plugin: the launcher,
+SGLang swallows exceptions of a plugin, so problems are kept here until the plugin is needed: by the launcher,
 the command line that chooses our cache, or the factory that builds it in each scheduler process.
 """
 
@@ -46,7 +46,7 @@ def require() -> None:
     """Refuse to go on unless everything is in place. SGLang must have applied its hooks before.
 
     Raises:
-        NotReadyError: naming what is not.
+        NotReadyError: naming each missing hook and patch.
     """
     found = problems()
     if found:

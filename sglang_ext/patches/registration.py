@@ -1,10 +1,10 @@
 """Registers the plugin with SGLang, in the server's process and in every scheduler process.
 
 It registers the cache backend ``global`` and the hooks of :mod:`sglang_ext.patches`. SGLang logs and swallows
-what a plugin or a hook raises and starts without it; so the proof that everything took comes later, from
-those who need it: the launcher, the hook that reads the command line, and the factory, which SGLang calls in
-every scheduler process in which the backend is chosen. Without ``--radix-cache-backend global`` and without
-our launcher nothing changes but the flags in ``--help``.
+exceptions of a plugin or a hook and starts without it; so the check that everything is in place comes later,
+in the code that needs it: the launcher, the hook that reads the command line, and the factory, which SGLang
+calls in every scheduler process in which the backend is chosen. Without ``--radix-cache-backend global`` and
+without our launcher nothing changes but the flags in ``--help``.
 """
 
 from __future__ import annotations

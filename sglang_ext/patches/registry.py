@@ -1,4 +1,4 @@
-"""All patches, in the order of application, and what is done with them together."""
+"""All patches, in the order of application; checking and applying them together."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def version_problem(installed: str, allowed: bool) -> str:
     """Why nothing of ours may start with this version of SGLang; empty when it may.
 
     Args:
-        allowed: whether the user takes the risk of one that nobody has tested.
+        allowed: whether the user accepts an untested version.
     """
     known = supported(installed)
     if known is not None and known.status is Status.TESTED:
@@ -155,12 +155,12 @@ def version_problem(installed: str, allowed: bool) -> str:
 
 
 def untested_allowed(environment: Mapping[str, str]) -> bool:
-    """Whether the user takes the risk of a version that nobody has tested."""
+    """Whether the user accepts an untested version."""
     return environment.get(ALLOW_UNTESTED) == "1"
 
 
 def require_version(environment: Mapping[str, str]) -> None:
-    """Refuse a version of SGLang that nobody has tested, unless the user allows it and the contract holds.
+    """Refuse an untested version of SGLang, unless the user allows it and the contract holds.
 
     Raises:
         PatchMismatchError: naming the versions tested, or all that does not hold.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 SGLANG_VERSION: Final = "0.5.23"
-"""What `make setup` installs."""
+"""The version that `make setup` installs."""
 
 ALLOW_UNTESTED: Final = "SGLANG_EXT_UNTESTED_SGLANG"
 """Environment variable: 1 to start with a version that is not listed here, if the contract holds."""
@@ -23,12 +23,12 @@ class Status(enum.Enum):
     """How far a version is tested."""
 
     TESTED = "tested"
-    """Every integration test of the short form is green with it, and the tests of what touches SGLang;
-    with the newest all of the suite."""
+    """Every integration test of the short form is green with it, and the tests of all code that touches
+    SGLang; with the newest all of the suite."""
     TRIED = "tried, not with the whole test suite"
     """Servers ran with it, and parts of the suite are green; it has to be allowed like the next."""
     WRITTEN = "written for, not tested"
-    """Its seam is there and the contract holds; it has to be allowed as one that nobody knows."""
+    """Its seam is there and the contract holds; like an untested version, it has to be allowed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Supported:
     """The module of ``patches/seams/`` that knows its shapes."""
 
     def hashes(self) -> Mapping[str, Declared]:
-        """What patches replace or hook, by dotted name, as it was read when the version was followed."""
+        """The functions that patches use, by dotted name, as read when the version was followed."""
         read = json.loads((_HERE / "hashes" / f"{self.version}.json").read_text(encoding="utf-8"))
         return {path: Declared(**each) for path, each in read.items()}
 
@@ -69,12 +69,12 @@ SUPPORTED: Final = (
 
 
 def supported(wanted: str) -> Supported | None:
-    """What is known of a version; None for one that nobody has tested."""
+    """The record of a tested version; None for an untested one."""
     return next((each for each in SUPPORTED if each.version == wanted), None)
 
 
 def seam_of(wanted: str) -> str:
-    """The seam of a version; of one that nobody has tested, the newest."""
+    """The seam of a version; the newest seam for an untested version."""
     known = supported(wanted)
     return (known or SUPPORTED[-1]).seam
 

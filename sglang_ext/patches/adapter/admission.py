@@ -1,4 +1,4 @@
-"""Which models and flags the backends ``global`` can serve: pure, decided before any weight is loaded.
+"""Decides whether the backends ``global`` can serve a model with its flags: pure, before weights are loaded.
 
 The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA
 or MLA. Whatever keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with
@@ -42,7 +42,7 @@ _REPLICAS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What the decision depends on; the names are SGLang's."""
+    """The inputs of the decision, with SGLang's names."""
 
     caches: bool = True
     """``--radix-cache-backend global``."""
@@ -101,7 +101,7 @@ def admission(config: ModelConfig, flags: Facts) -> str | None:
 
 
 def _with_model(config: ModelConfig, flags: Facts) -> Facts:
-    """The facts with what the model keeps besides one slot of KV per token."""
+    """The facts, extended by the state that the model keeps besides one slot of KV per token."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
 
@@ -161,7 +161,7 @@ def _cut_groups(facts: Facts) -> str | None:
 
 
 def _unmovable(facts: Facts) -> str | None:
-    """What hand-overs between prefill and decode do not move."""
+    """Why hand-overs between prefill and decode cannot serve the model or the flags."""
     reason = _unsupported_model(facts, TRANSFER_FLAG, _OTHER_TRANSFER)
     reason = reason or _unsupported_parallelism(facts, TRANSFER_FLAG)
     if reason is not None:

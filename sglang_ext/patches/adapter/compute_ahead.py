@@ -1,11 +1,10 @@
-"""Computes what nobody holds of an announced prompt, while the instance has nothing else to do.
+"""Computes the uncached rest of announced prompts while the instance is idle.
 
 With ``--kv-advisory-compute``. After a prefetch has brought up what there is, the rest is computed as
 requests of our own that ask for one token: a piece of the prompt each, never more than a prefill chunk, and
 the next one only when the instance is idle again. So a request that comes meanwhile waits for one piece at
-most, nothing needs to be aborted, and what was computed until then is cached as anything else, for that
-request too. What is computed takes the room of what nobody announced, or announced with a lower priority,
-and no other.
+most, nothing needs to be aborted, and the KV computed until then is cached like other KV, for that request
+too. Computed KV displaces only KV that is not announced, or is announced with a lower priority.
 
 Tenants share it: of equal priorities, the next piece is computed for the tenant with the fewest tokens
 computed since it began to wait, and when all places are taken, the tenant with the most loses its last one.
@@ -52,7 +51,7 @@ class Host(Protocol):
 
 @dataclass(eq=False)
 class _Job:
-    """What is left to compute of a hint. brought: tokens, by the prefetch before it."""
+    """The rest of a hint's prompt, still to be computed. brought: tokens, by the prefetch before it."""
 
     id: str
     key: bytes
@@ -102,7 +101,7 @@ class ComputeAhead:
         self._served: dict[Hashable, int] = {}
         """Tokens computed for each tenant that waits. A tenant that begins to wait starts from the least."""
         self._running: tuple[_Job, int, Running] | None = None
-        """Whose piece is being computed, and how many blocks HBM had of it before."""
+        """The job with a piece under way, and how many blocks HBM had of it before."""
         self._ended: deque[PrefetchResult] = deque()
         self._names = 0
         self.blocks = 0
@@ -166,7 +165,7 @@ class ComputeAhead:
         """Take the next step, once per pass of the scheduler's loop."""
         if self._running is not None:
             job, before, running = self._running
-            if not (running.finished() or self._host.idle()):  # one that was aborted is just gone
+            if not (running.finished() or self._host.idle()):  # an aborted one is gone without a trace
                 return
             self._running = None
             gained = max(0, self._reached(job) - before)
@@ -243,5 +242,5 @@ class ComputeAhead:
 
 
 def compute_ahead(cache: Any) -> ComputeAhead:
-    """What computes ahead for a cache that prefetches."""
+    """A `ComputeAhead` for a cache that prefetches."""
     return ComputeAhead(cache.tree, cache.hbm, cache.hbm_tier, cache.prefetcher, cache.namespace, cache.host)

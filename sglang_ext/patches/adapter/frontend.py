@@ -2,7 +2,7 @@
 
     sgl.set_default_backend(AdvisingEndpoint("http://127.0.0.1:30000"))
 
-What a program sends next begins with all that it has so far. So when an answer is here and the program goes
+A program's next call begins with its whole text so far. So when an answer is here and the program goes
 on by itself (a tool call, Python, another agent), and when it forks, a hint says what is coming. A program
 that ends instead leaves a hint that expires soon.
 """
@@ -50,7 +50,7 @@ class AdvisingEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         return decision
 
     def commit_lazy_operations(self, s: Any) -> None:
-        """The program forks: each branch begins with what is there."""
+        """The program forks: each branch begins with its text so far."""
         super().commit_lazy_operations(s)
         self._next(str(s.text_))
 

@@ -1,4 +1,4 @@
-"""SGLang's KV pool as planes: what tiers and transfers may know of the engine's memory."""
+"""SGLang's KV pool as planes: the engine's memory as tiers and transfers see it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EnginePool:
         return MemoryKind.HOST if self.device.type == "cpu" else MemoryKind.CUDA
 
     def spec(self, name: str) -> PoolSpec:
-        """As an endpoint's pool of pages. Every page may be leased: whoever offers it holds it."""
+        """As an endpoint's pool of pages. Every page may be leased; the caller that offers it holds it."""
         tensors = [plane for layer in self.planes for plane in layer]
         memory = [MemoryRange(each.data_ptr(), each.nbytes, self.kind, keep=each) for each in tensors]
         return PoolSpec.of_geometry(name, self.pages, memory, lease_budget=self.geometry.slots)

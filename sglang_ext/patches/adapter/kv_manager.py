@@ -1,8 +1,8 @@
 """The transfer backend `global`: SGLang's manager, sender, receiver and bootstrap over `disagg`.
 
 SGLang's schedulers, queues and retraction stay as they are; a sender says at once that it may compute, and a
-receiver says only when prefill is done that it may allocate (KVDirect, section 4.3). What happens between is
-in `engine/pd/agent.py`, on a thread of its own; SGLang polls.
+receiver says only when prefill is done that it may allocate (KVDirect, section 4.3). In between,
+`engine/pd/agent.py` works on a thread of its own, and SGLang polls.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AnyPrefill:
 
 
 class _ReturnsReceived(Listener):
-    """On prefill: what decode returns is taken by command, and given up when the cache is emptied."""
+    """On prefill: takes returned KV by command, and gives it up when the cache is emptied."""
 
     def __init__(self, return_receiver: ReturnReceiver) -> None:
         self._receiver = return_receiver
@@ -127,7 +127,7 @@ class _ReturnsReceived(Listener):
 
 
 class _ReturnsSent(Listener):
-    """On decode: what of a request is in the tree goes back to prefill."""
+    """On decode: returns the blocks of an ended request that are in the tree."""
 
     def __init__(self, return_sender: ReturnSender) -> None:
         self._sender = return_sender
@@ -291,7 +291,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         return found
 
     def computes(self, batch: Any) -> None:
-        """A prefill batch is about to run: by which weights its requests' KV is."""
+        """A prefill batch is about to run: note the weights that its requests' KV is computed with."""
         for req in batch.reqs:
             sender = req.disagg_kv_sender
             if isinstance(sender, GlobalKVSender) and sender._handover is not None:
@@ -353,7 +353,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         self._error = ""
         self._handover: SendingHandover | None = None
         self.req: Any = None
-        """Whose KV it is, once that is computed."""
+        """The request, once its KV is computed."""
         try:
             self._handover = mgr.agent.sender.open(bootstrap_room)
         except RefusedError as error:
@@ -387,7 +387,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         )
 
     def begin_again(self) -> None:
-        """What was computed is thrown away, and nothing of it was offered."""
+        """Discard the computed pages, none of which has been offered."""
         self._pages.clear()
         self._last = False
 
@@ -412,7 +412,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         return KVTransferMetric(transfer_total_bytes=pages * self.kv_mgr.page_bytes)
 
     def failure_exception(self) -> None:
-        """Raise why it failed. SGLang frees the slots next: nobody may read them as this request's then."""
+        """Raise why it failed. SGLang frees the slots next, so no lease on them may be left."""
         self.clear()
         raise KVTransferError(
             self.bootstrap_room, self._error or (self._handover.reason if self._handover else "")
@@ -457,7 +457,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         decode_prefix_len: int | None = None,
         destination: Any = KVTransferDestination.DEVICE,
     ) -> None:
-        """Slots are there: read into them what follows the prefix that is here already."""
+        """Slots are there: read the KV after the prefix that is here already into them."""
         assert self._handover is not None
         assert aux_index is not None
         skip, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
@@ -483,7 +483,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     @property
     def handed(self) -> Handed:
-        """What is known of the stages of a request whose KV has just come."""
+        """Measured stages of a request whose KV has just come."""
         handover = self._handover
         now = time.perf_counter()
         return (
@@ -494,7 +494,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """What prefill has computed for decode's answer."""
+        """The prompt's log probabilities, computed by prefill for decode's answer."""
         return None if self._handover is None else self._handover.logprobs
 
     def failure_exception(self) -> None:
@@ -521,7 +521,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.kv_mgr.agent.receiver.abort(self._handover, ABORTED)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """The agent tells prefill."""
+        """The agent notifies prefill."""
 
 
 class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
@@ -535,7 +535,7 @@ class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
 
 
 def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``Scheduler.run_batch``: what is computed is of the weights of now; with push by layer, layers
+    """Around ``Scheduler.run_batch``: notes the weights that KV is computed with; with push by layer, layers
     are sent while the next are computed."""
     manager = PROCESS.manager
     if manager is None or scheduler is not PROCESS.scheduler or not batch.forward_mode.is_extend():
@@ -572,14 +572,14 @@ def bring_ahead(queue: Any) -> None:
 
 
 def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
-    """What of a prompt decode has in HBM, where all that comes from its other tiers is by now."""
+    """The prefix of a prompt that decode has in HBM; blocks from its other tiers are there by now."""
     cache = queue.tree_cache
     if not isinstance(cache, GlobalRadixCache):
         return stock(queue, req)
     if cache.promotions is not None:
         cache.promotions.release(req.cache_request_handle)
     match = stock(queue, req)
-    # What is still in DRAM only will come from prefill: nothing would wait for it here.
+    # Blocks that are still in DRAM only will come from prefill: no forward pass would wait for them here.
     match.l2_host_hit_length = 0
     return match
 

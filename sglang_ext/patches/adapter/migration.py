@@ -10,14 +10,14 @@
     Unpark   ------------------>  ends it, its blocks stay in the tree
 
 Until `Unpark` the source keeps all it has: if the target dies, or takes nothing, the request goes on where it
-was (``stay``), and its client has seen a pause. The target makes the answer from its beginning; what the
-client has of it, the router leaves out.
+was (``stay``), and its client has seen a pause. The target sends the answer from its beginning; the
+router leaves out the part that the client has.
 
-How the KV goes over is what the two kinds of instances have anyway:
+The KV moves by the means that each kind of instance has anyway:
 
     decode       the source gives it as a prefill server does (`engine/pd/prefill_sender.py`): all pages of
                  prompt and answer in a hand-over, which the target joins as if they were a prompt. It reads
-                 what it lacks, also where prefill pushes; nothing is computed again.
+                 the pages that it lacks, also where prefill pushes; nothing is computed again.
     colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and exports
                  them (`peers/export.py`). The target fetches them (`peers/fetches.py`), and computes the
                  rest: the end of the last block, or all, if nothing was to be had.
@@ -25,8 +25,8 @@ How the KV goes over is what the two kinds of instances have anyway:
 Before, while the request runs, the router has its prompt fetched where there is DRAM
 (``sglang_ext.router.dispatch.move_calls``).
 
-All methods run in the scheduler's thread, on every rank between the same two passes. None of those that
-SGLang's loop calls lets an exception out: the request that it is about is aborted instead, and counted.
+All methods run in the scheduler's thread, on every rank between the same two passes. No method
+that SGLang's loop calls raises: the request is aborted instead, and counted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 PARKED_SECONDS: Final = 30.0
 """After that a parked request goes on: the router that stopped it is gone."""
 COPY_SECONDS: Final = 1.0
-"""For copies in DRAM of what was generated last; what is not there then is computed again."""
+"""Timeout for DRAM copies of the newest blocks; blocks without a copy by then are computed again."""
 EXPORT_SECONDS: Final = 20.0
 MOST_COMING: Final = 1000
 BOOTSTRAP_ROOMS: Final = 1 << 47
@@ -91,7 +91,7 @@ GOES_ON: Final = "the request goes on at another instance"
 
 
 class MovesFrom(Protocol):
-    """What of the rank's cache is needed here."""
+    """The part of the rank's cache that migration uses."""
 
     scheduler: Any
     page_size: int
@@ -104,7 +104,7 @@ class MovesFrom(Protocol):
 
 
 class Transfers(Protocol):
-    """What of the rank's transfer backend is needed here."""
+    """The part of the rank's transfer backend that migration uses."""
 
     agent: Agent
     meeting: str
@@ -112,7 +112,7 @@ class Transfers(Protocol):
 
 @dataclass(eq=False)
 class _Parked:
-    """A request that was stopped. handover: where its KV is given, on decode. tokens: whose KV there is."""
+    """A request that was stopped. handover: offers its KV, on decode. tokens: those with KV."""
 
     id: str
     req: Any
@@ -125,8 +125,8 @@ class _Parked:
 
 @dataclass(eq=False)
 class _Coming:
-    """A request that came with a ticket. rid: the very string that SGLang passes on, so that another request
-    of the same name is told apart. ticket: None when it had none that is known."""
+    """A request that came with a ticket. rid: the string object that SGLang passes on, compared by identity,
+    since another request may have an equal name. ticket: None when it had no known one."""
 
     rid: str
     ticket: Ticket | None
@@ -165,7 +165,7 @@ class Migration:
         """The transfer backend's of this rank, on a decode instance: see `transfer_by`."""
         self.epoch = b"" if commands is None else commands.epoch
         self.counts: dict[str, int] = {}
-        """Requests that were to be moved, by what came of it here."""
+        """Requests that were to be moved, by outcome here."""
         self._copying: list[_Parked] = []
         """Those of which the ranks agree on in this pass."""
         cache.ranks.add(self)
@@ -200,7 +200,7 @@ class Migration:
         return True
 
     def propose(self) -> Sequence[int]:
-        """Of each parked request that nobody was told of, whether DRAM has copies of its blocks here."""
+        """For each parked request without a reply so far, whether DRAM has copies of its blocks here."""
         now = self._clock()
         self._copying = [parked for parked in self._parked.values() if not parked.told]
         return [int(self._copied(parked, now)) for parked in self._copying]
@@ -387,14 +387,14 @@ class Migration:
                 with self._guarded():
                     self._unpark(parked, stay=False)
         for name, arriving in list(self._arriving.items()):
-            # SGLang drops one that waits without a word; on decode, whatever ends it says so.
+            # SGLang drops a waiting request silently; on decode, its end is reported.
             if (every or name == rid) and not _is_receiving(arriving.req):
                 del self._arriving[name]
 
     # -- the target -----------------------------------------------------------------------------------------
 
     def received(self, message: Any) -> None:
-        """A request has come: take out the ticket of what it resumes from."""
+        """A request has come: take out the ticket of its state."""
         with self._guarded():
             params = message.sampling_params.custom_params
             if not isinstance(params, dict) or FIELD not in params:
@@ -406,8 +406,8 @@ class Migration:
                 self._coming.popitem(last=False)
 
     def queued(self, req: Any) -> None:
-        """A request is about to wait: if it has a ticket, it begins where it was stopped; if it has one that
-        is not known, or that does not fit, it is aborted."""
+        """A request is about to wait: with a ticket, it begins where it was stopped; with an unknown or
+        unfitting ticket, it is aborted."""
         if not self._coming or (coming := self._coming.get(req.rid)) is None or coming.rid is not req.rid:
             return
         del self._coming[req.rid]
@@ -421,13 +421,13 @@ class Migration:
             why = "an error of this server"
         if why:
             self._count("misfit")
-            # As it was made, so that SGLang takes it for one that has just come.
+            # In its first state, so that SGLang treats it as a new request.
             setattr(req, _PROMPT, None)
             req.output_ids, req.is_retracted = array("q"), False
             req.set_finish_with_abort(f"the request cannot be gone on with: {why}")
 
     def _resumed(self, req: Any, ticket: Ticket | None) -> str:
-        """Put a request where it was stopped, or say why it cannot be."""
+        """Restore a request's state, or return why that is impossible."""
         if ticket is None:
             return "nothing of it is known here"
         resume, scheduler, manager = ticket.resume, self._cache.scheduler, self.manager
@@ -442,15 +442,15 @@ class Migration:
             put_back(req, resume)
             req.is_retracted = True
         else:
-            # Up to its commit it is a request whose prompt ends before the last token, so that what is here
-            # of prompt and answer is found, and the rest read.
+            # Up to its commit it is a request whose prompt ends before the last token, so that cached KV of
+            # prompt and answer is found, and the rest read.
             setattr(req, _PROMPT, req.origin_input_ids)
             req.origin_input_ids = req.origin_input_ids + array("q", output_of(resume)[:-1])
         self._arriving[req.rid] = _Arriving(req, ticket)
         return ""
 
     def _has_room(self) -> bool:
-        """Whether one more may arrive. One that has still to be made what it was is never forgotten."""
+        """Whether one more may arrive. A request whose state is still to be restored is never forgotten."""
         if len(self._arriving) < MOST_COMING:
             return True
         lost = next((rid for rid, each in self._arriving.items() if not _is_receiving(each.req)), None)

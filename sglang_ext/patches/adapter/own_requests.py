@@ -1,4 +1,4 @@
-"""Requests of our own in SGLang's scheduler, for one token that nobody reads: their KV is what is wanted.
+"""Requests of our own in SGLang's scheduler, made for their KV: each generates one token, which is dropped.
 
 A hint's (``compute_ahead``), and a peer's that computes behind it (``engine/peers/computed_spans.py``).
 """
@@ -24,7 +24,7 @@ class Running(Protocol):
 
 
 class SglangHost:
-    """SGLang's scheduler. Ours are named like its own health checks, to which nobody listens either.
+    """SGLang's scheduler. Our requests are named like its own health checks, whose answers are dropped, too.
 
     Args:
         allocator: of the engine's pool.

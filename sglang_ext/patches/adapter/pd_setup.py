@@ -1,4 +1,4 @@
-"""What the backend `global` learns from SGLang when it starts: metadata rows, weights, limits."""
+"""Reads metadata rows, weights and limits from SGLang when the backend `global` starts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def around_layers(
 
 
 def settings_of(model_config: Any, kvcache: Any) -> dict[str, str]:
-    """The settings of the model with which KV is computed, and what it is kept in."""
+    """The settings of the model with which KV is computed, and the dtype and layout that hold it."""
     return model_settings(model_config.hf_config) | {"kv_cache_dtype": kv_dtype(model_config, kvcache.dtype)}
 
 
@@ -140,7 +140,7 @@ def weights_of(scheduler: Any) -> str:
 
 
 def on_all_ranks(data: bytes, group: Any) -> list[bytes]:
-    """What each rank of a group says, in the order of ranks. It does not end in zeros."""
+    """The bytes of each rank of a group, in the order of ranks. They must not end in zeros."""
     if group is None or torch.distributed.get_world_size(group) == 1:
         return [data]
     longest = torch.tensor([len(data)])

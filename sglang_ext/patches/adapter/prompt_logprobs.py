@@ -20,8 +20,8 @@ _BROUGHT: Final = "sglang_ext_prompt_logprobs"
 
 
 def of_request(req: Any) -> PromptLogprobs | None:
-    """What a request asks of its prompt, and of the first token for ``token_ids_logprob``; None where it asks
-    for nothing. Its last chunk is computed."""
+    """The log probabilities that a request asks for of its prompt, and of the first token for
+    ``token_ids_logprob``; None where it asks for none. Its last chunk is computed."""
     found = req.logprob
     if not req.return_logprob or (found.input_token_logprobs_val is None and found.token_ids_logprob is None):
         return None
@@ -40,8 +40,8 @@ def of_request(req: Any) -> PromptLogprobs | None:
 
 
 def commit(stock: Callable[[Any, Any], Any], queue: Any, decode_req: Any) -> Any:
-    """Decode takes over what prefill has computed of a request: its first token, and what it asks of its
-    prompt."""
+    """Decode takes over prefill's results for a request: its first token, and the log probabilities of its
+    prompt that it asks for."""
     req, brought = decode_req.req, getattr(decode_req.kv_receiver, "prompt_logprobs", None)
     rows = req.logprob.output_token_ids_logprobs_val if brought is not None else None
     before = len(rows or ())

@@ -1,6 +1,6 @@
-"""The stages of one of SGLang's requests, from its time stats and from what came with its KV.
+"""The stages of one of SGLang's requests, from its time stats and from the stages sent with its KV.
 
-What is measured of a request stands in attributes of it: `Handed` since its KV has come from another
+Measurements are attributes of the request: `Handed` since its KV has come from another
 instance, the stages that it had where it ran before it moved, and when it ended if its answer came later.
 """
 
@@ -30,12 +30,12 @@ def set_former(req: Any, stages: StageTimes) -> None:
 
 
 def end_stages(req: Any) -> None:
-    """A request has ended, and its answer is held back: what follows is none of its stages."""
+    """A request has ended, and its answer is held back: no later time belongs to its stages."""
     setattr(req, _ENDED, time.perf_counter())
 
 
 def own_stages(req: Any) -> tuple[str, StageTimes]:
-    """(role of this instance, what of a request's stages was measured here up to now)."""
+    """(role of this instance, the request's stages measured here up to now)."""
     stats, now = req.time_stats, getattr(req, _ENDED, None) or time.perf_counter()
     at = Moments(stats.scheduler_recv_time, stats.forward_entry_time, stats.prefill_finished_time)
     if req.disagg_kv_sender is not None:

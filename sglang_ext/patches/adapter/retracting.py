@@ -1,15 +1,15 @@
 """Running requests give way to one of a higher priority, and go on from their KV (Symphony, 3.5).
 
-`sglang_ext.engine.retraction` decides; here it is told what SGLang's scheduler knows, and is obeyed. Where
-SGLang frees the KV of those that it preempts, it goes to the tree here, whole blocks of it, and from there to
-DRAM like any other: HBM takes it away only when it needs the slots. The request waits with its answer so
-far, and is prefilled from what is cached when it is its turn again; the client's stream goes on behind the
+`sglang_ext.engine.retraction` decides; this class passes it the scheduler's state and carries out its
+decisions. Where SGLang frees the KV of requests that it preempts, whole blocks go to the tree here, and from
+there to DRAM like any other: HBM evicts them only when it needs the slots. The request waits with its answer
+so far, and is prefilled from cached KV when it is its turn again; the client's stream goes on behind the
 token that it has seen last.
 
     make_room   no place is free for a request, in SGLang's pass over the waiting ones: decide, and retract
     add         a place is free, but slots may be lacking: the same
-    queue       the pass is over: who was retracted waits
-    admitted    who of a prefill batch had been retracted, and what of its KV was found
+    queue       the pass is over: retracted requests wait
+    admitted    the retracted requests in a prefill batch, and how much of their KV was found
 
 All methods run in the scheduler's thread, at the same place of a pass on every rank.
 """
@@ -34,7 +34,7 @@ _AVOIDED: Final = "sglang_ext_waits"
 
 
 class RetractsFrom(Protocol):
-    """What of the rank's cache is needed here."""
+    """The part of the rank's cache that retraction uses."""
 
     scheduler: Any
     tree: RadixTree
@@ -101,20 +101,20 @@ class Retracting:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         result = stock(adder, req, *args, **kwargs)
-        # What is said of a request that was admitted is about the next one.
+        # After an admitted request, the adder's answer is about the next one.
         if result is not AddReqResult.NO_TOKEN or req in adder.can_run_list:
             return result
         if not self.make_room(adder, req, rows=0):
             return result
-        # What the others had may be its prefix, too.
+        # Its prefix may be among the KV that the others had.
         req.init_next_round_input(adder.tree_cache)
         return stock(adder, req, *args, **kwargs)
 
     def queue(self) -> None:
         """Have those wait that were retracted in the pass that is over.
 
-        SGLang itself queues whom it preempts only if somebody was admitted in their place, and aborts them
-        when the queue is full (``--max-queued-requests``). These have been admitted before.
+        SGLang itself queues the requests that it preempts only if another was admitted in their place, and
+        aborts them when the queue is full (``--max-queued-requests``). These have been admitted before.
         """
         retracted, self._retracted = self._retracted, []
         scheduler = self._cache.scheduler
@@ -141,10 +141,10 @@ class Retracting:
                 counters.found_tokens += found
                 counters.recomputed_tokens += had - found
 
-    # -- what the scheduler knows -------------------------------------------------------------------------
+    # -- the scheduler's state ------------------------------------------------------------------------------
 
     def _wanting(self, adder: Any, req: Any, rows: int) -> Wanting:
-        """What a waiting request lacks, as ``PrefillAdder.add_one_req`` counts it."""
+        """The slots that a waiting request lacks, as ``PrefillAdder.add_one_req`` counts them."""
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
         cache = self._cache
@@ -190,7 +190,7 @@ class Retracting:
         )
 
     def _held(self, req: Any) -> int:
-        """Slots that nobody uses but this request."""
+        """Slots that no other request uses."""
         hbm, node = self._cache.hbm, req.last_node
         blocks = 0
         while node is not None and node.parent is not None and node.locks.get(hbm) == 1:

@@ -1,10 +1,10 @@
 """SGLang's protocol for storage below the host, which the scheduler follows for each waiting request.
 
-What a peer sends (``peer_kv``) is waited for first; the disk is looked at for what is lacking then.
+A request waits for KV from a peer (``peer_kv``) first; then the disk is queried for the missing blocks.
 
 enters the queue     prefetch_from_storage       look on the disk, start to bring blocks to DRAM
 each pass            check_prefetch_progress     false: others go first
-                     pop_prefetch_loaded_span    what came, for the request's token counts
+                     pop_prefetch_loaded_span    the span that came, for the request's token counts
 admitted             finish_storage_prefetch_admission, or discard_storage_prefetch_accounting
 gone                 release_aborted_request
 """
@@ -33,7 +33,7 @@ class StoragePrefetch:
     for.
 
     Args:
-        promotions: bring what is on disk; None without a disk.
+        promotions: bring blocks from disk; None without a disk.
         peers: fetch; None where that is not possible.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         faults: takes note of what fails here.
@@ -57,7 +57,7 @@ class StoragePrefetch:
         self._namespace_now = namespace
         self._priority_sign = priority_sign
         self._behind_peers: dict[CacheRequestHandle, Wanted] = {}
-        """Requests that wait for what a peer sends, before the disk is looked at for them."""
+        """Requests that wait for KV from a peer, before the disk is queried for them."""
         self._last_matched: Req | None = None
 
     @property
@@ -128,7 +128,7 @@ class StoragePrefetch:
         wanted = self._behind_peers.get(handle)
         if wanted is not None:
             if self._fetching is not None and self._fetching.waits(wanted.namespace, wanted.key):
-                # What a peer computes now comes in front of the forward pass.
+                # A span that a peer computes now comes in front of the forward pass.
                 return self._fetching.fetches.starts(handle, wanted.namespace, wanted.key)
             del self._behind_peers[handle]
             if self._promoting is not None:
@@ -152,8 +152,8 @@ class StoragePrefetch:
         self._release(handle)
 
     def streams_hold(self) -> bool:
-        """After a forward pass: whether everything that streamed into it has verified. What it has computed
-        for peers counts then, too."""
+        """After a forward pass: whether everything that streamed into it has verified. Only then do spans
+        that it has computed for peers count, too."""
         held = self._promoting is None or self._promoting.streams_hold()
         if self._fetching is not None:
             held = self._fetching.fetches.streams_hold() and held

@@ -1,7 +1,8 @@
-"""What the command line, the environment and SGLang's contexts hold for ``admission``, and its refusals.
+"""Reads the facts for ``admission`` from command line, environment and SGLang's contexts, and refuses.
 
-A command line is decided on before anything is loaded. The factory decides again on what SGLang has made of
-the flags and on the KV pool, which depends on the platform; programs without a command line meet it there.
+A command line is checked before anything is loaded. The factory checks again, with the flags as SGLang has
+resolved them and on the KV pool, which depends on the platform; programs without a command line are checked
+there.
 """
 
 from __future__ import annotations
@@ -134,10 +135,10 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
 
 
 def require_supported(ctx: Any, config: KvConfig) -> None:
-    """Refuse a server that the cache cannot serve, by what SGLang has made of its flags.
+    """Refuse a server that the cache cannot serve, by its flags as SGLang has resolved them.
 
     Raises:
-        ConfigError: naming what is in the way and what to use instead.
+        ConfigError: naming the obstacle and the alternative.
     """
     _refuse(admission(ctx.model_config, facts_of(ctx, config)))
 
@@ -152,7 +153,7 @@ def require_movable(model: ModelConfig, server_args: Any, parallel: Any, config:
         config: our settings.
 
     Raises:
-        ConfigError: naming what is in the way and what to use instead.
+        ConfigError: naming the obstacle and the alternative.
     """
     flags = replace(
         given_facts(server_args, config),
@@ -168,10 +169,10 @@ def require_movable(model: ModelConfig, server_args: Any, parallel: Any, config:
 def require_admitted(server_args: Any, config: KvConfig) -> None:
     """Refuse a command line before anything is loaded: its flags, and the model by its configuration alone.
 
-    A model whose configuration cannot be read is left to SGLang, which reports what is wrong with it.
+    A model whose configuration cannot be read is left to SGLang, which reports the fault.
 
     Raises:
-        ConfigError: naming what is in the way and what to use instead.
+        ConfigError: naming the obstacle and the alternative.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
