@@ -241,7 +241,7 @@ async def test_names_without_end_are_bounded(
     )  # fmt: skip
     limits = {
         "stories": MIB // 8, "sessions": MIB // 8, "hints": MIB, "homes": 32 * MIB,
-        "documents": 256 * MIB, "deleted-documents": 16 * MIB,
+        "documents": 256 * MIB, "deleted-documents": 16 * MIB, "open-sessions": 32 * MIB,
     }  # fmt: skip
     assert limits.keys() == router.metrics.tables.keys(), "say here how large a new table may be"
     before = resident()
