@@ -123,7 +123,7 @@ class _Reader:
             if isinstance(target, Found) and isinstance(target.node, Function) and mine is not None:
                 theirs = _with_first(Shape.of(target.node, bound=False), 0, target)
                 problem = Shape.of(mine, bound=False).cannot_stand_for(theirs)
-                self._need("hooks", path, mine, problem and f"what stands for it {problem}")
+                self._need("hooks", path, mine, problem and f"its replacement {problem}")
 
     def _hook(self, node: ast.Call, hooked: dict[tuple[str, str], dict[str, Found]]) -> None:
         path, kind = self._text(node.args[0]), self._text(node.args[1])
