@@ -7,6 +7,7 @@ answers are the truth.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -538,6 +539,29 @@ def test_samples_of_a_prompt_are_those_of_one_server(rig: Rig, prompts: int) -> 
     answers = [each.result(120) for each in sent]
     assert [each["output_ids"] for each in answers[1]] == [each["output_ids"] for each in expected]
     nothing_is_left(servers)
+
+
+GRAMMARS = {
+    "regular expression": {"regex": "(cat|dog|[0-9]{4,8})( and [a-z]{3,5}){2}"},
+    "JSON schema": {
+        "json_schema": json.dumps(
+            {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        )
+    },
+}
+
+
+@between_hosts_too
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_an_answer_by_a_grammar_is_that_of_one_server(rig: Rig, kind: str) -> None:
+    """Prefill takes the first token by the grammar, and decode goes on behind it."""
+    prompt, body = prompt_of(430, 200), {"temperature": 0, "max_new_tokens": 24, **GRAMMARS[kind]}
+    got = rig.pd.generate(prompt, max_new_tokens=24, sampling_params=body)
+    assert_same(rig.truth.generate(prompt, max_new_tokens=24, sampling_params=body), got)
+    # The twin: the same prompt without the grammar.
+    with pytest.raises(AssertionError):
+        assert_same(rig.expected(prompt, len(got.tokens)), got)
+    nothing_is_left(rig.pd.servers)
 
 
 LOGPROBS = [
