@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from engine_movers import until
@@ -14,6 +16,7 @@ from engine_simulation import LateLayers, Rank, Scenario, all_of_dram
 from engine_simulation import on_disk_only as prompt_on_disk_only
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
 
@@ -35,13 +38,30 @@ BLOCKS = 25
 
 
 class LoosesALayer(WrappedTier):
-    """From some layer on, the thirteenth block of a read does not verify."""
+    """From some layer on, the thirteenth block of a read does not verify.
+
+    Such a layer comes once a pass streams: a busy machine would read it before the pass begins, and then the
+    request would not stream.
+    """
 
     def __init__(self, inner: BlockTier, layer: int) -> None:
         super().__init__(inner)
         self._layer = layer
+        self._streams = threading.Event()
+
+    def watch(self, promotions: Promotions) -> None:
+        """Learn when a pass begins to stream."""
+        load = promotions.load
+
+        def streaming(*arguments: Any) -> None:
+            self._streams.set()
+            load(*arguments)
+
+        promotions.load = streaming  # type: ignore[method-assign]
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        if layer >= self._layer:
+            assert self._streams.wait(60), "no pass streams"
         read = super().get_layer(get, layer, memory, ids)
         if layer >= self._layer and len(ids) > BLOCKS // 2:
             for rows in memory.rows(layer, ids)[BLOCKS // 2 :]:
@@ -51,11 +71,22 @@ class LoosesALayer(WrappedTier):
         return read
 
 
+@contextmanager
 def on_disk_only(
     scenario: Scenario = ALONE, disk: Callable[[BlockTier], BlockTier] = lambda tier: tier
-) -> AbstractContextManager[Rank]:
+) -> Iterator[Rank]:
     """A rank that has ``PROMPT`` on disk and nowhere else."""
-    return prompt_on_disk_only(scenario, PROMPT, disk_class=disk)
+    made: list[BlockTier] = []
+
+    def keep(tier: BlockTier) -> BlockTier:
+        made.append(disk(tier))
+        return made[-1]
+
+    with prompt_on_disk_only(scenario, PROMPT, disk_class=keep) as rank:
+        for tier in made:
+            if isinstance(tier, LoosesALayer) and rank.promotions is not None:
+                tier.watch(rank.promotions)
+        yield rank
 
 
 def test_the_forward_pass_starts_before_all_layers_are_in() -> None:
