@@ -102,7 +102,7 @@ RIDDLES = re.compile(
     r"|\b(?:that|those) (?:which|who|whose)\b|\bthe ones? (?:that|which|who)\b|\bone (?:that|which|who)\b",
     re.IGNORECASE,
 )
-"""Sentences that begin with a relative pronoun, people without a name, hearsay, and "the one that"."""
+"""Sentences that begin with a relative pronoun, people without a name, hearsay, and pronouns for things."""
 SENTENCE_ENDS = re.compile(r"(?<=[.!?;:])\s+|\n\s*\n")
 MOST_RIDDLES = {
     f"sglang_ext/{folder}": 0

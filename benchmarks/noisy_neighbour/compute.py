@@ -42,7 +42,7 @@ def compute() -> Iterator[Compute]:
 
 
 def cpu_seconds() -> float:
-    """Taken so far by all processes below this one that still run."""
+    """CPU seconds of the running descendants of this process."""
     total = 0.0
     for pid in _below(os.getpid()):
         with suppress(OSError):  # it has ended meanwhile

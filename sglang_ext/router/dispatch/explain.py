@@ -321,7 +321,7 @@ class Explainer:
 
     Args:
         log: recent requests.
-        trees: the index, with what it remembers of evictions.
+        trees: the index, and its record of evictions.
         instances: names of the instances that there are.
         spilled: see ``as_json``.
     """

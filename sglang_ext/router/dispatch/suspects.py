@@ -63,7 +63,7 @@ class Suspects:
     """Requests that instances' deaths interrupted. A speaker among routers (``broadcast.Speaker``).
 
     Args:
-        router: which router this is.
+        router: the name of this router.
         clock: seconds.
     """
 
