@@ -3,6 +3,7 @@
 Files in its folder (`hooked_server`) disturb them:
 
 - ``slow``: has the seconds that each pass of the scheduler takes longer;
+- ``patient``: has the seconds that a request may be expected to wait, in place of ``--kv-retract-wait``;
 - ``damage``: one bit of a retracted request's KV is wrong from then on.
 """
 
@@ -22,11 +23,17 @@ def disturb(folder: Path) -> None:
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     events, keep = GlobalRadixCache.check_hicache_events, GlobalRadixCache.keep_running_req
+    usual: list[float] = []
 
     def check_hicache_events(self: GlobalRadixCache) -> None:
         slow = folder / "slow"
         if slow.exists():
             time.sleep(float(slow.read_text()))
+        if self.retracting is not None:
+            usual.append(self.retracting.retraction.wait_s)
+            patient = folder / "patient"
+            self.retracting.retraction.wait_s = float(patient.read_text()) if patient.exists() else usual[0]
+            del usual[1:]
         events(self)
 
     def keep_running_req(self: GlobalRadixCache, req: Any, *, up_to: int) -> None:
