@@ -24,6 +24,7 @@ from sglang_ext.flags import (
     several_of,
 )
 from sglang_ext.own_functions import policy_name
+from sglang_ext.removed_flags import SERVE
 
 MAX_BLOCK_SIZE = 1024
 MAX_ID_CHARS = 200
@@ -119,36 +120,28 @@ class KvConfig(Flagged):
 
     flag_prefix = "--kv-"
     variable_prefix = "SGLANG_EXT_KV_"
+    removed = SERVE
 
     dram_size: int = flag(
         0,
         "The size of the DRAM tier per rank, such as 512MB, 4GB or 4GiB. "
         "0 means no DRAM tier: KV that leaves the device is recomputed.",
         SIZE,
-    )
-    dram_for_others: int = flag(
-        0,
-        "The most of the DRAM tier per rank that may keep KV for other servers of the cluster whose own DRAM "
-        "is full. Only what is free is used for that, and this server takes it back whenever it needs it. "
-        "Needs a router and a DRAM tier. 0 means none.",
-        SIZE,
-    )
-    numa: str = flag(
-        "auto",
-        "On which NUMA node the DRAM tier of a rank lies: auto is that of its GPU, or of the processors that "
-        "it is confined to; none is wherever the kernel puts it.",
-        Parser(parse_numa, "auto|none|NODE"),
+        group="Tiers",
+        common=True,
     )
     disk_path: str | None = flag(
         None,
         "The directory of the disk tier, on a local disk; each server needs its own. KV in it survives "
         "restarts. Needs a DRAM tier. Not given: no disk tier.",
         PATH,
+        common=True,
     )
     disk_size: int = flag(
         32 * 10**9,
         "The most that the disk tier may take per rank. Older KV is given up for newer.",
         SIZE,
+        common=True,
     )
     durability: str = flag(
         "disk",
@@ -156,18 +149,37 @@ class KvConfig(Flagged):
         "is held back until the KV of its prompt and itself is on disk; with acked:N, until that holds for "
         "all answers of its conversation but the newest N. What is there already is used in any case.",
         Parser(parse_durability, "off|dram|disk|acked[:N]"),
+        common=True,
     )
     durability_timeout: float = flag(
         10.0,
         "With --kv-durability acked: how long the end of an answer is held back at most. It is then told "
         "all the same, with durability_end late, and counted.",
         SECONDS.positive(),
+        within="--kv-durability",
+        key="timeout",
     )
-    disk_lag: str = flag(
-        "skip",
-        "What happens to new KV while the disk cannot keep up: skip (it stays in DRAM only, counted, and is "
-        "tried again with the next turn) or wait (the server waits, for up to 5 seconds).",
-        one_of("skip", "wait"),
+    eviction_policy: str = flag(
+        "lru",
+        "The order in which blocks leave a tier: lru (least recently used first), slru (segmented LRU: "
+        "blocks used only once leave before blocks used again), or a function of your own as "
+        "package.module:function.",
+        policy_name(("lru", "slru")),
+        common=True,
+    )
+    block_size: int = flag(
+        16,
+        f"The number of tokens in a block, the unit of index, tiers and transfer. "
+        f"A multiple of --page-size, 1 to {MAX_BLOCK_SIZE}. The same on every server of a cluster.",
+        COUNT.within(1, MAX_BLOCK_SIZE),
+        "TOKENS",
+        common=True,
+    )
+    numa: str = flag(
+        "auto",
+        "On which NUMA node the DRAM tier of a rank lies: auto is that of its GPU, or of the processors that "
+        "it is confined to; none is wherever the kernel puts it.",
+        Parser(parse_numa, "auto|none|NODE"),
     )
     disk_io: str = flag(
         "auto",
@@ -176,12 +188,22 @@ class KvConfig(Flagged):
         "temporary file of 64 MiB).",
         one_of("auto", "direct", "buffered"),
     )
+    disk_lag: str = flag(
+        "skip",
+        "What happens to new KV while the disk cannot keep up: skip (it stays in DRAM only, counted, and is "
+        "tried again with the next turn) or wait (the server waits, for up to 5 seconds).",
+        one_of("skip", "wait"),
+        within="--kv-disk-io",
+        key="lag",
+    )
     disk_admission: str = flag(
         "first-layer",
         "When a request that takes KV from disk is admitted: first-layer (the rest streams in front of the "
         "forward pass, which runs again if a layer turns out to be damaged) or complete (all of it has been "
         "read and verified). On a GPU, and with --kv-transfer-mode push-by-layer, always complete.",
         one_of("first-layer", "complete"),
+        within="--kv-disk-io",
+        key="admission",
     )
     layer_cache_size: int = flag(
         0,
@@ -194,6 +216,8 @@ class KvConfig(Flagged):
         "How many of the lowest layers the layer cache keeps.",
         COUNT.within(1, 1024),
         "LAYERS",
+        within="--kv-layer-cache-size",
+        key="layers",
     )
     layer_region_size: str = flag(
         "0",
@@ -210,19 +234,12 @@ class KvConfig(Flagged):
         "from measured speeds) or always (load it).",
         one_of("auto", "always"),
     )
-    block_size: int = flag(
-        16,
-        f"The number of tokens in a block, the unit of index, tiers and transfer. "
-        f"A multiple of --page-size, 1 to {MAX_BLOCK_SIZE}. The same on every server of a cluster.",
-        COUNT.within(1, MAX_BLOCK_SIZE),
-        "TOKENS",
-    )
-    eviction_policy: str = flag(
-        "lru",
-        "The order in which blocks leave a tier: lru (least recently used first), slru (segmented LRU: "
-        "blocks used only once leave before blocks used again), or a function of your own as "
-        "package.module:function.",
-        policy_name(("lru", "slru")),
+    load_min_tokens: int = flag(
+        64,
+        "The shortest run of tokens worth loading from DRAM or disk; shorter runs are recomputed.",
+        metavar="TOKENS",
+        within="--kv-load-policy",
+        key="min-tokens",
     )
     pressure_policy: str = flag(
         "weakest-first",
@@ -230,6 +247,8 @@ class KvConfig(Flagged):
         "(lowest priority, then the hint that expires soonest), smallest-first (lowest priority, then the "
         "least KV, as in Symphony), or a function of your own as package.module:function.",
         policy_name(("weakest-first", "smallest-first")),
+        within="--kv-eviction-policy",
+        key="pressure",
     )
     retract_wait: float | None = flag(
         None,
@@ -238,11 +257,18 @@ class KvConfig(Flagged):
         "later. 0 retracts them whenever there is no room. Not given: 200ms.",
         SECONDS,
     )
-    instance_id: str | None = flag(
-        None,
-        "The name of this server in the cluster, unique there. Defaults to where it is reached, and beyond "
-        "loopback on which machine.",
-        Parser(parse_id, "NAME"),
+    dram_for_others: int = flag(
+        0,
+        "The most of the DRAM tier per rank that may keep KV for other servers of the cluster whose own DRAM "
+        "is full. Only what is free is used for that, and this server takes it back whenever it needs it. "
+        "Needs a router and a DRAM tier. 0 means none.",
+        SIZE,
+        within="--kv-dram-size",
+        key="for-others",
+    )
+    check: bool = flag(
+        False,
+        "Verify all invariants of the cache whenever the server is idle. For debugging; slow.",
     )
     router: str | None = flag(
         None,
@@ -252,12 +278,29 @@ class KvConfig(Flagged):
         Parser(parse_urls, "URL"),
         several="append",
         collect=",".join,
+        group="Cluster",
+        common=True,
+    )
+    cluster_key_file: str | None = flag(
+        None,
+        "The file with the key of the cluster, the same on every member. Without it the agent listens on "
+        "loopback only.",
+        PATH,
+        common=True,
+    )
+    instance_id: str | None = flag(
+        None,
+        "The name of this server in the cluster, unique there. Defaults to where it is reached, and beyond "
+        "loopback on which machine.",
+        Parser(parse_id, "NAME"),
+        common=True,
     )
     announce_host: str | None = flag(
         None,
         "The address (or a name that all members can look up) by which routers and other servers reach this "
         "one. Not given: --host; where that is every address, this machine's on the way to the router.",
         Parser(parse_host, "HOST"),
+        common=True,
     )
     data_interface: str | None = flag(
         None,
@@ -271,27 +314,25 @@ class KvConfig(Flagged):
         "--disaggregation-bootstrap-port: one for the agent and two per rank, the first that are free of "
         "FIRST-LAST. Servers on one machine may share a range. Not given: any.",
         Parser(parse_ports, "FIRST-LAST"),
+        common=True,
     )
     agent_port: int = flag(
         0,
         "The port of the agent, to which routers connect. 0 means one of --kv-ports.",
         PORT,
+        within="--kv-ports",
+        key="agent",
     )
-    cluster_key_file: str | None = flag(
-        None,
-        "The file with the key of the cluster, the same on every member. Without it the agent listens on "
-        "loopback only.",
-        PATH,
+    silence: float = flag(
+        8.0,
+        "How long a server on another machine may be silent before it is taken for dead, and what it held is "
+        "freed. 8s outlasts a network that fails over in 3s. On this machine, 2.5s are enough.",
+        SECONDS.positive(),
     )
     advisory_compute: bool = flag(
         False,
         "Compute what nobody holds of a prompt that was announced to the router, while this server is idle. "
         "A request that comes meanwhile waits for one prefill chunk at most.",
-    )
-    load_min_tokens: int = flag(
-        64,
-        "The shortest run of tokens worth loading from DRAM or disk; shorter runs are recomputed.",
-        metavar="TOKENS",
     )
     pd_caching: str = flag(
         "3",
@@ -299,6 +340,8 @@ class KvConfig(Flagged):
         "it computed), 2 (decode keeps what it received and generated too, and is sent what it lacks) or 3 "
         "(decode's KV returns to prefill when a request ends). The same on every server of a cluster.",
         one_of("basic", "1", "2", "3"),
+        group="Hand-overs between prefill and decode",
+        common=True,
     )
     transfer_mode: str = flag(
         "pull",
@@ -307,6 +350,7 @@ class KvConfig(Flagged):
         "push-by-layer (prefill writes each layer while it computes the next; host memory only). The same on "
         "every server.",
         one_of("pull", "push", "push-by-layer"),
+        common=True,
     )
     transfer_layout: str = flag(
         "blocks",
@@ -320,12 +364,15 @@ class KvConfig(Flagged):
         "With --kv-transfer-layout aggregated: memory per rank in which requests are packed. A request that "
         "finds no room there travels in blocks.",
         SIZE,
+        within="--kv-transfer-layout",
+        key="staging",
     )
     transports: str = flag(
         "",
         "How KV may travel between servers, best first, such as cma,tcp. Not given: the first of shm, cma, "
         "verbs and tcp by which the other's memory can really be reached.",
         several_of("shm", "cma", "verbs", "tcp"),
+        common=True,
     )
     rdma_devices: str = flag(
         "",
@@ -333,27 +380,20 @@ class KvConfig(Flagged):
         "given: each rank takes the one nearest to its GPU or memory, by PCI and NUMA.",
         metavar="A,B",
     )
-    silence: float = flag(
-        8.0,
-        "How long a server on another machine may be silent before it is taken for dead, and what it held is "
-        "freed. 8s outlasts a network that fails over in 3s. On this machine, 2.5s are enough.",
-        SECONDS.positive(),
-    )
     transfer_coalescing: str = flag(
         "on",
         "Whether adjacent ranges of KV are read or written as one (KVDirect, section 4.2). off is for "
         "measuring what that is worth.",
         one_of("on", "off"),
+        group="Measuring",
+        variable_only=True,
     )
     stage_times: str = flag(
         "on",
         "Whether each answer tells how long its request spent in each stage: prefill queue, prefill, "
         "transfer, decode queue and decode.",
         one_of("on", "off"),
-    )
-    check: bool = flag(
-        False,
-        "Verify all invariants of the cache whenever the server is idle. For debugging; slow.",
+        variable_only=True,
     )
 
     def __post_init__(self) -> None:
@@ -372,7 +412,7 @@ class KvConfig(Flagged):
             )
         if self.agent_port and self.router is None:
             raise ConfigError(
-                "there is no agent without a router", field="--kv-agent-port", hint="Give --kv-router"
+                "there is no agent without a router", field="--kv-ports agent", hint="Give --kv-router"
             )
         if self.transfer_layout == "aggregated" and self.transfer_mode == "push-by-layer":
             raise ConfigError(
@@ -389,13 +429,13 @@ class KvConfig(Flagged):
         if self.dram_for_others and (self.router is None or not self.dram_size):
             raise ConfigError(
                 "a router says what of other servers' KV is kept, and it is kept in DRAM",
-                field="--kv-dram-for-others",
+                field="--kv-dram-size for-others",
                 hint="Give --kv-router and --kv-dram-size too, or set it to 0",
             )
         if self.dram_for_others > self.dram_size:
             raise ConfigError(
                 f"{self.dram_for_others} bytes are more than the DRAM tier has ({self.dram_size})",
-                field="--kv-dram-for-others",
+                field="--kv-dram-size for-others",
                 hint="Give a part of --kv-dram-size",
             )
         if self.layer_cache_size and self.disk_path is None:

@@ -5,8 +5,12 @@
         size: int = flag(0, "Memory for it.", SIZE)
 
 ``Arguments.parse(["--size", "4GiB"])``, ``Arguments(size=4 << 30)`` and, with a ``variable_prefix``, the
-environment give the same value and refuse the same ones, by the name that the user wrote. What is given on
-the command line wins over the environment, which wins over the default.
+environment give the same value and refuse the same ones, by the name that the user wrote. A value on the
+command line wins over the environment, which wins over the default.
+
+Several fields can share one flag: a field with ``within="--limits"`` is given as ``--limits size=4GiB``, or
+behind the value of a field whose flag is ``--limits``, as in ``--limits auto,size=4GiB``. ``--help`` shows
+the common flags, ``--help all`` all of them (``flag_help.py``).
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ import functools
 import os
 import re
 import shlex
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Self
 
+from sglang_ext import flag_help
 from sglang_ext.cluster_key import read_secret
-from sglang_ext.errors import ConfigError
+from sglang_ext.errors import ConfigError, InternalError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -45,6 +50,15 @@ def parse_size(text: str) -> int:
     scale = (_UNITS | _BINARY_UNITS)[unit]
     whole, _, fraction = match[1].partition(".")
     return int(whole) * scale + (int(fraction) * scale // 10 ** len(fraction) if fraction else 0)
+
+
+def show_size(size: int) -> str:
+    """A size as a user would write it: ``64MiB``, ``32GB``."""
+    for names in (_BINARY_UNITS, _UNITS):
+        for name, scale in sorted(names.items(), key=lambda unit: -unit[1]):
+            if name and size and size % scale == 0 and size // scale < 10_000:
+                return f"{size // scale}{name.upper().replace('I', 'i')}B"
+    return str(size)
 
 
 def parse_seconds(text: str) -> float:
@@ -204,11 +218,28 @@ class Flag:
     positional: bool = False
     bare: str = ""
     """What the flag says when it is given without a value; empty where it needs one."""
+    common: bool = False
+    """``--help`` shows it; the others are shown by ``--help all``."""
+    internal: bool = False
+    """Passed between processes of the project; neither ``--help`` nor the reference shows it."""
+    variable_only: bool = False
+    """There is no flag: the setting is an environment variable, ``name`` too."""
+    within: str = ""
+    """The flag that takes the setting as NAME=VALUE."""
+    key: str = ""
+    """NAME there; by default the name of the field."""
+    settings: tuple[Flag, ...] = ()
+    """Settings that the flag takes as NAME=VALUE; it takes no value of its own where ``field`` is empty."""
 
     @property
     def is_switch(self) -> bool:
         """Whether the flag takes no value."""
         return self.type is bool
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the user has to give it."""
+        return self.default is REQUIRED
 
     @property
     def default_text(self) -> str:
@@ -217,13 +248,27 @@ class Flag:
             return self.shown
         if isinstance(self.default, tuple):
             return " ".join(map(str, self.default))
+        if self.parser is not None and self.parser.metavar == "SIZE" and isinstance(self.default, int):
+            return show_size(self.default)
         none = self.default in (None, REQUIRED) or isinstance(self.default, bool)
         return "" if none else str(self.default)
 
     @property
     def form(self) -> str:
-        """What stands for the value."""
-        return self.metavar or (self.parser and self.parser.metavar) or self.dest.upper()
+        """The placeholder for the value in ``--help``."""
+        own = self.metavar or (self.parser and self.parser.metavar) or (self.key or self.dest).upper()
+        if not self.settings:
+            return own
+        return f"{own}[,NAME=VALUE...]" if self.field else "NAME=VALUE,..."
+
+    @property
+    def full_help(self) -> str:
+        """The help with the default, and with every setting that the flag takes."""
+        default = f" Default: {self.default_text}." if self.default_text else ""
+        if not self.settings:
+            return self.help + default
+        lines = [f"{one.key}={one.form}: {one.full_help}" for one in self.settings]
+        return f"{self.help}{default} Settings: {' '.join(lines)}"
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for.
@@ -256,11 +301,16 @@ class Flag:
         except ValueError as error:
             raise ConfigError(str(error), field=self.name) from None
 
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Add it to a command line. What is not given is None there, so that the environment can speak."""
-        default = f" Default: {self.default_text}." if self.default_text else ""
-        about: dict[str, Any] = {"help": (self.help + default).replace("%", "%%")}
-        if self.is_switch:
+    def add_to(self, parser: argparse._ActionsContainer, *, shown: bool = True) -> None:
+        """Add it to a command line. A flag that is not given is None there; the environment then counts.
+
+        Args:
+            shown: ``--help`` shows it.
+        """
+        about: dict[str, Any] = {"help": self.full_help.replace("%", "%%") if shown else argparse.SUPPRESS}
+        if self.settings:
+            about |= {"type": self._argument, "metavar": self.form, "action": "append"}
+        elif self.is_switch:
             about |= {"action": "store_const", "const": not self.default}
         else:
             about |= {"type": self._argument, "metavar": self.form}
@@ -272,14 +322,51 @@ class Flag:
             about |= {"dest": self.dest, "required": self.default is REQUIRED}
         parser.add_argument(self.name, *self.aliases, **about)
         if self.file:
-            text = f"The file (mode 0600) with the value of {self.name}."
+            text = f"The file (mode 0600) with the value of {self.name}." if shown else argparse.SUPPRESS
             parser.add_argument(f"{self.name}-file", metavar="FILE", help=text)
+
+    def parse_settings(self, text: str) -> dict[str, Any]:
+        """The values in ``VALUE,NAME=VALUE,...``, by field. The first VALUE is that of the flag itself.
+
+        Raises:
+            ValueError: a name is unknown or a value cannot be parsed; the message names it.
+        """
+        found: dict[str, Any] = {}
+        by_key = {one.key: one for one in self.settings}
+        for position, word in enumerate(text.split(",")):
+            name, equals, value = (part.strip() for part in word.partition("="))
+            if not equals and not position and self.field:
+                found[self.field] = self.parse(name)
+                continue
+            one = by_key.get(name)
+            if one is None:
+                raise ValueError(f"there is no setting {name!r}; there are {', '.join(by_key)}")
+            if not equals:
+                raise ValueError(f"{name} has no value; write {name}={one.form}")
+            try:
+                found[one.field] = one.parse(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if self.bare:
+            found.setdefault(self.field, self.parse(self.bare))
+        return found
 
     def _argument(self, text: str) -> Any:
         try:
-            return self.parse(text)
+            return self.parse_settings(text) if self.settings else self.parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+
+    def values_in(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The values in parsed arguments, by field; of a setting given twice, the last.
+
+        Raises:
+            ConfigError: it is given twice, or its file cannot be used.
+        """
+        if not self.settings:
+            value = self.given(args)
+            return {} if value is None else {self.field: value}
+        return {name: value for part in getattr(args, self.dest, None) or () for name, value in part.items()}
 
     def given(self, args: argparse.Namespace) -> Any:
         """The value in parsed arguments; None for none.
@@ -324,10 +411,15 @@ def flag(
     return dataclasses.field(default=default, repr=repr_, metadata={"flag": found})
 
 
+def list_flag(name: str, help: str, *, common: bool = False) -> Flag:
+    """A flag of fields ``within`` it, without a value of its own; for :attr:`Flagged.lists`."""
+    return Flag(name=name, default=None, help=help, common=common)
+
+
 def _type_of(hint: Any) -> tuple[type, tuple[str, ...]]:
     """The class of a field's values, None left out, and the words of a ``Literal``."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not NoneType)
     if typing.get_origin(hint) is typing.Literal:
         return str, typing.get_args(hint)
     return typing.get_origin(hint) or hint, ()
@@ -345,6 +437,10 @@ class Flagged:
     flag_prefix: ClassVar[str] = "--"
     variable_prefix: ClassVar[str] = ""
     """Of the variables of all fields; where it is empty, only flags that name theirs have one."""
+    lists: ClassVar[tuple[Flag, ...]] = ()
+    """Flags without a value of their own, for fields ``within`` them."""
+    removed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Flags and variables of earlier versions, with their replacements; they are refused by name."""
 
     def __post_init__(self) -> None:
         for one in self.flags():
@@ -363,13 +459,18 @@ class Flagged:
             kind, words = _type_of(hints[field.name])
             dest = cls.flag_prefix.lstrip("-").replace("-", "_") + field.name
             variable = f"{cls.variable_prefix}{field.name.upper()}" if cls.variable_prefix else one.variable
+            name = one.name or (dest if one.positional else "--" + dest.replace("_", "-"))
+            key = one.key or field.name.replace("_", "-")
+            if one.within:
+                variable, name = None, f"{one.within} {key}"
             found.append(
                 dataclasses.replace(
                     one,
                     field=field.name,
                     type=kind,
                     dest=dest,
-                    name=one.name or (dest if one.positional else "--" + dest.replace("_", "-")),
+                    name=variable or name if one.variable_only else name,
+                    key=key if one.within else "",
                     variable=variable,
                     parser=one.parser or (one_of(*words) if words else _BY_TYPE.get(kind)),
                     group=one.group or (found[-1].group if found else ""),
@@ -378,19 +479,76 @@ class Flagged:
         return tuple(found)
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-        """Add every flag to ``parser``."""
-        groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    @functools.cache
+    def options(cls) -> tuple[Flag, ...]:
+        """The flags of the command line in the order of ``--help``, each with its settings."""
+        by_flag: dict[str, list[Flag]] = {}
         for one in cls.flags():
-            if one.group not in groups:
-                groups[one.group] = parser.add_argument_group(one.group)
-            one.add_to(groups[one.group])
+            if one.within:
+                by_flag.setdefault(one.within, []).append(one)
+        found: list[Flag] = []
+        for one in cls.flags():
+            if not one.within and not one.variable_only:
+                found.append(dataclasses.replace(one, settings=tuple(by_flag.pop(one.name, ()))))
+        for one in cls.lists:
+            settings = tuple(by_flag.pop(one.name))
+            dest = one.name.lstrip("-").replace("-", "_")
+            group = one.group or settings[0].group
+            last = max((at for at, each in enumerate(found) if each.group == group), default=len(found) - 1)
+            word = one.name.removeprefix(cls.flag_prefix).replace("-", "_").upper()
+            variable = f"{cls.variable_prefix}{word}" if cls.variable_prefix else None
+            made = dataclasses.replace(one, dest=dest, variable=variable, group=group, settings=settings)
+            found.insert(last + 1, made)
+        if by_flag:
+            raise InternalError(f"{cls.__name__} has no flag {', '.join(by_flag)}")
+        return tuple(found)
 
     @classmethod
-    def parser(cls, **about: Any) -> argparse.ArgumentParser:
-        """The command line; ``about`` is for ``ArgumentParser``."""
-        made = argparse.ArgumentParser(**{"prog": cls.prog, "description": cls.description, **about})
-        cls.add_cli_args(made)
+    def add_cli_args(
+        cls,
+        parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+        shown: Callable[[Flag], bool] = lambda one: not one.internal,
+    ) -> None:
+        """Add every flag to ``parser``, and those of earlier versions, which it refuses.
+
+        Args:
+            shown: ``--help`` shows the flag.
+        """
+        groups: dict[str, argparse._ActionsContainer] = {"": parser}
+        for one in cls.options():
+            if one.group not in groups:
+                flat = isinstance(parser, argparse._ArgumentGroup)
+                groups[one.group] = parser if flat else parser.add_argument_group(one.group)
+            one.add_to(groups[one.group], shown=shown(one))
+        for name, instead in cls.removed.items():
+            if name.startswith("-"):
+                parser.add_argument(name, action=flag_help.Removed, instead=instead)
+
+    @classmethod
+    def parser(cls, word: str = flag_help.COMMON, **about: Any) -> argparse.ArgumentParser:
+        """The command line.
+
+        Args:
+            word: the flags that its help shows: ``common``, ``advanced``, ``all``, or a group.
+            about: arguments of ``ArgumentParser``.
+        """
+        options = cls.options()
+        made = argparse.ArgumentParser(
+            **{
+                "prog": cls.prog,
+                "description": cls.description,
+                **about,
+                "add_help": False,
+                "epilog": " ".join(filter(None, (about.get("epilog"), flag_help.more(options, word)))),
+            }
+        )
+        made.add_argument(
+            *("-h", "--help"),
+            action=flag_help.Help,
+            show=lambda asked: cls.parser(asked, **{**about, "prog": made.prog}).format_help(),
+            groups=flag_help.words(options),
+        )
+        cls.add_cli_args(made, flag_help.chosen(options, word))
         return made
 
     @classmethod
@@ -418,7 +576,7 @@ class Flagged:
         Raises:
             ConfigError: a file that is named cannot be used.
         """
-        return {one.field: value for one in cls.flags() if (value := one.given(args)) is not None}
+        return {name: value for one in cls.options() for name, value in one.values_in(args).items()}
 
     @classmethod
     def environment_values(cls, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -427,19 +585,27 @@ class Flagged:
         Raises:
             ConfigError: a value cannot work, or a variable with our prefix is unknown; names the variable.
         """
-        by_variable = {one.variable: one for one in cls.flags() if one.variable}
+        alone = [one for one in cls.flags() if one.variable_only]
+        by_variable = {one.variable: one for one in (*cls.options(), *alone) if one.variable}
         for variable in environment:
+            if variable in cls.removed:
+                raise ConfigError(
+                    "is no variable any more", field=variable, hint=f"Use {cls.removed[variable]}"
+                )
             if cls.variable_prefix and variable.startswith(cls.variable_prefix):
                 if variable in by_variable:
                     continue
                 known = ", ".join(sorted(by_variable))
                 raise ConfigError(f"unknown variable {variable}", field=variable, hint=f"There are {known}")
-        values = {}
+        values: dict[str, Any] = {}
         for variable, one in by_variable.items():
             text = environment.get(variable)
             if text is None or (one.secret and not text):
                 continue
             try:
+                if one.settings:
+                    values |= one.parse_settings(text)
+                    continue
                 parts = [one.parse(part) for part in text.split(",")] if one.several else []
                 values[one.field] = one.collect(parts) if one.several else one.parse(text)
             except ValueError as error:
@@ -478,27 +644,4 @@ class Flagged:
     @classmethod
     def markdown(cls) -> str:
         """The reference: a table of flags per group."""
-        named = any(one.variable for one in cls.flags())
-        head = ("flag", *(("environment",) if named else ()), "default", "meaning")
-        lines, group = [], None
-        for one in cls.flags():
-            if one.group != group:
-                group = one.group
-                lines += ["", *((f"## {group}", "") if group else ()), _row(head), _row(("---",) * len(head))]
-            value = "" if one.is_switch or one.form == one.name.upper() else f" {one.form}"
-            variable = (f"`{one.variable}`" if one.variable else "",) if named else ()
-            default = f"`{one.default_text}`" if one.default_text else ""
-            if one.default is REQUIRED:
-                default = "required"
-            rows = [(f"`{one.name}`{value}", *variable, default, one.help)]
-            if one.file:
-                file = f"The file (mode 0600) with the value of `{one.name}`."
-                rows.append((f"`{one.name}-file` FILE", *("" for _ in variable), "", file))
-            lines += map(_row, rows)
-        return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    """A row of a Markdown table."""
-    written = (" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in cells)
-    return f"| {' | '.join(written)} |"
+        return flag_help.markdown(cls.options(), [one for one in cls.flags() if one.variable_only])

@@ -24,6 +24,7 @@ from importlib.metadata import entry_points
 # of the environment, and cannot once that has been changed.
 import setproctitle  # noqa: F401
 
+from sglang_ext import flag_help
 from sglang_ext.cluster_key import read_secret
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import UserError
@@ -101,17 +102,19 @@ def with_report(argv: Sequence[str]) -> list[str]:
 
 HELP_FLAGS = ("-h", "--help")
 OURS = "kv"
-"""After a help flag: the flags of this package alone."""
+"""After a help flag: the common flags of this package alone."""
 
 
 def show_help(argv: Sequence[str]) -> None:
-    """Carry out ``--help``. ``--help kv`` shows the flags of this package and ends; otherwise SGLang will
-    show all flags, without the warnings of its imports before them."""
-    if argv[-1] == OURS and argv[-2] in HELP_FLAGS:
+    """Show the flags of this package and end, for ``--help kv``, ``--help all`` or ``--help GROUP``. For a
+    plain ``--help``, SGLang will show all flags, without the warnings of its imports before them."""
+    word = flag_help.COMMON if argv[-1] == OURS else argv[-1]
+    if argv[-2:-1] and argv[-2] in HELP_FLAGS and word in flag_help.words(KvConfig.options()):
         KvConfig.parser(
+            word,
             prog="sglang-ext serve",
             usage="sglang-ext serve --model-path MODEL [--kv-...] [flags of SGLang's server]",
-            description="Flags of the shared KV cache. --help shows those of SGLang's server too.",
+            description="Flags of the shared KV cache. A plain --help shows those of SGLang's server too.",
         ).print_help()
         raise SystemExit(0)
     warnings.simplefilter("ignore")

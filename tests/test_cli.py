@@ -92,7 +92,7 @@ def test_help_of_a_command(name: str) -> None:
         (["cluster", "--model-path", "m", "--page-size", "16"], "The flags of SGLang go after --"),
         (["cluster", "--model-path", "m", "--", "--port", "1"], "--port"),
         (["cluster", "--model-path", "m", "--instance-args", "x"], "--instance-args"),
-        (["doctor", "--deep"], "--deep"),
+        (["doctor", "--verify", "deep"], "--verify"),
     ],
 )
 def test_bad_values_are_refused_with_the_flag(arguments: list[str], says: str) -> None:
@@ -110,18 +110,23 @@ def test_help_of_serve_has_no_warnings_before_it() -> None:
     assert "--kv-dram-size" in result.stdout
 
 
-def test_help_kv_shows_our_flags_alone() -> None:
+def test_help_kv_and_all_show_our_flags_alone() -> None:
     result = run("serve", "--help", "kv")
     assert (result.returncode, result.stderr) == (0, "")
     shown = set(re.findall(r"^  (--[\w-]+)", result.stdout, re.MULTILINE))
-    assert shown == {flag.name for flag in KvConfig.flags()}
+    assert shown == {flag.name for flag in KvConfig.options() if flag.common}
+    more = run("serve", "--help", "all")
+    shown = set(re.findall(r"^  (--[\w-]+)", more.stdout, re.MULTILINE))
+    assert shown == {flag.name for flag in KvConfig.options()}
 
 
 @pytest.mark.parametrize("module", ["", "sglang_ext.router"])
 def test_the_router_names_itself_as_it_was_started(module: str) -> None:
     command = [sys.executable, "-m", module] if module else [*COMMAND, "router"]
     result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=100, check=True)
-    assert result.stdout.startswith(f"usage: {f'python -m {module}' if module else 'sglang-ext router'} [-h]")
+    assert result.stdout.startswith(
+        f"usage: {f'python -m {module}' if module else 'sglang-ext router'} [-h [WORD]]"
+    )
 
 
 def test_serve_becomes_the_launcher_which_says_what_is_wrong_in_one_line() -> None:

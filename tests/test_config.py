@@ -84,7 +84,7 @@ def test_without_settings_there_is_no_dram_tier() -> None:
         ("dram_size", None, "--kv-dram-size"),
         ("eviction_policy", "fifo", "--kv-eviction-policy"),
         ("instance_id", "", "--kv-instance-id"),
-        ("load_min_tokens", -1, "--kv-load-min-tokens"),
+        ("load_min_tokens", -1, "--kv-load-policy min-tokens"),
         ("check", 1, "--kv-check"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_durability_that_cannot_be_is_refused(values: dict[str, Any], why: str
 def test_dram_for_others_that_cannot_be_is_refused(values: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
         KvConfig.from_values(values)
-    assert refused.value.field == "--kv-dram-for-others"
+    assert refused.value.field == "--kv-dram-size for-others"
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:
@@ -147,7 +147,7 @@ def test_every_flag_has_one_name_on_the_command_line_and_one_in_the_environment(
     assert by_field["dram_size"].name == "--kv-dram-size"
     assert by_field["dram_size"].dest == "kv_dram_size"
     assert by_field["dram_size"].variable == "SGLANG_EXT_KV_DRAM_SIZE"
-    assert [field for field, flag in by_field.items() if flag.is_switch] == ["advisory_compute", "check"]
+    assert [field for field, flag in by_field.items() if flag.is_switch] == ["check", "advisory_compute"]
 
 
 def test_the_environment_speaks_where_the_command_line_is_silent() -> None:

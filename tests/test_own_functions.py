@@ -130,7 +130,7 @@ def test_one_that_fails_is_replaced_and_told_of_once(
     ("make", "flag"),
     [
         (lambda name: policy_by_name(name), "--kv-eviction-policy"),
-        (lambda name: pressure_policy_by_name(name), "--kv-pressure-policy"),
+        (lambda name: pressure_policy_by_name(name), "--kv-eviction-policy pressure"),
         (lambda name: RouterConfig(queue_policy=name), "--queue-policy"),
         (lambda name: RouterConfig(policy=name), "--policy"),
     ],

@@ -63,7 +63,7 @@ def test_every_hook_takes_and_flags_reach_the_scheduler(found: dict[str, Any]) -
     assert taken["device"] == "cpu"
     assert not taken["stock has ours"]
     ours = taken["help"][taken["help"].index("\nsglang_ext:") :]
-    assert all(flag.name in ours for flag in KvConfig.flags())
+    assert all(flag.name in ours for flag in KvConfig.options())
     assert taken["stock backend"] is None
 
 

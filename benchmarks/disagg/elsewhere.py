@@ -156,13 +156,13 @@ def spilling(options: Options, report: Report, until: float = math.inf) -> None:
         0,
         2,
         (
-            *("--radix-cache-backend", "global", "--kv-dram-size", DRAM, "--kv-dram-for-others", FOR_OTHERS),
+            *("--radix-cache-backend", "global", "--kv-dram-size", f"{DRAM},for-others={FOR_OTHERS}"),
             *("--max-total-tokens", "4096", "--chunked-prefill-size", "4096", "--enable-cache-report"),
             *("--kv-load-policy", "always"),
         ),
     )
     policy = ("--policy", f"{__name__}:first_by_name")
-    routers = {"without": (*policy, "--spill-blocks-per-tenant", "0"), "spilling": policy}
+    routers = {"without": (*policy, "--tenant-limits", "spill-blocks=0"), "spilling": policy}
     seen: dict[str, list[Asked]] = {}
     said: dict[str, list[list[int]]] = {}
     shares: dict[str, float] = {}

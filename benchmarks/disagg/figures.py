@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.disagg.loads import FIRST_ID, LAST_ID
@@ -73,7 +73,10 @@ def layers(options: Options, report: Report, until: float = math.inf) -> None:
 def coalescing(options: Options, report: Report, until: float = math.inf) -> None:
     """KVDirect, figure 17, in serving: its worth is in the stage `transfer`. until: as in `pull_vs_push`."""
     load = Load(options.rounds(1024, quick=512), 8, options.rounds(32, quick=8))
-    specs = {name: pair("--kv-transfer-coalescing", name) for name in ("on", "off")}
+    specs = {
+        name: replace(pair(), environment=(("SGLANG_EXT_KV_TRANSFER_COALESCING", name),))
+        for name in ("on", "off")
+    }
     means = _compare(report, "coalescing", specs, load, SHARES[1:], options.rounds(3, quick=1), until)
     _over(report, means, "on", "off")
 

@@ -65,7 +65,7 @@ def roles(options: Options, report: Report, until: float = math.inf) -> None:
             if time.monotonic() > until:
                 report.note(f"{name} was left out: --minutes are over")
                 continue
-            controls = ("--role-controller", "on", "--role-dwell-secs", str(DWELL_S))
+            controls = ("--role-controller", f"on,dwell={DWELL_S}")
             more = controls if name == CONTROLLED else ()
             group.flush()
             with _router(group, port, ONE_PREFILL if name == CONTROLLED else name, *more):

@@ -154,7 +154,7 @@ def in_own_dram() -> Iterator[str]:
 def with_idle_dram() -> Iterator[str]:
     """Two servers, one of which gets all requests; the other one keeps the blocks that do not fit there."""
     policy = ("--policy", f"{first_by_name.__module__}:{first_by_name.__name__}")
-    with _before_servers(2, "--kv-dram-size", DRAM, "--kv-dram-for-others", FOR_OTHERS, router=policy) as url:
+    with _before_servers(2, "--kv-dram-size", f"{DRAM},for-others={FOR_OTHERS}", router=policy) as url:
         yield url
 
 

@@ -1,6 +1,6 @@
 """Order in which announced sessions lose their KV: the session with the latest hint first.
 
-    sglang-ext serve --kv-pressure-policy pressure:newest_first …
+    sglang-ext serve --kv-eviction-policy lru,pressure=pressure:newest_first …
 
 Sessions announced earlier keep their promoted KV: a crowd of hints does not push out KV that is nearly due.
 """

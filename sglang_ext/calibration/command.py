@@ -24,7 +24,8 @@ from sglang_ext.cost_model.fit import relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.errors import ConfigError, PeerError, SglangExtError
-from sglang_ext.flags import COUNT, SECONDS, WORDS, Flagged, Parser, flag
+from sglang_ext.flags import COUNT, SECONDS, WORDS, Flagged, Parser, flag, list_flag, one_of
+from sglang_ext.removed_flags import CALIBRATE
 from sglang_ext.tiers import Tier, tiers_below
 
 
@@ -55,19 +56,40 @@ class Arguments(Flagged):
         "when it does."
     )
 
+    lists = (
+        list_flag("--measure", "Prompts and operators to measure."),
+        list_flag(
+            "--links", "Bandwidths in GB/s, such as dram=10, with seconds per load, as in dram=10:0.002."
+        ),
+    )
+    removed = CALIBRATE
+
     url: str | None = flag(None, "The server, http://host:port.")
     model_path: str | None = flag(
         None, "Instead of --url: start a server of this model, and end it afterwards.", metavar="MODEL"
     )
     server_args: tuple[str, ...] = flag((), "With --model-path: SGLang flags, in one argument.", WORDS)
-    start_timeout_secs: float = flag(600.0, "How long its start may take.", SECONDS)
-    api_key: str | None = flag(None, "The key that the server asks for.", metavar="KEY", secret=True)
+    start_timeout_secs: float = flag(
+        600.0, "How long its start may take.", SECONDS, within="--measure", key="start-timeout"
+    )
+    api_key: str | None = flag(
+        None,
+        "The key that the server asks for.",
+        secret=True,
+        variable="SGLANG_EXT_WORKER_API_KEY",
+        variable_only=True,
+    )
     profile: Path | None = flag(None, "Write here instead of the user's cache folder.", metavar="FILE")
     device_name: str | None = flag(None, "What the profile calls the device.", metavar="NAME")
-    longest: int = flag(4096, "Tokens of the longest prompt.", metavar="TOKENS")
-    lengths: int = flag(7, "Prompt lengths to measure.")
-    rounds: int = flag(5, "Times each prompt is measured.")
-    no_operators: bool = flag(False, "Fit times to first token alone (arch level).")
+    longest: int = flag(4096, "Tokens of the longest prompt.", metavar="TOKENS", within="--measure")
+    lengths: int = flag(7, "Prompt lengths to measure.", within="--measure")
+    rounds: int = flag(5, "Times each prompt is measured.", within="--measure")
+    operators: str = flag(
+        "on",
+        "Measure each operator of the forward pass; off fits times to first token alone (arch level).",
+        one_of("on", "off"),
+        within="--measure",
+    )
     scale_to_tp: tuple[int, ...] = flag(
         (),
         "Measure all-reduces between N ranks of this machine, to predict --tp-size N. May be repeated.",
@@ -80,15 +102,15 @@ class Arguments(Flagged):
         "server's --tp-size. The profile has to know its all-reduce (--scale-to-tp).",
         metavar="FILE",
     )
-    dram: Link | None = flag(None, "The bandwidth from DRAM to HBM.", LINK)
-    disk: Link | None = flag(None, "The bandwidth from disk to HBM.", LINK)
-    transfer: Link | None = flag(None, "The bandwidth between two instances.", LINK)
+    dram: Link | None = flag(None, "The bandwidth from DRAM to HBM.", LINK, within="--links")
+    disk: Link | None = flag(None, "The bandwidth from disk to HBM.", LINK, within="--links")
+    transfer: Link | None = flag(None, "The bandwidth between two instances.", LINK, within="--links")
     quiet: bool = flag(False, "Show no progress.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.longest < 256 or self.lengths < 3 or self.rounds < 1:
-            raise ConfigError("--longest must be at least 256, --lengths 3 and --rounds 1")
+            raise ConfigError("longest must be at least 256, lengths 3 and rounds 1", field="--measure")
         if any(ranks < 2 for ranks in self.scale_to_tp):
             raise ConfigError("an all-reduce needs at least two ranks", field="--scale-to-tp")
 
@@ -112,7 +134,7 @@ def run(given: Arguments, url: str, progress: measure.Progress) -> profile.Profi
         found.samples = measure.prefills(bench, grid, given.rounds, progress)
         if model is None:
             found.notes.append(f"no config.json at {facts.model_path}: operators were not measured")
-        elif not given.no_operators:
+        elif given.operators == "on":
             try:
                 found.steps, found.units = measure.operators(
                     bench, instance, facts, grid, max(3, given.rounds), model.shape.hidden, progress

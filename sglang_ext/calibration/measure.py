@@ -123,7 +123,7 @@ class Bench:
         raise PeerError(
             f"of a prefix of {point.context} tokens that was just computed, {timed.context} are cached",
             hint="Calibrate a server whose radix cache is on and large enough, "
-            "or measure shorter prompts with --longest",
+            "or measure shorter prompts with --measure longest",
         )
 
     def warm_up(self, points: Sequence[Point]) -> None:

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sglang_ext.errors import ConfigError
-from sglang_ext.flags import PORT, REQUIRED, SECONDS, WORDS, Flagged, flag, parse_words
+from sglang_ext.flags import PORT, REQUIRED, SECONDS, WORDS, Flagged, flag, list_flag, parse_words
+from sglang_ext.removed_flags import CLUSTER
 
 OURS = ("--model-path", "--model", "--host", "--port", "--api-key")
 """Flags of a server that the cluster sets itself, and the key that others would see."""
@@ -35,33 +36,44 @@ class ClusterConfig(Flagged):
         "are for every server; --radix-cache-backend global is set unless you choose another cache."
     )
 
+    lists = (list_flag("--time-limits", "How long parts of the cluster may take."),)
+    removed = CLUSTER
+
     model_path: str = flag(
-        REQUIRED, "The model, as for python -m sglang.launch_server.", aliases=("--model",), metavar="MODEL"
+        REQUIRED,
+        "The model, as for python -m sglang.launch_server.",
+        aliases=("--model",),
+        metavar="MODEL",
+        common=True,
     )
     colocated: int = flag(
-        1, "Servers that both prefill and decode.", shown="1, without --prefill and --decode"
+        1, "Servers that both prefill and decode.", shown="1, without --prefill and --decode", common=True
     )
-    prefill: int = flag(0, "Servers that only prefill; needs --decode.")
-    decode: int = flag(0, "Servers that only decode; their KV comes from those that prefill.")
+    prefill: int = flag(0, "Servers that only prefill; needs --decode.", common=True)
+    decode: int = flag(0, "Servers that only decode; their KV comes from those that prefill.", common=True)
     fixed_roles: bool = flag(
         False,
         "Start servers that cannot change between prefill and decode. They can otherwise, unless a flag of "
         "SGLang's does not go with that.",
     )
     host: str = flag(
-        "127.0.0.1", "The address of the router; beyond loopback it needs --router-args '--api-key-file F'."
+        "127.0.0.1",
+        "The address of the router; beyond loopback it needs --router-args '--api-key-file F'.",
+        common=True,
     )
     port: int = flag(
         30000,
         "The port of the router, 0 for a free one. The servers take free ports after it, on loopback.",
         PORT,
+        common=True,
     )
     routers: int = flag(
         1,
         "Routers on that port, each on a core of its own. With --restart, the others go on while a dead one "
         "starts again.",
+        common=True,
     )
-    policy: str = flag("auto", "How the router chooses a server; see sglang-ext router --help.")
+    policy: str = flag("auto", "How the router chooses a server; see sglang-ext router --help.", common=True)
     ray: str | None = flag(
         None,
         "Place servers and routers on the Ray cluster at this address (HOST:PORT, or auto) instead of this "
@@ -79,21 +91,30 @@ class ClusterConfig(Flagged):
         collect=lambda given: parse_instance_args(given),
         factory=lambda: MappingProxyType({}),
     )
-    router_args: tuple[str, ...] = flag((), "More flags for the router, in one argument.", WORDS)
+    router_args: tuple[str, ...] = flag((), "More flags for the router, in one argument.", WORDS, common=True)
     log_dir: Path | None = flag(
-        None, "The folder for the logs; by default a temporary folder, removed on a clean end."
+        None, "The folder for the logs; by default a temporary folder, removed on a clean end.", common=True
     )
     restart: int | None = flag(
         None,
         "Times that a part which died is started again before the cluster gives up; a second router stands "
         "by to take over at once. By default a router that has served is started again, 5 times, and none "
         "stands by.",
+        common=True,
     )
     start_timeout_secs: float = flag(
-        600.0, "The time that a part may take to become ready.", SECONDS.positive()
+        600.0,
+        "The time that a part may take to become ready.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="start",
     )
     stop_timeout_secs: float = flag(
-        15.0, "The time that a part may take to end before it is killed.", SECONDS.positive()
+        15.0,
+        "The time that a part may take to end before it is killed.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="stop",
     )
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey, read_cluster_key
 from sglang_ext.errors import ConfigError, PeerError, UserError
 from sglang_ext.flags import Flagged, flag
+from sglang_ext.removed_flags import ROUTER_ADDRESS
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -118,19 +119,24 @@ def _told(error: urllib.error.HTTPError) -> str:
 class RouterAddress(Flagged):
     """How a router is found and spoken to."""
 
-    router: str = flag("http://127.0.0.1:30000", "The router.", metavar="URL")
+    removed = ROUTER_ADDRESS
+
+    router: str = flag(
+        "http://127.0.0.1:30000",
+        "The router. SSL_CERT_FILE names the certificates to trust for an https URL.",
+        metavar="URL",
+    )
     api_key: str | None = flag(
         None,
-        f"An administrator's key. Not given: the variable {KEY_VARIABLE}.",
-        metavar="KEY",
+        "An administrator's key.",
         variable=KEY_VARIABLE,
+        variable_only=True,
         secret=True,
     )
     cluster_key_file: str | None = flag(
-        None, "The key of the cluster, instead of an API key.", metavar="FILE"
-    )
-    ca_file: str | None = flag(
-        None, "Certificates (PEM) to verify a router with an https URL.", metavar="FILE"
+        None,
+        f"The key of the cluster, instead of an administrator's API key in the variable {KEY_VARIABLE}.",
+        metavar="FILE",
     )
 
     def client(self) -> RouterClient:
@@ -142,10 +148,7 @@ class RouterAddress(Flagged):
         url = self.router if "://" in self.router else f"http://{self.router}"
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not of the form http://host:port", field="--router")
-        try:
-            tls = ssl.create_default_context(cafile=self.ca_file) if url.startswith("https:") else None
-        except OSError as error:
-            raise ConfigError(f"cannot use {self.ca_file}: {error}", field="--ca-file") from None
+        tls = ssl.create_default_context() if url.startswith("https:") else None
         key = read_cluster_key(self.cluster_key_file) if self.cluster_key_file else None
         return RouterClient(url.rstrip("/"), self.api_key, key, tls)
 

@@ -3,7 +3,7 @@
 The loop has a thread of its own, because SGLang's threads have no event loop or are busy computing. Fetches
 from peers, hand-overs and returns share it: a server that changes its role keeps the same endpoint.
 
-Routers have a socket of their own, the agent's: its port may be given (``--kv-agent-port``) and reached over
+Routers have a socket of their own, the agent's: its port may be given (``--kv-ports agent``) and reached over
 IPv6, a router that does not take its events is dropped instead of waited for, and it answers heartbeats
 while bytes are copied here.
 """

@@ -17,7 +17,9 @@ _DISCOVERY = (
 _HISTORY = "responses are kept by the workers that gave them, not in a database"
 _KEYS = "give tenants and administrators their keys in a file: --api-keys-file FILE (docs/keys.md)"
 _SERVERS = "give this to the servers, which apply it"
-_BREAKER = "a worker that fails is left out until it answers again; --retry-budget bounds what is tried anew"
+_BREAKER = (
+    "a worker that fails is left out until it answers again; --max-retries budget bounds what is tried anew"
+)
 _MANUAL = "the manual policy does not exist; --policy session keeps a session at one worker"
 POLICIES: Final = {
     "cache_aware": "prompt-tree",
@@ -58,8 +60,8 @@ GATEWAY: Final[Mapping[str, Rule]] = {
     "balance-abs-threshold": to("--balance-abs-threshold"),
     "balance-rel-threshold": to("--balance-rel-threshold"),
     "max-payload-size": to("--max-payload-bytes"),
-    "max-tree-size": nothing("the tree is bounded in bytes: `--tree-max-bytes`"),
-    "eviction-interval-secs": nothing("`--tree-ttl-secs` ends what is old"),
+    "max-tree-size": nothing("the tree is bounded in bytes: `--memory-limits tree`"),
+    "eviction-interval-secs": nothing("`--time-limits prefix-ttl` ends what is old"),
     **each(("bucket-adjust-interval-secs", "max-idle-secs", "assignment-mode"), nothing(_MANUAL)),
     **each(("redis-url", "redis-key-prefix"), no_equal(
         _HISTORY + "; routers share a cluster with --cluster redis://HOST and --cluster-name")),
@@ -98,7 +100,7 @@ GATEWAY: Final[Mapping[str, Rule]] = {
             *("retry-initial-backoff-ms", "retry-max-backoff-ms", "retry-backoff-multiplier"),
             "retry-jitter-factor",
         ),
-        nothing("another worker is tried at once, within `--retry-budget`"),
+        nothing("another worker is tried at once, within `--max-retries budget`"),
     ),
     "disable-retries": Rule(lambda _: ["--max-retries", "0"], "`--max-retries 0`", values=0),
     "health-failure-threshold": to("--health-failure-threshold"),
@@ -118,10 +120,12 @@ GATEWAY: Final[Mapping[str, Rule]] = {
     "model-path": nothing("the router takes the tokenizer that its workers name"),
     "tokenizer-path": to("--tokenizer-path"),
     "chat-template": no_equal(_SERVERS + ": --chat-template"),
-    "tokenizer-cache-enable-l0": nothing("`--tokenizer-cache-bytes`", values=0),
-    "tokenizer-cache-enable-l1": nothing("`--tokenizer-cache-bytes`", values=0),
-    "tokenizer-cache-l0-max-entries": nothing("`--tokenizer-cache-bytes`"),
-    "tokenizer-cache-l1-max-memory": to("--tokenizer-cache-bytes"),
+    "tokenizer-cache-enable-l0": nothing("`--memory-limits tokenizer-cache`", values=0),
+    "tokenizer-cache-enable-l1": nothing("`--memory-limits tokenizer-cache`", values=0),
+    "tokenizer-cache-l0-max-entries": nothing("`--memory-limits tokenizer-cache`"),
+    "tokenizer-cache-l1-max-memory": to(
+        "--memory-limits", "its setting tokenizer-cache", convert=lambda size: f"tokenizer-cache={size}"
+    ),
     "reasoning-parser": no_equal(_SERVERS + ": --reasoning-parser"),
     "tool-call-parser": no_equal(_SERVERS + ": --tool-call-parser"),
     "mcp-config-path": no_equal("the router runs no tools"),

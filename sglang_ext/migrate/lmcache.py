@@ -41,7 +41,9 @@ LMCACHE: Final[Mapping[str, Rule]] = {
     "max_local_cpu_size": to("--kv-dram-size", "per rank", convert=_size),
     "local_disk": Rule(_folder, "`--kv-disk-path`", "each server needs its own"),
     "max_local_disk_size": to("--kv-disk-size", "per rank", convert=_size, setting=True),
-    "min_retrieve_tokens": to("--kv-load-min-tokens", setting=True),
+    "min_retrieve_tokens": to(
+        "--kv-load-policy", "its setting min-tokens", convert=lambda n: f"min-tokens={n}", setting=True
+    ),
     "numa_mode": choice(
         "--kv-numa", {"auto": "auto", "null": "", "None": ""}, "give --kv-numa auto, none or a node"
     ),

@@ -85,7 +85,7 @@ class Registration(Body, frozen=True, kw_only=True):
     """Whether it takes part in computing one prompt with others: it exports each layer that it has computed,
     and computes behind layers that still come."""
     for_others: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
-    """Blocks that it keeps for other instances in idle DRAM (``--kv-dram-for-others``)."""
+    """Blocks that it keeps for other instances in idle DRAM (``--kv-dram-size for-others``)."""
     settings: Settings = {}
     """Of its model, and of its KV's data type: `compatibility.bounded`."""
     handover: Settings = {}

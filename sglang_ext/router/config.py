@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 from sglang_ext.addresses import is_loopback
 from sglang_ext.errors import ConfigError
-from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of
+from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, list_flag, one_of
+from sglang_ext.removed_flags import ROUTER
 from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named
@@ -91,12 +92,31 @@ class RouterConfig(Flagged):
     prog = "sglang-ext router"
     description = "One address in front of several SGLang servers."
 
+    lists = (
+        list_flag(
+            "--session-keys",
+            "Where a client names its session. Of header, field of the body, and cookie, the first one found "
+            "counts; an empty name is not looked for.",
+            common=True,
+        ),
+        list_flag(
+            "--tenant-limits",
+            "Limits of each tenant. Clients without a tenant share one set of limits, but bytes-per-minute "
+            "and tokenizing-share then hold for each address.",
+            common=True,
+        ),
+        list_flag("--memory-limits", "Memory that the router may use, by purpose.", common=True),
+        list_flag("--time-limits", "How long the router waits, and how long it keeps state, by purpose."),
+    )
+    removed = ROUTER
+
     worker_urls: tuple[str, ...] = flag(
         (),
         "The SGLang servers to route to. Those with --kv-router register themselves.",
         Parser(normalize_url, "URL"),
         several="*",
         group="Instances and cluster",
+        common=True,
     )
     cluster: str = flag(
         EMBEDDED,
@@ -105,6 +125,7 @@ class RouterConfig(Flagged):
         "Redis 7 that several routers share.",
         metavar="URL",
         secret=True,
+        common=True,
     )
     cluster_name: str = flag("default", "Routers of one name in one Redis are one cluster.", metavar="NAME")
     cluster_password_file: str | None = flag(
@@ -117,6 +138,7 @@ class RouterConfig(Flagged):
         "The key of the cluster, mode 0600, the same at every instance (--kv-cluster-key-file). Without it, "
         "instances can register on this machine only.",
         metavar="FILE",
+        common=True,
     )
 
     host: str = flag(
@@ -124,13 +146,15 @@ class RouterConfig(Flagged):
         "The address to listen on; beyond loopback only with --api-key.",
         metavar="HOST",
         group="Listening",
+        common=True,
     )
-    port: int = flag(30000, "The port to listen on. 0 lets the system choose.", PORT)
+    port: int = flag(30000, "The port to listen on. 0 lets the system choose.", PORT, common=True)
     workers: int = flag(
         1,
         "Processes that answer at --port, a core each. They share members, sessions, hints and limits; "
         "/metrics and /explain of each are at a port of its own, which the log names.",
         COUNT.where(lambda workers: 1 <= workers <= 64, "is not 1 to 64"),
+        common=True,
     )
     check: bool = flag(False, "Check the flags, and end: with status 2 where one is wrong.")
     listen_fds: tuple[int, ...] = flag(
@@ -139,22 +163,25 @@ class RouterConfig(Flagged):
         "router and keeps them open when it dies: connections wait there while one router is replaced by "
         "another.",
         Parser(_descriptors, "FD,..."),
+        internal=True,
     )
     member_port: int | None = flag(
         None,
         "Another port, on loopback, for instances to register at although --port is another router's.",
         PORT,
+        internal=True,
     )
     standby_fd: int | None = flag(
         None,
         "Stand by: accept nothing at --port until a byte can be read from this inherited pipe.",
         metavar="FD",
+        internal=True,
     )
     tls_cert_file: str | None = flag(
-        None, "The certificate (PEM) for answering clients, over TLS only.", metavar="FILE"
+        None, "The certificate (PEM) for answering clients, over TLS only.", metavar="FILE", common=True
     )
     tls_key_file: str | None = flag(
-        None, "The private key (PEM) of the certificate.", metavar="FILE", secret=True
+        None, "The private key (PEM) of the certificate.", metavar="FILE", secret=True, common=True
     )
     tls_worker_ca_file: str | None = flag(
         None,
@@ -171,11 +198,13 @@ class RouterConfig(Flagged):
         secret=True,
         file=True,
         group="Keys and trust",
+        common=True,
     )
     api_keys_file: str | None = flag(
         None,
         "A JSON or TOML file with the keys of tenants and their limits (mode 0600). Read again on SIGHUP.",
         metavar="FILE",
+        common=True,
     )
     worker_api_key: str | None = flag(
         None,
@@ -185,6 +214,7 @@ class RouterConfig(Flagged):
         variable="SGLANG_EXT_WORKER_API_KEY",
         secret=True,
         file=True,
+        common=True,
     )
     allowed_hosts: tuple[str, ...] = flag(
         (),
@@ -214,24 +244,30 @@ class RouterConfig(Flagged):
         f"How an instance is chosen: {', '.join(POLICIES)}, or one's own as package.module:function.",
         metavar="NAME",
         group="Choosing an instance",
+        common=True,
     )
     cost_profile: str = flag(
         "auto",
         "What computing takes: a file written by sglang-ext calibrate, auto (the profile that is kept for "
         "the model, if there is exactly one), or none (defaults).",
         metavar="FILE",
+        common=True,
     )
     queue_weight: float = flag(
         1.0,
         "With --policy cost: what a second of waiting for an instance's other prompts counts (MemServe, "
         "equation 1, which has 1).",
         NUMBER.not_negative(),
+        variable_only=True,
+        variable="SGLANG_EXT_ROUTER_QUEUE_WEIGHT",
     )
     exec_weight: float = flag(
         1.5,
         "With --policy cost: what a second of computing the prompt counts. The paper's equation has 1, the "
         "request's own time; more than 1 also counts that whoever comes next waits for it.",
         NUMBER.positive(),
+        variable_only=True,
+        variable="SGLANG_EXT_ROUTER_EXEC_WEIGHT",
     )
     sequence_parallel: str = flag(
         "off",
@@ -244,18 +280,30 @@ class RouterConfig(Flagged):
         "The header in which a client names its session. Of header, field and cookie the first counts; an "
         "empty name is not looked for.",
         metavar="NAME",
+        within="--session-keys",
+        key="header",
     )
-    session_field: str = flag("session_id", "The field of the body that names the session.", metavar="NAME")
-    session_cookie: str = flag("", "The cookie that names the session.", metavar="NAME")
+    session_field: str = flag(
+        "session_id",
+        "The field of the body that names the session.",
+        metavar="NAME",
+        within="--session-keys",
+        key="field",
+    )
+    session_cookie: str = flag(
+        "", "The cookie that names the session.", metavar="NAME", within="--session-keys", key="cookie"
+    )
     cache_threshold: float = flag(
         0.3,
         "The share of a prompt that a common beginning must be to decide.",
         NUMBER.where(lambda share: 0.0 <= share <= 1.0, "is not a share between 0 and 1"),
+        common=True,
     )
     balance_abs_threshold: int = flag(
         8,
         "Requests in flight that an instance may have beyond the least loaded one before its cached prefixes "
         "stop attracting more. Both this and --balance-rel-threshold must be exceeded.",
+        common=True,
     )
     balance_rel_threshold: float = flag(
         1.5,
@@ -275,21 +323,14 @@ class RouterConfig(Flagged):
         "instances that register, approximate for others).",
         one_of(*INDEX_MODES),
         group="Index",
+        common=True,
     )
     block_size: int = flag(
         16,
         "Tokens per block of the prompt tree. Shorter common prefixes are not seen.",
         COUNT.positive(),
         "TOKENS",
-    )
-    tree_ttl_secs: float = flag(
-        600.0, "How long a prefix that nobody asks for is believed to stay cached.", SECONDS.positive()
-    )
-    tree_max_bytes: int = flag(256 * MIB, "Memory for the prompt tree.", SIZE.positive())
-    index_wait_secs: float = flag(
-        15.0,
-        "How long /ready waits at most for instances to tell what they hold. 0 for not at all.",
-        SECONDS.not_negative(),
+        common=True,
     )
 
     role_controller: str = flag(
@@ -299,27 +340,23 @@ class RouterConfig(Flagged):
         "does it.",
         one_of(*MODES),
         group="Roles",
+        common=True,
     )
     role_dwell_secs: float = flag(
         60.0,
         "The least time between two such changes, and how far ahead is looked: loads are means over half of "
         "it, and what is wished has to be so for a sixth of it.",
         SECONDS.positive(),
+        within="--role-controller",
+        key="dwell",
     )
 
-    spill_blocks_per_tenant: int = flag(
-        4096,
-        "Blocks of KV of one tenant that instances with --kv-dram-for-others may keep for instances whose "
-        "own DRAM is full; all clients without a tenant are one. 0 for no spilling.",
-        COUNT,
-        "BLOCKS",
-        group="Idle memory",
-    )
     spill_above: float = flag(
         0.9,
         "The share of its DRAM from which an instance is full: it is about to evict, and the coldest of its "
         "prefixes that may be asked for again are kept by others, which take them up to five sixths of this.",
         NUMBER.where(lambda share: 0.0 < share <= 1.0, "is not a share between 0 and 1"),
+        group="Idle memory",
     )
 
     health_check_interval_secs: float = flag(
@@ -333,30 +370,32 @@ class RouterConfig(Flagged):
         "Probes missed in a row after which a worker is down; a refused connection is a verdict at once.",
         COUNT.positive(),
     )
-    silence_secs: float = flag(
-        8.0,
-        "How long a worker on another machine may answer no probe, and its agent be silent, before it is "
-        "down, unless it refuses a connection. 8 outlasts a network that fails over in 3 s. On this machine, "
-        "3 s of the agent and the probes missed are enough.",
-        SECONDS.positive(),
+    request_timeout_secs: float = flag(
+        1800.0, "The time a request may take in all.", SECONDS.positive(), common=True
     )
-    connect_timeout_secs: float = flag(2.0, "The time to connect to a worker.", SECONDS.positive())
-    request_timeout_secs: float = flag(1800.0, "The time a request may take in all.", SECONDS.positive())
     max_retries: int = flag(
         3, "Other workers tried for a request when a connection fails before the client was sent anything."
     )
     # 0.8 lets the requests of one of two instances go on elsewhere when it dies, and asks a fleet in which
     # everything fails less than twice.
     retry_budget: float = flag(
-        0.8, "Retries allowed per request, on average over 10 s.", NUMBER.not_negative()
+        0.8,
+        "Retries allowed per request, on average over 10 s.",
+        NUMBER.not_negative(),
+        within="--max-retries",
+        key="budget",
     )
 
     max_running_per_instance: int = flag(
-        0, "Requests given to a worker at a time; further ones wait here. 0 for no limit.", group="Limits"
+        0,
+        "Requests given to a worker at a time; further ones wait here. 0 for no limit.",
+        group="Limits",
+        common=True,
     )
     queue_size: int = flag(
         1024,
         "Requests that may wait for a worker with room. Beyond, the least important is refused with a 503.",
+        common=True,
     )
     queue_policy: str = flag(
         "priority",
@@ -365,58 +404,23 @@ class RouterConfig(Flagged):
         metavar="NAME",
     )
     queue_timeout_secs: float = flag(
-        30.0, "How long a request may wait for a worker with room.", SECONDS.positive()
+        30.0, "How long a request may wait for a worker with room.", SECONDS.positive(), common=True
     )
     max_payload_bytes: int = flag(
         128 * MIB,
         "The largest request body. While the router parses one, it does nothing else.",
         SIZE.positive(),
+        common=True,
     )
-    max_total_payload_bytes: int = flag(
-        2048 * MIB,
-        "Memory for the bodies of all requests that are read, wait or are answered. One more gets a 503.",
-        SIZE,
+    max_concurrent_requests: int = flag(
+        4096, "The most requests at a time. One more gets a 429.", COUNT.positive(), common=True
     )
-    client_bytes_per_minute: int = flag(
-        4096 * MIB,
-        "The bodies that one tenant, or without tenants one address, may send in a minute, as many at once "
-        "after a pause. More get a 429. 0 for no limit.",
-        SIZE,
-    )
-    client_tokenizing_share: float = flag(
-        0.75,
-        "The share of the tokenizer threads' time that texts of one tenant, or without tenants of one "
-        "address, may take, on average over a minute. More get a 429. 1 for no limit.",
-        NUMBER.where(lambda share: 0.0 < share <= 1.0, "is not a share above 0, up to 1"),
-    )
-    client_sessions: int = flag(
-        256,
-        "Sessions (/open_session) that one tenant, or without tenants one address, may have open. One more "
-        "gets a 429.",
-        COUNT,
-    )
-    session_timeout_secs: float = flag(
-        86_400.0,
-        "The longest time-out of a session, and that of one opened without: a server closes a session in "
-        "which nothing was sent for so long.",
-        SECONDS.positive(),
-    )
-    max_header_bytes: int = flag(64 << 10, "The largest head of a request.", SIZE.positive())
     max_connections: int = flag(
         16_384,
         "The most connections of clients; fewer where ulimit -n allows fewer. One more gets a 503.",
         COUNT.positive(),
-    )
-    max_concurrent_requests: int = flag(
-        4096, "The most requests at a time. One more gets a 429.", COUNT.positive()
-    )
-    header_timeout_secs: float = flag(
-        10.0,
-        "The time for the head of a request to arrive. Its body has 30 s, and more for each byte that came.",
-        SECONDS.positive(),
-    )
-    keep_alive_secs: float = flag(
-        75.0, "The time after which a client's idle connection is closed.", SECONDS.positive()
+        within="--max-concurrent-requests",
+        key="connections",
     )
     shutdown_grace_period_secs: float = flag(
         1.0,
@@ -424,41 +428,199 @@ class RouterConfig(Flagged):
         SECONDS.not_negative(),
     )
 
+    hints_per_second: float = flag(
+        50.0,
+        "Hints (/v1/advisory) that a tenant may send per second.",
+        NUMBER.positive(),
+        within="--tenant-limits",
+    )
+    hints_live: int = flag(
+        1000,
+        "Hints of a tenant that may wait for their request at a time.",
+        COUNT.positive(),
+        within="--tenant-limits",
+    )
+    hint_tokens: int = flag(
+        1 << 20,
+        "Tokens that may be moved at a time for the hints of a tenant.",
+        COUNT.positive(),
+        "TOKENS",
+        within="--tenant-limits",
+    )
+    hint_bytes: int = flag(
+        64 * MIB,
+        "Memory for the prompts that the hints of a tenant announce, 4 bytes for each token.",
+        SIZE,
+        within="--tenant-limits",
+    )
+    document_blocks_per_tenant: int = flag(
+        4096,
+        "Blocks of KV that documents of a tenant may have held back.",
+        COUNT,
+        "BLOCKS",
+        within="--tenant-limits",
+        key="document-blocks",
+    )
+    document_bytes_per_tenant: int = flag(
+        64 * MIB,
+        "Memory for the documents of a tenant: their contents and tokens.",
+        SIZE,
+        within="--tenant-limits",
+        key="document-bytes",
+    )
+    spill_blocks_per_tenant: int = flag(
+        4096,
+        "Blocks of KV of one tenant that instances that lend DRAM (--kv-dram-size SIZE,for-others=SIZE) may "
+        "keep for instances whose own DRAM is full. 0 for no spilling.",
+        COUNT,
+        "BLOCKS",
+        within="--tenant-limits",
+        key="spill-blocks",
+    )
+    client_bytes_per_minute: int = flag(
+        4096 * MIB,
+        "The bodies that one tenant, or without tenants one address, may send in a minute, as many at once "
+        "after a pause. More get a 429. 0 for no limit.",
+        SIZE,
+        within="--tenant-limits",
+        key="bytes-per-minute",
+    )
+    client_tokenizing_share: float = flag(
+        0.75,
+        "The share of the tokenizer threads' time that texts of one tenant, or without tenants of one "
+        "address, may take, on average over a minute. More get a 429. 1 for no limit.",
+        NUMBER.where(lambda share: 0.0 < share <= 1.0, "is not a share above 0, up to 1"),
+        within="--tenant-limits",
+        key="tokenizing-share",
+    )
+    client_sessions: int = flag(
+        256,
+        "Sessions (/open_session) that one tenant, or without tenants one address, may have open. One more "
+        "gets a 429.",
+        COUNT,
+        within="--tenant-limits",
+        key="sessions",
+    )
+
+    tree_max_bytes: int = flag(
+        256 * MIB, "Memory for the prompt tree.", SIZE.positive(), within="--memory-limits", key="tree"
+    )
+    tokenizer_cache_bytes: int = flag(
+        64 * MIB,
+        "Memory for tokens of prompt parts seen before.",
+        SIZE.positive(),
+        within="--memory-limits",
+        key="tokenizer-cache",
+    )
+    session_memory_bytes: int = flag(
+        64 * MIB,
+        "Memory for what each session sent last, so that a hint need only name the session.",
+        SIZE,
+        within="--memory-limits",
+        key="sessions",
+    )
+    document_bytes: int = flag(
+        256 * MIB,
+        "Memory for documents: their contents and tokens, over all tenants.",
+        SIZE,
+        within="--memory-limits",
+        key="documents",
+    )
+    explain_max_bytes: int = flag(
+        32 * MIB,
+        "Memory for recent requests that /explain can tell of.",
+        SIZE,
+        within="--memory-limits",
+        key="explain",
+    )
+    max_total_payload_bytes: int = flag(
+        2048 * MIB,
+        "Memory for the bodies of all requests that are read, wait or are answered. One more gets a 503.",
+        SIZE,
+        within="--memory-limits",
+        key="bodies",
+    )
+    max_header_bytes: int = flag(
+        64 << 10,
+        "The largest head of a request.",
+        SIZE.positive(),
+        within="--memory-limits",
+        key="request-head",
+    )
+    connect_timeout_secs: float = flag(
+        2.0, "The time to connect to a worker.", SECONDS.positive(), within="--time-limits", key="connect"
+    )
+    silence_secs: float = flag(
+        8.0,
+        "How long a worker on another machine may answer no probe, and its agent be silent, before it is "
+        "down, unless it refuses a connection. 8 outlasts a network that fails over in 3 s. On this machine, "
+        "3 s of the agent and the probes missed are enough.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="silence",
+    )
+    index_wait_secs: float = flag(
+        15.0,
+        "How long /ready waits at most for instances to tell what they hold. 0 for not at all.",
+        SECONDS.not_negative(),
+        within="--time-limits",
+        key="index-wait",
+    )
+    header_timeout_secs: float = flag(
+        10.0,
+        "The time for the head of a request to arrive. Its body has 30 s, and more for each byte that came.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="request-head",
+    )
+    keep_alive_secs: float = flag(
+        75.0,
+        "The time after which a client's idle connection is closed.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="keep-alive",
+    )
+    session_timeout_secs: float = flag(
+        86_400.0,
+        "The longest time-out of a session, and that of one opened without: a server closes a session in "
+        "which nothing was sent for so long.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="session",
+    )
+    tree_ttl_secs: float = flag(
+        600.0,
+        "How long a prefix that nobody asks for is believed to stay cached.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="prefix-ttl",
+    )
+    hint_ttl_secs: float = flag(
+        120.0,
+        "How long a request is expected that a hint announces, unless the hint says.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="hint-ttl",
+    )
+    document_ttl_secs: float = flag(
+        3600.0,
+        "How long a document is kept, unless its registration says.",
+        SECONDS.positive(),
+        within="--time-limits",
+        key="document-ttl",
+    )
+
     tokenizer_path: str | None = flag(
         None,
         "The tokenizer to use instead of the one that the workers report.",
         metavar="DIR",
         group="Tokenizer",
+        common=True,
     )
     tokenizer_threads: int = flag(
         0, "Threads that render and tokenize prompts. 0: one per core, from 2 to 8.", COUNT
     )
-    tokenizer_cache_bytes: int = flag(
-        64 * MIB, "Memory for tokens of prompt parts seen before.", SIZE.positive()
-    )
     trust_remote_code: bool = flag(False, "Let the tokenizer run code of its own.")
-
-    hint_ttl_secs: float = flag(
-        120.0,
-        "How long a request is expected that a hint announces, unless the hint says.",
-        SECONDS.positive(),
-        group="Advisory requests",
-    )
-    hints_per_second: float = flag(
-        50.0, "Hints (/v1/advisory) that a tenant may send per second.", NUMBER.positive()
-    )
-    hints_live: int = flag(
-        1000, "Hints of a tenant that may wait for their request at a time.", COUNT.positive()
-    )
-    hint_tokens: int = flag(
-        1 << 20, "Tokens that may be moved at a time for the hints of a tenant.", COUNT.positive(), "TOKENS"
-    )
-    hint_bytes: int = flag(
-        64 * MIB, "Memory for the prompts that the hints of a tenant announce, 4 bytes for each token.", SIZE
-    )
-    session_memory_bytes: int = flag(
-        64 * MIB, "Memory for what each session sent last, so that a hint need only name the session.", SIZE
-    )
 
     document_blocks: int = flag(
         8192,
@@ -467,35 +629,26 @@ class RouterConfig(Flagged):
         "BLOCKS",
         group="Documents",
     )
-    document_blocks_per_tenant: int = flag(
-        4096, "The same of one tenant; all clients without a tenant are one.", COUNT, "BLOCKS"
-    )
-    document_bytes: int = flag(
-        256 * MIB, "Memory for documents: their contents and tokens, over all tenants.", SIZE
-    )
-    document_bytes_per_tenant: int = flag(
-        64 * MIB, "The same of one tenant; all clients without a tenant are one.", SIZE
-    )
-    document_ttl_secs: float = flag(
-        3600.0, "How long a document is kept, unless its registration says.", SECONDS.positive()
-    )
 
     log_level: str = flag(
-        "info", "What to log.", one_of("debug", "info", "warning", "error"), group="Telemetry"
+        "info", "What to log.", one_of("debug", "info", "warning", "error"), group="Telemetry", common=True
     )
-    log_format: str = flag("text", "How to log.", one_of("text", "json"))
-    explain_max_bytes: int = flag(32 * MIB, "Memory for recent requests that /explain can tell of.", SIZE)
+    log_format: str = flag("text", "How to log.", one_of("text", "json"), within="--log-level", key="format")
     otel_endpoint: str | None = flag(
         None,
         "The OTLP/HTTP address to send traces to (extra 'otel'). Nothing is traced without it.",
         metavar="URL",
+        common=True,
     )
     metrics_open: bool = flag(
         False, "Answer /metrics without an administrator's key, though it names tenants and instances."
     )
     # What workers found is then known even without their --enable-cache-report.
     cache_details: bool = flag(
-        True, "Do not ask workers which tier cached tokens came from.", name="--no-cache-details"
+        True,
+        "Whether workers are asked which tier cached tokens came from.",
+        variable_only=True,
+        variable="SGLANG_EXT_ROUTER_CACHE_DETAILS",
     )
     explain_routing: bool = flag(True, "Do not send x-kv-route-reason to clients.", name="--hide-routing")
 
@@ -529,7 +682,7 @@ class RouterConfig(Flagged):
             raise ConfigError(
                 f"{self.max_total_payload_bytes} is less than one body may have "
                 f"(--max-payload-bytes {self.max_payload_bytes})",
-                field="--max-total-payload-bytes",
+                field="--memory-limits bodies",
             )
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ConfigError(

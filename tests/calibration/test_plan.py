@@ -124,7 +124,7 @@ def test_bandwidths_that_cannot_be_are_refused(text, capsys) -> None:
 
 
 def test_bandwidths_are_links() -> None:
-    given_ = Arguments.parse(["--url", "x", "--dram", "10", "--disk", "2:0.001"])
+    given_ = Arguments.parse(["--url", "x", "--links", "dram=10,disk=2:0.001"])
     assert given_.dram.seconds(10e9) == pytest.approx(1.0)
     assert given_.disk.seconds(2e9) == pytest.approx(1.001)
 

@@ -103,7 +103,7 @@ def test_this_machine_has_a_transport() -> None:
     assert _transports()["tcp"] is None
 
 
-@pytest.mark.parametrize("flags", [["--repair"], ["--deep"], ["--kv-disk", "x"]])
+@pytest.mark.parametrize("flags", [["--verify", "repair"], ["--verify", "deep"], ["--kv-disk", "x"]])
 def test_a_command_line_that_makes_no_sense(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(flags)

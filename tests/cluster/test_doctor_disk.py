@@ -71,7 +71,7 @@ def texts(answer: dict[str, Any], subject: str = "disk tier") -> str:
     return "\n".join(f["text"] for f in answer["findings"] if f["subject"] == subject)
 
 
-@pytest.mark.parametrize("flags", [[], ["--deep"], ["--repair"]])
+@pytest.mark.parametrize("flags", [[], ["--verify", "deep"], ["--verify", "repair"]])
 def test_a_sound_directory(path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     before = sorted(path.rglob("*"))
     status, answer = run(path, capsys, *flags)
@@ -97,7 +97,7 @@ def test_a_flipped_bit_is_found_when_everything_is_read(
 ) -> None:
     damage(path / "tp0of2")
     assert run(path, capsys)[0] == 0
-    status, answer = run(path, capsys, "--deep")
+    status, answer = run(path, capsys, "--verify", "deep")
     assert (status, answer["problems"]) == (1, 2)
     assert "1 of 5 blocks do not verify (1 blocks)" in texts(answer)
     assert "0 blocks can be brought back, 1 are lost" in texts(answer)
@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_found_when_everything_is_read(
 
 def test_damage_is_repaired_and_what_is_lost_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(path / "tp0of2")
-    status, answer = run(path, capsys, "--repair")
+    status, answer = run(path, capsys, "--verify", "repair")
     assert (status, answer["problems"]) == (0, 0)
     assert "14 blocks in 3 runs are found again; lost, to be computed again: 1 does not verify" in texts(
         answer
@@ -115,7 +115,7 @@ def test_damage_is_repaired_and_what_is_lost_is_told(path: Path, capsys: pytest.
     tier = open_tier(path / "tp0of2")
     assert [get_all(tier, NAMESPACE, prefix_keys(prefix, 5)) for prefix in range(3)] == [5, 2, 5]
     tier.close()
-    status, answer = run(path, capsys, "--deep")
+    status, answer = run(path, capsys, "--verify", "deep")
     assert status == 0
     assert "index.damaged-1" in texts(answer, "other files")
 
@@ -130,8 +130,8 @@ def test_a_lost_index_is_rebuilt(path: Path, capsys: pytest.CaptureFixture[str],
     status, answer = run(path, capsys)
     assert status == 1
     assert "15 blocks can be brought back, 0 are lost" in texts(answer)
-    assert any("--repair" in f["advice"] for f in answer["findings"])
-    assert run(path, capsys, "--repair")[0] == 0
+    assert any("--verify repair" in f["advice"] for f in answer["findings"])
+    assert run(path, capsys, "--verify", "repair")[0] == 0
     tier = open_tier(path / "tp1of2")
     assert get_all(tier, NAMESPACE, prefix_keys(2, 5)) == 5
     tier.close()
@@ -142,11 +142,11 @@ def test_a_missing_segment_is_a_problem_until_it_is_repaired(
 ) -> None:
     sorted((path / "tp0of2").glob("*.seg"))[0].unlink()
     assert run(path, capsys)[0] == 1
-    assert run(path, capsys, "--repair")[0] == 0
-    assert run(path, capsys, "--deep")[0] == 0
+    assert run(path, capsys, "--verify", "repair")[0] == 0
+    assert run(path, capsys, "--verify", "deep")[0] == 0
 
 
-@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--repair"], 1)])
+@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--verify", "repair"], 1)])
 def test_a_directory_in_use_is_left_alone_and_its_user_named(
     path: Path, in_use: DiskTier, capsys: pytest.CaptureFixture[str], flags: list[str], status: int
 ) -> None:

@@ -561,7 +561,7 @@ def test_the_command_line(
     assert told["peer"]["transport"]["from"]["name"] == "shm"
     assert main(["--peer", f"{HERE}:{free_port()}"]) == 1
     assert "1 problems between here" in capsys.readouterr().out
-    assert main(["--listen", f"{HERE}:{free_port()}", "--listen-secs", "0.1"]) == 0
+    assert main(["--listen", f"{HERE}:{free_port()},for=0.1"]) == 0
     assert "Listening at 127.0.0.1" in capsys.readouterr().err
 
 

@@ -149,16 +149,20 @@ def test_what_are_no_metrics_is_said() -> None:
         read_metrics("<html>{")
 
 
-async def test_errors_say_what_is_wrong(tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_errors_say_what_is_wrong(
+    tokenizer_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     assert await asyncio.to_thread(main, ["--router", nobody, "--once"]) == 1
     assert f"cannot reach {nobody}" in capsys.readouterr().err
     async with cluster(tokenizer_dir, api_key=KEY) as (router, workers):
-        assert await asyncio.to_thread(main, ["--router", router.url, "--api-key", "wrong", "--once"]) == 1
+        monkeypatch.setenv("SGLANG_EXT_API_KEY", "wrong")
+        assert await asyncio.to_thread(main, ["--router", router.url, "--once"]) == 1
         assert "key" in capsys.readouterr().err
         assert await asyncio.to_thread(main, ["--router", workers[0].url, "--once"]) == 1
         assert "top: " in capsys.readouterr().err
-        assert await asyncio.to_thread(main, ["--router", router.url, "--api-key", KEY, "--once"]) == 0
+        monkeypatch.setenv("SGLANG_EXT_API_KEY", KEY)
+        assert await asyncio.to_thread(main, ["--router", router.url, "--once"]) == 0
         assert "server-1" in capsys.readouterr().out
 
 

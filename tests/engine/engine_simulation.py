@@ -87,7 +87,7 @@ class Scenario:
     durability: str = "disk"
     """``--kv-durability``."""
     admission: str = "first-layer"
-    """``--kv-disk-admission``."""
+    """``--kv-disk-io admission``."""
     weigh: bool = False
     """Load blocks from disk only if computing them is expected to be slower."""
     prefetch: float = 0.0
@@ -95,9 +95,9 @@ class Scenario:
     layers: int | None = 0
     """Most bytes of HBM for the lowest layers of announced sessions; None: as many as pay off."""
     pressure: str = "weakest-first"
-    """``--kv-pressure-policy``."""
+    """``--kv-eviction-policy pressure``."""
     for_others: int = 0
-    """``--kv-dram-for-others``, in blocks."""
+    """``--kv-dram-size for-others``, in blocks."""
     memory: int = 12
     """Number of earlier prompts to continue; few make hits in HBM, many make hits in DRAM."""
 

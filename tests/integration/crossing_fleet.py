@@ -35,7 +35,7 @@ FLAGS = (
     *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
     *("--enable-metrics", "--kv-check", "--kv-dram-size", "8MB", "--kv-load-policy", "always"),
     # KV pushed out of memory is on the disk then, however slow the disk is.
-    *("--kv-disk-size", "1GB", "--kv-disk-lag", "wait", "--enable-pd-role-switch"),
+    *("--kv-disk-size", "1GB", "--kv-disk-io", "auto,lag=wait", "--enable-pd-role-switch"),
 )
 KEYS = tuple(f"key-of-tenant-{tenant}-for-crossings" for tenant in range(TENANTS))
 ADMIN = "key-of-the-operator-for-crossings"

@@ -70,7 +70,7 @@ def flags_in(words: list[str]) -> set[str]:
 def test_each_flag_of_the_server_for_caches_has_a_rule() -> None:
     """A new flag of a new SGLang fails here until it has a rule."""
     there = {name for name in server_flags() if CACHES.search(name)}
-    ours = {flag.name for flag in KvConfig.flags()}
+    ours = {flag.name for flag in KvConfig.options()}
     missing = there - SERVER_FLAGS.keys() - KEPT - {"--lmcache-config-file"} - ours
     assert not missing
 
@@ -86,8 +86,8 @@ def test_each_flag_of_the_others_has_a_rule(file: str, rules: dict[str, Rule]) -
 
 
 def test_whatever_is_printed_exists() -> None:
-    router = {flag.name for flag in RouterConfig.flags()}
-    server = server_flags() | {flag.name for flag in KvConfig.flags()}
+    router = {flag.name for flag in RouterConfig.options()}
+    server = server_flags() | {flag.name for flag in KvConfig.options()}
     for rules, known in ((GATEWAY, router), (SERVER_FLAGS, server), (LMCACHE, server)):
         printed = {flag for rule in rules.values() for words in words_of(rule) for flag in flags_in(words)}
         assert printed <= known
@@ -204,7 +204,7 @@ def test_whole_lines(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> 
     if words[:2] == ["sglang-ext", "router"]:
         RouterConfig.parse(words[2:])
     if words[:2] == ["sglang-ext", "cluster"]:
-        names = {flag.name for flag in ClusterConfig.flags()}
+        names = {flag.name for flag in ClusterConfig.options()}
         assert {"--colocated", "--router-args", "--port"} <= names
 
 

@@ -38,9 +38,9 @@ def read(*argv: str, environment: dict[str, str] | None = None) -> KvConfig | No
 def test_help_has_a_group_of_our_own_with_every_flag() -> None:
     text = parser().format_help()
     ours = text[text.index("\nsglang_ext:") :]
-    for flag in KvConfig.flags():
+    for flag in KvConfig.options():
         assert flag.name in ours
-        shown = f"Default: {flag.default}." in " ".join(ours.split())
+        shown = f"Default: {flag.default_text}." in " ".join(ours.split())
         assert flag.is_switch or shown is (flag.default not in (None, "")), flag
 
 

@@ -204,7 +204,7 @@ def test_a_missing_index_costs_the_blocks_and_says_how_to_get_them_back(
     shutil.rmtree(tmp_path / "index")
     tier = open_tier(tmp_path)
     assert "doctor --kv-disk-path" in caplog.text
-    assert "--repair" in caplog.text
+    assert "--verify repair" in caplog.text
     assert get_all(tier, NAMESPACE, prefix_keys(1, 5)) == 0
     assert tier.stats().used_bytes > 0  # the old segments count, until they are needed or repaired
     assert put_all(tier, NAMESPACE, prefix_keys(1, 5)) is Outcome.DONE
@@ -273,7 +273,7 @@ def test_rows_of_a_wrong_size_are_misses(tmp_path: Path, caplog: pytest.LogCaptu
     tier.close()
     caplog.clear()
     tier = open_tier(tmp_path)
-    assert "--repair" in caplog.text
+    assert "--verify repair" in caplog.text
     assert tier.stats().blocks == 0
     assert put_all(tier, NAMESPACE, prefix_keys(2, 4)) is Outcome.DONE
     tier.close()

@@ -131,7 +131,7 @@ def test_a_wrong_copy_is_seen() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "layers", "field"),
-    [(1, 1, "--kv-layer-cache-size"), (1 << 20, 99, "--kv-layer-cache-layers")],
+    [(1, 1, "--kv-layer-cache-size"), (1 << 20, 99, "--kv-layer-cache-size layers")],
 )
 def test_a_size_that_cannot_work_is_refused(nbytes: int, layers: int, field: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -60,7 +60,7 @@ def test_a_lagging_writer_makes_submissions_wait() -> None:
     disk.close_gate("put_layer")
     submit(writer, 1, 3, results)
     disk.wait_until_stopped("put_layer")
-    with pytest.raises(DeadlineError, match="--kv-disk-lag"):
+    with pytest.raises(DeadlineError, match="--kv-disk-io lag"):
         submit(writer, 2, 2, results, timeout=0.0)
     accepted: list[Outcome] = []
     thread = threading.Thread(target=lambda: accepted.append(submit(writer, 2, 2, results, timeout=30)))
@@ -107,7 +107,7 @@ def test_what_would_be_written_last_gives_way_to_another_tenant(lag: LagPolicy) 
     if lag is LagPolicy.SKIP:
         assert submit(writer, 7, 1, more, owner="a") is Outcome.BEHIND
     else:
-        with pytest.raises(DeadlineError, match="--kv-disk-lag"):
+        with pytest.raises(DeadlineError, match="--kv-disk-io lag"):
             submit(writer, 7, 1, more, owner="a", timeout=0.0)
     writer.check()
     disk.open_gate("put_layer")

@@ -17,7 +17,8 @@ from sglang_ext.cluster.doctor.peer_wire import MOST_NAMED
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import parse_host, parse_ports
 from sglang_ext.errors import ConfigError
-from sglang_ext.flags import PATH, SECONDS, Flagged, Parser, flag
+from sglang_ext.flags import PATH, SECONDS, Flagged, Parser, flag, one_of
+from sglang_ext.removed_flags import DOCTOR
 
 PROG = "sglang-ext doctor"
 PORT = 30900
@@ -73,19 +74,19 @@ class Arguments(Flagged):
         "all is well, 1 when there are problems."
     )
 
+    removed = DOCTOR
+
     kv_disk_path: Path | None = flag(
         None,
         "Look at this directory instead: room, speed (writes up to 256 MiB and removes them), and whether "
         "index and segments fit together.",
     )
-    deep: bool = flag(
-        False,
-        "Read everything in the directory and verify every checksum; takes as long as reading all of it.",
-    )
-    repair: bool = flag(
-        False,
-        "As --deep, and rebuild the index from the segments if something is wrong; only while no server uses "
-        "the directory.",
+    verify: str = flag(
+        "index",
+        "How thoroughly the directory is checked: index (quickly), deep (everything is read and every "
+        "checksum verified; takes as long as reading all of it), or repair (as deep, and the index is "
+        "rebuilt from the segments if something is wrong; only while no server uses the directory).",
+        one_of("index", "deep", "repair"),
     )
     peer: str | None = flag(
         None,
@@ -100,7 +101,11 @@ class Arguments(Flagged):
         bare=f":{PORT}",
     )
     listen_secs: float = flag(
-        600.0, "For how long to listen.", SECONDS.where(lambda s: 0 < s <= 86400, "is not within a day")
+        600.0,
+        "For how long to listen.",
+        SECONDS.where(lambda s: 0 < s <= 86400, "is not within a day"),
+        within="--listen",
+        key="for",
     )
     kv_ports: str | None = flag(
         None,
@@ -137,7 +142,7 @@ class Arguments(Flagged):
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0 when all is well, 1 when there are problems, 2 for a wrong flag."""
     known = Arguments.parser(
-        allow_abbrev=False, epilog="example: sglang-ext doctor --kv-disk-path /data/kv --repair"
+        allow_abbrev=False, epilog="example: sglang-ext doctor --kv-disk-path /data/kv --verify repair"
     )
     args = Arguments.from_cli_args(known.parse_args(arguments))
     if args.peer is not None or args.listen is not None:
@@ -148,8 +153,8 @@ def main(arguments: Sequence[str]) -> int:
         except ConfigError as error:
             known.error(str(error))
     if args.kv_disk_path is None:
-        if args.repair or args.deep:
-            known.error("--repair and --deep need --kv-disk-path")
+        if args.verify != "index":
+            known.error("--verify needs --kv-disk-path")
         from sglang_ext.cluster.doctor.machine import findings, gather
 
         return _report(args, findings(gather()), {}, "would stop a start", "Servers can start here.")
@@ -158,8 +163,8 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=True)
     facts = disk.gather(
         args.kv_disk_path,
-        repair=args.repair,
-        deep=args.deep,
+        repair=args.verify == "repair",
+        deep=args.verify == "deep",
         doing=lambda text: console.status(f"{text} ..."),
     )
     found = disk.findings(facts)

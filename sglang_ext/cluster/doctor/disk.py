@@ -265,7 +265,8 @@ def _store(store: StoreFacts, *, repair: bool) -> Iterator[Finding]:
     if store.repaired is None:
         text = f"{store.path}: {report.recoverable} blocks can be brought back, {lost} are lost"
         advice = (
-            f"Run `sglang-ext doctor --kv-disk-path {store.path} --repair`; lost blocks are computed again."
+            f"Run `sglang-ext doctor --kv-disk-path {store.path} --verify repair`; lost blocks are computed "
+            "again."
         )
         yield Finding(level, subject, text, advice)
     else:

@@ -92,7 +92,7 @@ class AgentSocket:
             self.close()
             raise ConfigError(
                 f"the agent cannot listen on {bind}, port {ports[-1]}: {error.strerror}",
-                field="--kv-agent-port",
+                field="--kv-ports agent",
             ) from None
         self._endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
         self.port = int(self._endpoint.rpartition(":")[2])

@@ -52,7 +52,7 @@ class AckEnd(enum.Enum):
     BEHIND = "behind"
     """Not durable yet, as the flag allows."""
     LATE = "late"
-    """Not durable after ``--kv-durability-timeout``."""
+    """Not durable after ``--kv-durability acked,timeout=SECONDS``."""
     REFUSED = "refused"
     """The disk does not take it: full, read-only or faulty."""
     LOST = "lost"

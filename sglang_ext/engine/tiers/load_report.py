@@ -32,7 +32,7 @@ class Reason(enum.Enum):
     ALWAYS = "always"
     """``--kv-load-policy always``."""
     SHORT = "short"
-    """Less than ``--kv-load-min-tokens``."""
+    """Less than ``--kv-load-policy min-tokens``."""
     NO_ROOM = "no_room"
     """The target tier is full of blocks in use."""
     LATE = "late"

@@ -3,7 +3,7 @@
 KV of a prompt with a live hint is evicted after all other cached KV, in HBM and in DRAM, until the hint
 expires (Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running
 request that needs the room gets it at once. When only announced KV is left to evict, a policy
-(``--kv-pressure-policy``) orders the sessions, and of a prompt the end goes before the beginning. A slot of
+(``--kv-eviction-policy``, pressure) orders the sessions, and of a prompt the end goes first. A slot of
 SGLang's pool spans all layers. Of sessions that are held by layer (``layer_region``), later layers go first,
 before any session as a whole, and of equal layers the same policy decides.
 
@@ -124,7 +124,9 @@ def pressure_policy_by_name(name: str) -> Callable[[Announced], SortKey]:
     Raises:
         ConfigError: no policy has that name.
     """
-    return order_named(name, PRESSURE_POLICIES, "(session) -> tuple of numbers", field="--kv-pressure-policy")
+    return order_named(
+        name, PRESSURE_POLICIES, "(session) -> tuple of numbers", field="--kv-eviction-policy pressure"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """KV that other instances' requests left, kept in this instance's idle DRAM (KVDirect, section 7).
 
 An instance whose DRAM is full is about to lose prefixes that may be needed again. Before that, the router has
-an instance with free DRAM fetch them (``router/dispatch/spilling.py``), within ``--kv-dram-for-others``.
+an instance with free DRAM fetch them (``router/dispatch/spilling.py``), within ``--kv-dram-size for-others``.
 They are spilled blocks there: found, exported and loaded like any others, and the first to be evicted. The
 instance evicts none of its own blocks for them, and does not write them to its disk. When it needs DRAM, it
 evicts spilled blocks before all others: those of the tenant with the most blocks first, of a tenant the

@@ -115,7 +115,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if config.dram_for_others and not fetches:
         raise ConfigError(
             "KV of LoRA adapters is not fetched from other servers, nor kept for them",
-            field="--kv-dram-for-others",
+            field="--kv-dram-size for-others",
             hint="Leave it out, or start without --enable-lora",
         )
     if config.dram_size:

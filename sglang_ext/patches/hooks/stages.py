@@ -2,8 +2,8 @@
 
 What: once a request has ended, ``meta_info["cached_tokens_details"]`` has its stages (``stage_prefill_us``
 and so on, see `sglang_ext.stages`), also in the ``sglext`` of OpenAI answers, whose models have fixed fields.
-Before decode's ``_commit_transfer_to_req``, the stages that came with the KV are kept. ``--kv-stage-times
-off`` leaves answers as they are; metrics are always kept.
+Before decode's ``_commit_transfer_to_req``, the stages that came with the KV are kept.
+``SGLANG_EXT_KV_STAGE_TIMES=off`` leaves answers as they are; metrics are always kept.
 
 Why no extension point serves: SGLang's own time stats reach an answer as times of day, of the last instance
 only, and only with ``--enable-metrics``.

@@ -163,7 +163,7 @@ class StockLink:
             if not self._index.reports(self._name):
                 logger.warning(
                     "%s has so many pages that their names do not fit into the index: what it holds is "
-                    "inferred from requests. Give it larger pages, or the router more --tree-max-bytes",
+                    "inferred from requests. Give it larger pages, or the router more --memory-limits tree",
                     self._name,
                 )
         except* Exception:

@@ -187,7 +187,7 @@ def _damaged(coding: str, why: str) -> RequestRefused:
 def overfull(budget: BodyBudget) -> RequestRefused:
     """There is no memory for one more body now."""
     return RequestRefused(
-        f"the bodies of all requests together may take {budget.limit} bytes (--max-total-payload-bytes); "
+        f"the bodies of all requests together may take {budget.limit} bytes (--memory-limits bodies); "
         "try again when others are answered",
         status=503,
         kind="server_error",

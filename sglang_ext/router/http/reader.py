@@ -231,7 +231,8 @@ class RequestReader:
     def _head_too_large(self) -> RequestRefused:
         return refusal(
             431,
-            f"the head of the request is larger than {self._max_head_bytes} bytes (--max-header-bytes)",
+            f"the head of the request is larger than {self._max_head_bytes} bytes "
+            "(--memory-limits request-head)",
             "head_too_large",
         )
 

@@ -97,7 +97,10 @@ class ServerState:
         if len(self.connections) > allowed + self.limits.more_refused:
             transport.abort()
             return b""
-        refused = _busy(503, f"all {allowed} connections are taken ({self._bound('--max-connections')})")
+        refused = _busy(
+            503,
+            f"all {allowed} connections are taken ({self._bound('--max-concurrent-requests connections')})",
+        )
         body = orjson.dumps(refused.payload())
         return (
             answer_head(503, refused.headers, date=self.date, length=len(body), chunked=False, keep=False)

@@ -8,9 +8,9 @@ source and the target:
   instance that is not full), and is among the coldest of the source.
 - Source: an instance is full when its own blocks take up ``full`` of its DRAM. Blocks that it keeps for
   others do not count, because they are evicted first.
-- Target: an instance that is not full itself, up to its limit (``--kv-dram-for-others``) and up to ``idle``
-  of its DRAM. Between ``idle`` and ``full`` an instance neither spills nor keeps more, so that no two
-  instances pass blocks to and fro.
+- Target: an instance that is not full itself, up to its limit (``--kv-dram-size``, for-others) and up to
+  ``idle`` of its DRAM. Between ``idle`` and ``full`` an instance neither spills nor keeps more, so that no
+  two instances pass blocks to and fro.
 - Tenant: the spilled blocks of a tenant are bounded, over all instances. Of the prefixes that may be spilled,
   the coldest of the tenant with the fewest spilled blocks goes first.
 

@@ -53,7 +53,10 @@ class Budget:
             return
         if wait := self._bytes.take(self._clock.monotonic(), self._uncounted):
             self._uncounted -= size
-            limit = f"one client may send {int(self._bytes.burst)} bytes a minute (--client-bytes-per-minute)"
+            limit = (
+                f"one client may send {int(self._bytes.burst)} bytes a minute "
+                "(--tenant-limits bytes-per-minute)"
+            )
             raise too_many(limit, wait, "bytes")
         self._uncounted = 0
 
@@ -61,7 +64,7 @@ class Budget:
         """Why a body would be refused before it has come."""
         if self._bytes is None or not (wait := self._bytes.wait(self._clock.monotonic(), 0.0)):
             return None
-        return too_many("more bytes came of one client than --client-bytes-per-minute", wait, "bytes")
+        return too_many("more bytes came of one client than --tenant-limits bytes-per-minute", wait, "bytes")
 
     def check_tokenizing(self) -> None:
         """Refuse a text while the budget of tokenizing is overdrawn.
@@ -72,7 +75,7 @@ class Budget:
         if self._seconds is not None and (wait := self._seconds.wait(self._clock.monotonic(), 0.0)):
             limit = (
                 f"the texts of one client may take {self._seconds.burst:g} s of tokenizing a minute "
-                "(--client-tokenizing-share)"
+                "(--tenant-limits tokenizing-share)"
             )
             raise too_many(limit, wait, "tokenizing")
 

@@ -64,7 +64,7 @@ class OpenSessions:
         if self._owned[owner] >= self._most:
             wait = min((each.ends for each in self._open.values() if each.owner == owner), default=now) - now
             raise too_many(
-                f"one client may have {self._most} sessions open (--client-sessions): close some",
+                f"one client may have {self._most} sessions open (--tenant-limits sessions): close some",
                 wait,
                 "sessions",
             )

@@ -433,7 +433,7 @@ def _open_index(
     except IndexDamagedError as error:
         logger.error(
             "index %s is damaged (%s): its blocks are not found. Stop the server and run `sglang-ext doctor "
-            "--kv-disk-path %s --repair` to rebuild it from the segments",
+            "--kv-disk-path %s --verify repair` to rebuild it from the segments",
             path,
             error,
             config.path,
@@ -479,8 +479,8 @@ def _report(path: Path, scan: ScanResult, lost_blocks: int, bad_rows: int) -> No
     if scan.foreign:
         logger.warning(
             "%s holds %d segments that its index does not know. To get their blocks back, stop the server "
-            "and run `sglang-ext doctor --kv-disk-path %s --repair`; otherwise they go when their room is "
-            "needed",
+            "and run `sglang-ext doctor --kv-disk-path %s --verify repair`; otherwise they go when their "
+            "room is needed",
             path,
             len(scan.foreign),
             path,

@@ -52,7 +52,7 @@ class LayerCache(WrappedTier):
         if not 0 < layers <= inner.layout.n_layers:
             raise ConfigError(
                 f"{layers} layers of a model that has {inner.layout.n_layers}",
-                field="--kv-layer-cache-layers",
+                field="--kv-layer-cache-size layers",
                 hint=f"Use 1 to {inner.layout.n_layers}",
             )
         self._offsets = [0]

@@ -157,7 +157,7 @@ class WriteBehind:
             raise DeadlineError(
                 f"the writer to {self.tier.tier.title} has been behind for {timeout} s with "
                 f"{self._queue.nbytes} bytes waiting",
-                field="--kv-disk-lag",
+                field="--kv-disk-io lag",
                 hint="Let writes be skipped, or use a faster disk",
             )
         self.counters[Outcome.BEHIND] += len(item.keys)

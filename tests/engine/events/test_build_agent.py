@@ -151,7 +151,7 @@ def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
             assert watch.poll(10_000), "the agent does not listen"
             client.disable_monitor()
             watch.close()
-        with pytest.raises(ConfigError, match="--kv-agent-port"):
+        with pytest.raises(ConfigError, match="--kv-ports agent"):
             attach(second, config, server_args())
         anywhere = attach(second, KvConfig(router="http://127.0.0.1:1"), server_args())
         assert anywhere.socket.port not in (0, config.agent_port)

@@ -76,7 +76,7 @@ def test_one_rank_may_offer_packed_pages_and_another_its_own() -> None:
 @pytest.mark.usefixtures("sglang_config")
 @pytest.mark.parametrize(("pages", "blocks"), [(3.5, 3), (8, 8), (0.5, 1), (1000, 41)])
 def test_the_flag_says_how_much_is_packed_at_once(pages: float, blocks: int) -> None:
-    """``--kv-transfer-staging-size``: at least one page, at most the pool."""
+    """``--kv-transfer-layout aggregated,staging=SIZE``: at least one page, at most the pool."""
     pools = Pools(PoolKind(), 40, block=4, rows=2, context=64)
     page_bytes = pools.geometry().block_bytes // 4
     geometry = pool_geometry(

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("sglang_config")
 FACTS = RankFacts("a", 1)
 
 
-# -- --kv-disk-lag ----------------------------------------------------------------------------------
+# -- --kv-disk-io lag -------------------------------------------------------------------------------
 
 
 class Lagging(Setup):
@@ -178,7 +178,7 @@ class LeftOpen(WrappedTier):
         """Nothing is lost."""
 
 
-# -- --kv-layer-cache-size, --kv-layer-cache-layers -------------------------------------------------
+# -- --kv-layer-cache-size, its layers ---------------------------------------------------------------
 
 
 def test_the_lowest_layers_of_what_is_on_disk_are_kept_in_memory(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_lowest_layers_of_what_is_on_disk_are_kept_in_memory(tmp_path: Path)
     ("wrong", "flag"),
     [
         ({"layer_cache_size": 1}, "--kv-layer-cache-size"),
-        ({"layer_cache_size": 1 << 20, "layer_cache_layers": 1000}, "--kv-layer-cache-layers"),
+        ({"layer_cache_size": 1 << 20, "layer_cache_layers": 1000}, "--kv-layer-cache-size layers"),
     ],
 )
 def test_a_layer_cache_that_cannot_be_leaves_the_directory_free(

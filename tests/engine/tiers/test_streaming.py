@@ -109,7 +109,7 @@ def test_without_streaming_it_waits_for_all_of_them() -> None:
 
 
 def test_nothing_streams_that_is_to_be_complete_first() -> None:
-    """``--kv-disk-admission complete``, where streaming is possible."""
+    """``--kv-disk-io auto,admission=complete``, where streaming is possible."""
     with on_disk_only(dataclasses.replace(ALONE, admission="complete"), LateLayers) as rank:
         assert rank.promotions is not None
         rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)

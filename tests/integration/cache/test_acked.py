@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(faults: Path, folder: Path) -> Iterator[ServerProcess]:
-    acked = ("--kv-durability", "acked", "--kv-durability-timeout", str(TIMEOUT), "--enable-response-store")
+    acked = ("--kv-durability", f"acked,timeout={TIMEOUT}", "--enable-response-store")
     with ServerProcess(spec(faults, folder, *acked)) as server:
         yield server
 
@@ -196,7 +196,7 @@ def test_what_was_told_survives_a_kill_of_two_ranks(rng: random.Random, faults: 
     plain = replace(
         spec(faults, tmp_path, "--tp", "2"), environment={FOLDER: str(faults), **STRICT, **TWO_RANKS}
     )
-    acked = ("--kv-durability", "acked", "--kv-durability-timeout", "20")
+    acked = ("--kv-durability", "acked,timeout=20")
     with ServerProcess(replace(plain, flags=(*plain.flags, *acked))) as server:
         it_survives_a_kill(server, plain, rng, faults, tmp_path, ranks=2)
 

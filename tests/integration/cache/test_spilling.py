@@ -65,7 +65,7 @@ class Pair:
                     *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", name),
                     *("--kv-router", f"http://127.0.0.1:{self._port}", "--kv-load-policy", "always"),
                     *("--kv-dram-size", str(DRAM_BLOCKS[name] * (BLOCK_BYTES + 8) + 8)),
-                    *("--kv-dram-for-others", str(200 * (BLOCK_BYTES + 8))),
+                    *("--kv-dram-size", f"for-others={200 * (BLOCK_BYTES + 8)}"),
                     *("--max-total-tokens", "2048", "--enable-metrics"),
                     *("--chunked-prefill-size", "512", "--enable-cache-report"),
                 ),

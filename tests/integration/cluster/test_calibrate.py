@@ -22,7 +22,7 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
     server: ServerProcess = get_server(SPEC)
     path = tmp_path / "profile.json"
     arguments = ["--url", server.url, "--profile", str(path), "--device-name", "a CPU", "--quiet"]
-    more = ["--longest", "512", "--lengths", "3", "--rounds", "2", "--dram", "5"]
+    more = ["--measure", "longest=512,lengths=3,rounds=2", "--links", "dram=5"]
     # A foreign probe in the middle of a trace, or a server that still seems busy from the test before, is
     # reported, and the profile then lacks the operators, or the calibration fails.
     for _ in range(4):
@@ -64,10 +64,8 @@ def _scale(server: ServerProcess, profile: Profile, path: Path, capsys) -> None:
         server.url,
         "--scale-profile",
         str(path),
-        "--longest",
-        "512",
-        "--rounds",
-        "1",
+        "--measure",
+        "longest=512,rounds=1",
         "--quiet",
     ]
     assert main(scale) == 1
@@ -91,7 +89,7 @@ def test_a_server_is_started_measured_and_ended(tmp_path, capsys) -> None:
     path = tmp_path / "profile.json"
     flags = "--dtype float32 --mem-fraction-static 0.5 --max-total-tokens 8000 --chunked-prefill-size -1"
     arguments = ["--model-path", str(model_path("tiny", "float32")), "--server-args", flags]
-    more = ["--longest", "256", "--lengths", "3", "--rounds", "1", "--no-operators", "--quiet"]
+    more = ["--measure", "longest=256,lengths=3,rounds=1,operators=off", "--quiet"]
     assert main([*arguments, *more, "--profile", str(path)]) == 0
     assert load(path).operators is None
     assert "arch level" in capsys.readouterr().out
@@ -115,7 +113,7 @@ def test_what_is_no_server_is_named(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--longest", "5"], "--longest must be at least 256"),
+        (["--measure", "longest=5"], "longest must be at least 256"),
         (["--scale-to-tp", "1"], "at least two ranks"),
         (["--url", "ftp://x"], "not of the form"),
     ],

@@ -464,9 +464,10 @@ async def role(router: Router, instance: str, wanted: str) -> tuple[int, Json]:
 
 async def command(router: Router, verb: str, *words: str) -> tuple[int | None, str]:
     """``sglang-ext VERB --router ...``: its exit status, and its output."""
-    key = ("--api-key", router.config.api_key) if router.config.api_key else ()
+    key = {"SGLANG_EXT_API_KEY": router.config.api_key or ""}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sglang_ext.cli", verb, "--router", router.url, *key, *words),
+        *(sys.executable, "-m", "sglang_ext.cli", verb, "--router", router.url, *words),
+        env={**os.environ, **key},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -69,7 +69,9 @@ def servers(leak_guard: LeakGuard) -> Iterator[Servers]:
 
     def prefill(blocks: int) -> ServerSpec:
         size = ("--kv-dram-size", str(blocks * (BLOCK_BYTES + 8) + 8), "--max-total-tokens", "2048")
-        return replace(spec, flags=(*spec.flags, *size, "--kv-dram-for-others", str(200 * (BLOCK_BYTES + 8))))
+        return replace(
+            spec, flags=(*spec.flags, *size, "--kv-dram-size", f"for-others={200 * (BLOCK_BYTES + 8)}")
+        )
 
     with leak_guard.adopting(), pd_servers([prefill(200), prefill(400)], [spec]) as (pd, _):
         yield Servers(pd, port)

@@ -212,7 +212,7 @@ async def test_the_routing_reason_can_be_hidden(start_worker, start_router, clie
         ({"policy": "best"}, "--policy"),
         ({"port": 70000}, "--port"),
         ({"cache_threshold": 1.5}, "--cache-threshold"),
-        ({"tree_max_bytes": 0}, "--tree-max-bytes"),
+        ({"tree_max_bytes": 0}, "--memory-limits tree"),
         ({"max_retries": -1}, "--max-retries"),
         ({"balance_rel_threshold": 0.5}, "--balance-rel-threshold"),
         ({"log_level": "loud"}, "--log-level"),
@@ -239,8 +239,11 @@ def test_flags_fill_the_configuration() -> None:
     urls = ["--worker-urls", "h:1", "h:2"]
     assert RouterConfig.from_cli_args(parser.parse_args(urls)) == RouterConfig(worker_urls=("h:1", "h:2"))
     fields = {field.name for field in dataclasses.fields(RouterConfig)}
+    apart = {one.field for one in RouterConfig.flags() if one.within or one.variable_only}
+    lists = {one.dest for one in RouterConfig.options() if not one.field}
     # A key in a file is the key, once it is read.
-    assert fields == set(vars(parser.parse_args(urls))) - {"api_key_file", "worker_api_key_file"}
+    there = set(vars(parser.parse_args(urls))) - {"api_key_file", "worker_api_key_file"}
+    assert fields - apart == there - lists
     changed = parser.parse_args([*urls, "--policy", "round-robin", "--port", "1", "--hide-routing"])
     config = RouterConfig.from_cli_args(changed)
     assert (config.policy, config.port, config.explain_routing) == ("round-robin", 1, False)

@@ -220,7 +220,7 @@ async def test_bodies_of_all_requests_have_one_budget(how: str) -> None:
         second.send(another)
         status, headers, body = await second.answer()
         assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
-        assert b"--max-total-payload-bytes" in body
+        assert b"--memory-limits bodies" in body
         third = await rig.connect()
         third.send(post("/small", bytes(300)))
         assert (await third.answer())[0] == 200, "there is room for it"
