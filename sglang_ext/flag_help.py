@@ -114,7 +114,8 @@ def _rows(one: Flag, columns: Mapping[str, bool]) -> list[str]:
         cells |= {"default": default, "meaning": text}
         return _row([cell for column, cell in cells.items() if columns[column]])
 
-    value = "" if one.is_switch or one.form == one.name.upper() else f" {one.form}"
+    form = one.form.replace("[", "\\[")  # "[:N][,NAME...]" would be a link
+    value = "" if one.is_switch or one.form == one.name.upper() else f" {form}"
     found = [row(f"`{one.name}`{value}", one.variable, _default(one), one.help)]
     if one.file:
         text = f"The file (mode 0600) with the value of `{one.name}`."
