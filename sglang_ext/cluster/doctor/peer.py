@@ -26,8 +26,8 @@ _ADVICE: Final[Mapping[Trouble, str]] = {
     Trouble.KEY: "Copy the file with the key from one machine to the other; every member needs the same.",
     Trouble.NO_KEY: "Give --cluster-key-file, with the same key, to both.",
     Trouble.BUSY: "Try again when that other test has ended.",
-    Trouble.ENDED: "See the listener's output; it ends by itself after the time of --listen. Start it again, and "
-    "try once more; if it repeats, something on the way cuts connections.",
+    Trouble.ENDED: "See the listener's output; it ends by itself after the time of --listen. Start it again, "
+    "and try once more; if it repeats, something on the way cuts connections.",
     Trouble.ADDRESS: "Give --kv-announce-host ADDRESS at the end that says so.",
 }
 _SUBJECTS: Final = {Trouble.KEY: "cluster key", Trouble.NO_KEY: "cluster key", Trouble.ADDRESS: "address"}
