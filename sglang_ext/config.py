@@ -23,8 +23,8 @@ from sglang_ext.flags import (
     parse_size,
     several_of,
 )
+from sglang_ext.flags.removed import SERVE
 from sglang_ext.own_functions import policy_name
-from sglang_ext.removed_flags import SERVE
 
 MAX_BLOCK_SIZE = 1024
 MAX_ID_CHARS = 200

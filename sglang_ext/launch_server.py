@@ -24,10 +24,10 @@ from importlib.metadata import entry_points
 # of the environment, and cannot once that has been changed.
 import setproctitle  # noqa: F401
 
-from sglang_ext import flag_help
 from sglang_ext.cluster_key import read_secret
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import UserError
+from sglang_ext.flags.help import COMMON, help_words
 from sglang_ext.patches import environment
 from sglang_ext.patches.cpu import runtime
 
@@ -108,8 +108,8 @@ OURS = "kv"
 def show_help(argv: Sequence[str]) -> None:
     """Show the flags of this package and end, for ``--help kv``, ``--help all`` or ``--help GROUP``. For a
     plain ``--help``, SGLang will show all flags, without the warnings of its imports before them."""
-    word = flag_help.COMMON if argv[-1] == OURS else argv[-1]
-    if argv[-2:-1] and argv[-2] in HELP_FLAGS and word in flag_help.words(KvConfig.options()):
+    word = COMMON if argv[-1] == OURS else argv[-1]
+    if argv[-2:-1] and argv[-2] in HELP_FLAGS and word in help_words(KvConfig.options()):
         KvConfig.parser(
             word,
             prog="sglang-ext serve",

@@ -25,7 +25,7 @@ from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.errors import ConfigError, PeerError, SglangExtError
 from sglang_ext.flags import COUNT, SECONDS, WORDS, Flagged, Parser, flag, list_flag, one_of
-from sglang_ext.removed_flags import CALIBRATE
+from sglang_ext.flags.removed import CALIBRATE
 from sglang_ext.tiers import Tier, tiers_below
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import PORT, REQUIRED, SECONDS, WORDS, Flagged, flag, list_flag, parse_words
-from sglang_ext.removed_flags import CLUSTER
+from sglang_ext.flags.removed import CLUSTER
 
 OURS = ("--model-path", "--model", "--host", "--port", "--api-key")
 """Flags of a server that the cluster sets itself, and the key that others would see."""

@@ -18,7 +18,7 @@ import msgspec
 from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey, read_cluster_key
 from sglang_ext.errors import ConfigError, PeerError, UserError
 from sglang_ext.flags import Flagged, flag
-from sglang_ext.removed_flags import ROUTER_ADDRESS
+from sglang_ext.flags.removed import ROUTER_ADDRESS
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0

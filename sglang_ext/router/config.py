@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from sglang_ext.addresses import is_loopback
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, list_flag, one_of
-from sglang_ext.removed_flags import ROUTER
+from sglang_ext.flags.removed import ROUTER
 from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named

@@ -18,7 +18,7 @@ from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import parse_host, parse_ports
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import PATH, SECONDS, Flagged, Parser, flag, one_of
-from sglang_ext.removed_flags import DOCTOR
+from sglang_ext.flags.removed import DOCTOR
 
 PROG = "sglang-ext doctor"
 PORT = 30900

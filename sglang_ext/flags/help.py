@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from sglang_ext.flags import Flag
+    from sglang_ext.flags.field import Flag
 
 COMMON, ADVANCED, ALL = "common", "advanced", "all"
 LEVELS = (COMMON, ADVANCED, ALL)
@@ -19,7 +19,7 @@ def group_word(group: str) -> str:
     return group.split()[0].lower() if group else ""
 
 
-def words(options: Sequence[Flag]) -> tuple[str, ...]:
+def help_words(options: Sequence[Flag]) -> tuple[str, ...]:
     """The words that ``--help`` takes: levels, then groups."""
     groups = dict.fromkeys(group_word(one.group) for one in options if one.group and not one.internal)
     return *LEVELS, *groups
@@ -41,13 +41,13 @@ def chosen(options: Sequence[Flag], word: str) -> Callable[[Flag], bool]:
     return shown
 
 
-def more(options: Sequence[Flag], word: str) -> str:
+def more_help(options: Sequence[Flag], word: str) -> str:
     """The last line of ``--help``: how to see the other flags; empty where there are none."""
     visible = [one for one in options if not one.internal]
     hidden = sum(not chosen(options, word)(one) for one in visible)
     if not hidden:
         return ""
-    groups = words(options)[len(LEVELS) :]
+    groups = help_words(options)[len(LEVELS) :]
     behind = f", --help GROUP for one group: {', '.join(groups)}" if groups else ""
     return (
         f"{hidden} more flags: --help all for every flag, --help advanced for the less common ones{behind}."

@@ -1,4 +1,4 @@
-"""Flags and variables of earlier versions, and their replacements: refused by name (``flags.py``)."""
+"""Flags and variables of earlier versions, and their replacements: refused by name (`flagged.py`)."""
 
 from __future__ import annotations
 
