@@ -36,7 +36,7 @@ def measure_connections(options: Options, report: Report, peer_python: Path | No
     idle = min(options.pick(10_000, quick=2_000, tiny=20), (most - FILES) // 2)
     slow = options.pick(64, quick=32, tiny=4)
     seconds, rounds = options.pick((1.0, 5), quick=(0.3, 3), tiny=(0.1, 1))
-    flags = ("--max-concurrent-requests", str(2 * idle), "--max-connections", str(2 * idle))
+    flags = ("--max-concurrent-requests", f"{2 * idle},connections={2 * idle}")
     with (
         tempfile.TemporaryDirectory(prefix="router-connections-") as name,
         ways(Path(name), {SGLANG_ROUTER: peer_python}, report, *flags) as (load, legs),

@@ -8,9 +8,9 @@
 environment give the same value and refuse the same ones, by the name that the user wrote. A value on the
 command line wins over the environment, which wins over the default.
 
-Several fields can share one flag: a field with ``within="--limits"`` is given as ``--limits size=4GiB``, or
-behind the value of a field whose flag is ``--limits``, as in ``--limits auto,size=4GiB``. ``--help`` shows
-the common flags, ``--help all`` all of them (`help.py`).
+Several fields can share one flag: a field with ``within="--kv-disk-io"`` is given as
+``--kv-disk-io lag=wait``, or behind the value of a field whose flag it is, as in
+``--kv-disk-io auto,lag=wait``. ``--help`` shows the common flags, ``--help all`` all of them (`help.py`).
 """
 
 from __future__ import annotations
