@@ -137,7 +137,7 @@ async def test_one_connection_too_many() -> None:
         third = await rig.connect()
         status, headers, body = await third.answer()
         assert (status, headers["retry-after"]) == (503, "1")
-        assert b"--max-connections" in body
+        assert b"--max-concurrent-requests connections" in body
         await third.close()
         await first.close()
         await rig.until(lambda: len(rig.server.state.connections) == 1)
