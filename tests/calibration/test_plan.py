@@ -119,7 +119,7 @@ def test_without_a_readable_shape_there_is_none(tmp_path, config) -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "fast", "1:2:3", "1:-1", "", "nan"])
 def test_bandwidths_that_cannot_be_are_refused(text, capsys) -> None:
     with pytest.raises(SystemExit):
-        Arguments.parse(["--url", "x", f"--dram={text}"])
+        Arguments.parse(["--url", "x", "--links", f"dram={text}"])
     assert "not a bandwidth" in capsys.readouterr().err
 
 
