@@ -75,7 +75,7 @@ class RankCommandQueue:
             commands.append(Command(b"", now))
         return commands
 
-    def tell_time(self, at: float) -> None:
+    def broadcast_time_at(self, at: float) -> None:
         """Broadcast the time at that moment, by ``clock``, even if no command is queued then. Replaces the
         moment of an earlier call. In the scheduler's thread.
         """

@@ -1,10 +1,10 @@
 """Bound the compiled grammars that a scheduler keeps.
 
-What: after ``BaseGrammarBackend.set_cache``. SGLang keeps the compiled form of each regular expression, JSON
-schema, EBNF grammar and structural tag of a request until ``/flush_cache``, and xgrammar's compiler keeps it
-a second time. It takes about 200 bytes per character, so that a client with ever new ones fills the memory of
-the scheduler. The oldest go when all together have more than ``MAX_BYTES``, and the compiler is replaced by
-one with that limit. `request_values` bounds the length of one grammar.
+Change: after ``BaseGrammarBackend.set_cache``. SGLang keeps the compiled form of each regular expression,
+JSON schema, EBNF grammar and structural tag of a request until ``/flush_cache``, and xgrammar's compiler
+keeps it a second time. It takes about 200 bytes per character, so that a client with ever new ones fills the
+memory of the scheduler. The oldest go when all together have more than ``MAX_BYTES``, and the compiler is
+replaced by one with that limit. `request_values` bounds the length of one grammar.
 
 Why no extension point serves: the table is a plain dictionary, and the compiler is made without a limit.
 

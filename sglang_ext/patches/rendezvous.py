@@ -1,6 +1,6 @@
 """Bind torch's store to the address that the ranks connect to, and keep gloo and NCCL on loopback with it.
 
-What: the ranks of a server, one alone too, meet through torch's ``TCPStore``, at ``--nccl-port`` or
+Change: the ranks of a server, one alone too, meet through torch's ``TCPStore``, at ``--nccl-port`` or
 ``--dist-init-addr``. It listens on every address of the machine and asks for no key: any process that reaches
 the port can set keys and fill the scheduler's memory. The patch binds a socket to the host that the ranks
 connect to (loopback for a wildcard address) and passes it to the store. If that host is loopback, gloo and

@@ -133,7 +133,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unbarred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers that do not keep a late writer out."""
-    monkeypatch.setattr(GuardPages, "bar", lambda self, slot: None)
+    monkeypatch.setattr(GuardPages, "revoke_slot", lambda self, slot: None)
     stock = owner_module.Owner._forget
 
     def forget(self: Any, grant: Any) -> None:
@@ -321,12 +321,12 @@ def test_each_grant_has_a_guard_of_its_own() -> None:
     try:
         guard.admit(2)
         guard.admit(5)
-        guard.bar(2)
+        guard.revoke_slot(2)
         assert readable(guard.address, 5)
         assert not readable(guard.address, 2)
         assert not readable(guard.address, 0)
-        guard.bar(2)  # a second time, and a block that was never admitted
-        guard.bar(3)
+        guard.revoke_slot(2)  # a second time, and a block that was never admitted
+        guard.revoke_slot(3)
         guard.close()
         assert not readable(guard.address, 5)
         guard.admit(5)

@@ -1,4 +1,4 @@
-"""Patches fit the installed SGLang, and a patch that does not fit is refused with everything a user needs."""
+"""Patches fit the installed SGLang, and one that does not is refused with everything a user needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_patch_fits_the_installed_sglang() -> None:
     check_all(PATCHES)
 
 
-def test_every_patch_says_what_why_and_when_it_can_go() -> None:
+def test_every_patch_states_its_change_its_reason_and_its_end() -> None:
     for patch in PATCHES:
         (module,) = (
             module
@@ -31,7 +31,7 @@ def test_every_patch_says_what_why_and_when_it_can_go() -> None:
             if name.startswith("sglang_ext.patches.") and getattr(module, "PATCH", None) is patch
         )
         doc = module.__doc__ or ""
-        for part in ("What:", "Why no extension point serves:", "Can go:"):
+        for part in ("Change:", "Why no extension point serves:", "Can go:"):
             assert part in doc, f"{patch.name} does not say {part!r}"
 
 

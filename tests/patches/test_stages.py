@@ -37,16 +37,16 @@ def streamer(monkeypatch: pytest.MonkeyPatch) -> Any:
 class Counted:
     """Stands for the metrics."""
 
-    def __init__(self, args: Any, told: bool) -> None:
-        self.args, self.told, self.seen = args, told, 0
+    def __init__(self, args: Any, reports: bool) -> None:
+        self.args, self.reports, self.seen = args, reports, 0
 
     def ended(self, req: Any) -> StageTimes | None:
         self.seen += 1
-        return request_stages(req) if self.told else None
+        return request_stages(req) if self.reports else None
 
 
 def test_an_answer_has_them_once_the_request_has_ended(streamer: Any) -> None:
-    PROCESS.stages = Counted(streamer.server_args, told=True)
+    PROCESS.stages = Counted(streamer.server_args, reports=True)
     assert hook.after_details({"device": 16}, streamer, request(ended=False)) is None
     details = hook.after_details({"device": 16, "host": 0}, streamer, request())
     assert (details["device"], details["host"]) == (16, 0)
@@ -58,7 +58,7 @@ def test_an_answer_has_them_once_the_request_has_ended(streamer: Any) -> None:
 
 
 def test_off_leaves_the_answer_and_counts(streamer: Any) -> None:
-    PROCESS.stages = Counted(streamer.server_args, told=False)
+    PROCESS.stages = Counted(streamer.server_args, reports=False)
     assert hook.after_details({"device": 16}, streamer, request()) is None
     assert PROCESS.stages.seen == 1
 
@@ -69,7 +69,7 @@ def test_other_servers_are_left_alone(streamer: Any) -> None:
 
 
 def test_no_error_reaches_sglang(streamer: Any) -> None:
-    PROCESS.stages = Counted(streamer.server_args, told=True)
+    PROCESS.stages = Counted(streamer.server_args, reports=True)
     assert hook.after_details(None, streamer, SimpleNamespace(finished=lambda: True)) is None
 
 
@@ -96,9 +96,9 @@ def test_openai_answers_carry_them() -> None:
     from sglang.srt.entrypoints.openai.utils import cached_tokens_details_from_dict
 
     hook.open_models()
-    told = {"device": 3, "host": 0, "dram_decision": "load", **StageTimes(0.1, 0.2).details()}
-    details = cached_tokens_details_from_dict(told)
-    hook.after_model(details, told)
+    reports = {"device": 3, "host": 0, "dram_decision": "load", **StageTimes(0.1, 0.2).details()}
+    details = cached_tokens_details_from_dict(reports)
+    hook.after_model(details, reports)
     answer = ChatCompletionStreamResponse(
         id="x", model="m", choices=[], sglext=SglExt(cached_tokens_details=details)
     )

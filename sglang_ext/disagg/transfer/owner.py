@@ -3,7 +3,8 @@
 A session lives from CONNECT until BYE, or until its reader has been silent for `dead_after`. Whatever it
 held ends with it: leases at once; grants once the writer is fenced.
 
-A grant that is over frees nothing before that. From that moment on no write under it begins (`Served.bar`);
+A grant that is over frees nothing before that. From that moment on no write under it begins
+(`Served.revoke_slot`);
 its writer is asked to say that none is under way, and if it does not in `dead_after`, its transport makes
 sure without it (`Served.fence`: `tcp` cuts the connections, `verbs` destroys the queue pairs, `shm` and `cma`
 look whether the writer's process stands still or has ended). Until one of them has done it, the blocks stay
@@ -396,7 +397,7 @@ class Owner:
         )
         writer.grants[slot] = 0
         for served in serving:
-            served.bar(slot)
+            served.revoke_slot(slot)
         now = self._clock.monotonic()
         since = self._over_since.setdefault(grant.number, now)
         gone = self._sessions.get(writer.number) is not writer
@@ -428,7 +429,7 @@ class Owner:
         slot = writer.slots.pop(grant.number)
         writer.grants[slot] = 0
         for served in writer.served.values():
-            served.bar(slot)
+            served.revoke_slot(slot)
 
     def _may_live(self, session: Session) -> bool:
         """Whether the reader's process may still touch our memory; only asked for transports on this host."""

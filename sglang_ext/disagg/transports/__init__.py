@@ -148,15 +148,15 @@ class Served(ABC):
         """The peer may write under a grant, which has this slot."""
 
     @abstractmethod
-    def bar(self, slot: int) -> None:
-        """The grant is over: no write under this slot lands that begins from now on. Called at least once for
+    def revoke_slot(self, slot: int) -> None:
+        """The grant is over: from now on no write that begins under this slot lands. Called at least once for
         each session that was admitted; transports that look at `grants` before each write need not do
         anything."""
 
     @abstractmethod
     def fence(self) -> bool:
         """Make sure that nothing the peer has begun to write is still under way, without its help; slots
-        were barred before. False when this transport cannot, now.
+        were revoked before. False when this transport cannot, now.
         """
 
     @abstractmethod

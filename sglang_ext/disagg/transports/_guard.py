@@ -51,7 +51,7 @@ class GuardPages:
             self._open.add(slot)
             self._protect(slot, 1, _PROT_WRITE)
 
-    def bar(self, slot: int) -> None:
+    def revoke_slot(self, slot: int) -> None:
         """Calls under this slot that begin from now on fail before they write."""
         if slot in self._open:
             self._open.discard(slot)
@@ -60,7 +60,7 @@ class GuardPages:
             self._protect(slot, 1, _PROT_NONE)
 
     def close(self) -> None:
-        """The session is over: bar all slots, and admit no other."""
+        """The session is over: revoke all slots, and admit no other."""
         self._closed = True
         self._open.clear()
         self._protect(0, self._slots, _PROT_NONE)

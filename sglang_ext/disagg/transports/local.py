@@ -296,8 +296,8 @@ class GuardedServed(Served):
     def admit(self, slot: int) -> None:
         self.guard.admit(slot)
 
-    def bar(self, slot: int) -> None:
-        self.guard.bar(slot)
+    def revoke_slot(self, slot: int) -> None:
+        self.guard.revoke_slot(slot)
 
     def fence(self) -> bool:
         """Whether the peer stands still or is gone; a peer that runs is asked."""

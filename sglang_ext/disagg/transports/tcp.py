@@ -263,7 +263,7 @@ class _Session(Served):
     def admit(self, slot: int) -> None:
         """Nothing to do: each write is held against `grants`."""
 
-    def bar(self, slot: int) -> None:
+    def revoke_slot(self, slot: int) -> None:
         """As `admit`."""
 
     def fence(self) -> bool:

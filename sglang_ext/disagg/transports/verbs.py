@@ -152,7 +152,7 @@ class _Session(Served):
     def admit(self, slot: int) -> None:
         """Nothing to do: the adapter knows no grants; `fence` ends the queue pairs."""
 
-    def bar(self, slot: int) -> None:
+    def revoke_slot(self, slot: int) -> None:
         """As `admit`."""
 
     def fence(self) -> bool:

@@ -180,7 +180,7 @@ class Agent:
     def prefill_servers(self, message: PrefillServers) -> None:
         """Connect to these, beside what requests do. From any thread."""
         with contextlib.suppress(RuntimeError):  # the transfer thread has ended
-            self.transfers.loop.call_soon_threadsafe(self.joins.told, message)
+            self.transfers.loop.call_soon_threadsafe(self.joins.on_server_list, message)
 
     def wake(self) -> None:
         """Make `wake_fd` readable. From any thread."""

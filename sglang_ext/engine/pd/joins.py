@@ -41,7 +41,7 @@ class PrefillJoins:
     def __init__(self, peers: PrefillPeers, clock: Clock) -> None:
         self._peers = peers
         self._clock = clock
-        self._told: dict[str, tuple[float, tuple[PrefillServer, ...]]] = {}
+        self._lists: dict[str, tuple[float, tuple[PrefillServer, ...]]] = {}
         """Router -> when its last list came, and the servers on it."""
         self._tasks: dict[PrefillServer, asyncio.Task[None]] = {}
 
@@ -51,31 +51,31 @@ class PrefillJoins:
     @property
     def awaited(self) -> frozenset[str]:
         """Addresses of servers that are on a router's list and not connected."""
-        told = frozenset(server.address for server in list(self._tasks))
-        return frozenset(address for address in told if self._peers.known(address) is None)
+        listed = frozenset(server.address for server in list(self._tasks))
+        return frozenset(address for address in listed if self._peers.known(address) is None)
 
-    def told(self, message: PrefillServers) -> None:
+    def on_server_list(self, message: PrefillServers) -> None:
         """Replace a router's list of prefill servers."""
-        self._told[message.router] = self._clock.monotonic(), message.servers
+        self._lists[message.router] = self._clock.monotonic(), message.servers
         self._follow()
 
     def tick(self) -> None:
         """Drop the lists of routers that have been silent for too long. Now and then."""
         oldest = self._clock.monotonic() - BELIEVED_SECONDS
-        if silent := [router for router, (at, _) in self._told.items() if at < oldest]:
+        if silent := [router for router, (at, _) in self._lists.items() if at < oldest]:
             for router in silent:
-                del self._told[router]
+                del self._lists[router]
             self._follow()
 
     async def close(self) -> None:
         """End all attempts."""
-        self._told.clear()
+        self._lists.clear()
         tasks = list(self._tasks.values())
         self._follow()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _follow(self) -> None:
-        wanted = {server for _, servers in self._told.values() for server in servers}
+        wanted = {server for _, servers in self._lists.values() for server in servers}
         for server in self._tasks.keys() - wanted:
             self._tasks.pop(server).cancel()
         for server in wanted - self._tasks.keys():

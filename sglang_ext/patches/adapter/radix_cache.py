@@ -397,7 +397,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         alarm = self.migration.tickets.next_expiry
         if self.prefetcher is not None:
             alarm = min(alarm, self.prefetcher.retention.next_expiry, self.prefetcher.next_due)
-        self.command_queue.tell_time(alarm)
+        self.command_queue.broadcast_time_at(alarm)
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

@@ -1,6 +1,6 @@
 """The paged KV allocator on a CPU: two Triton kernels in plain torch.
 
-What: with ``--page-size`` above 1, ``PagedTokenToKVPoolAllocator`` launches ``alloc_extend_kernel`` and
+Change: with ``--page-size`` above 1, ``PagedTokenToKVPoolAllocator`` launches ``alloc_extend_kernel`` and
 ``alloc_decode_kernel``; without a GPU driver Triton refuses ("0 active drivers"). The stand-ins here take
 the same arguments and write the same slots; SGLang's own methods around them stay.
 

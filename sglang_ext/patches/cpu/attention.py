@@ -1,11 +1,11 @@
 """Attention on a CPU whose cost grows with the new tokens, not with the cached ones.
 
-What: two methods of the attention backend ``torch_native``. For a prompt of which a part is cached, SGLang's
-``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and throws away those of the
-cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013 new ones, so that a hit is
-worth far less than on a GPU, whose backends do not do this. Ours attends with the new queries only. And both,
-``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing, which copies at a fifth of the
-rate that ``index_select`` reaches on a CPU.
+Change: two methods of the attention backend ``torch_native``. For a prompt of which a part is cached,
+SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and throws away those
+of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013 new ones, so that a
+hit is worth far less than on a GPU, whose backends do not do this. Ours attends with the new queries only.
+And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing, which copies at a
+fifth of the rate that ``index_select`` reaches on a CPU.
 
 Keys, values and the mask of each query are the same; results differ by rounding at most (a few 1e-7 in
 float32: how many queries are multiplied at once decides that, as it does in SGLang between a hit and a miss).

@@ -1,9 +1,10 @@
 """Early send of a cached prefix by a prefill server on a CPU.
 
-What: with overlap scheduling ``maybe_send_cached_prefix_chunk`` records a ``torch.cuda.Event``, on which the
-transfer waits before it reads KV that the forward pass before may still be writing. Without CUDA that raises
-and kills the prefill server at its first cached prefix. On a CPU a forward pass has ended when the scheduler
-goes on, so there is nothing to wait for: the call is made as without overlap, which records no event.
+Change: with overlap scheduling ``maybe_send_cached_prefix_chunk`` records a ``torch.cuda.Event``, on which
+the transfer waits before it reads KV that the forward pass before may still be writing. Without CUDA that
+raises and kills the prefill server at its first cached prefix. On a CPU a forward pass has ended when the
+scheduler goes on, so there is nothing to wait for: the call is made as without overlap, which records no
+event.
 
 Why no extension point serves: the event's class is fixed in the method.
 

@@ -1,6 +1,6 @@
 """Start the scheduler and detokenizer processes of a CPU server by fork.
 
-What: SGLang starts its processes by spawn, because CUDA does not survive a fork. Each then imports torch,
+Change: SGLang starts its processes by spawn, because CUDA does not survive a fork. Each then imports torch,
 transformers and SGLang again: on a CPU that is most of a small server's start, twice over, and the memory of
 the modules three times. Without CUDA nothing stands against a fork at the point where SGLang starts them: the
 server has imported, parsed its arguments and started no thread. A child gets the default handlers of the

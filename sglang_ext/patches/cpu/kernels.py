@@ -1,6 +1,6 @@
 """A module ``sgl_kernel`` for hosts where the kernel library cannot be installed.
 
-What: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``).
+Change: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``).
 None of them is called for dense Llama- and Qwen-like models or for MLA models without speculative decoding;
 without Intel AMX operators SGLang takes its own plain-torch paths. The stand-in answers every import with a
 function that raises ``NotImplementedError`` with the kernel's name and the way out. In

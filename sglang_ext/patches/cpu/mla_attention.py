@@ -1,6 +1,6 @@
 """Prefill of MLA models with the plain-torch attention backend.
 
-What: ``--attention-backend torch_native`` reads keys and values from the KV pool alone. SGLang has no
+Change: ``--attention-backend torch_native`` reads keys and values from the KV pool alone. SGLang has no
 entry for it in the table that chooses how an MLA layer attends, and falls back to Triton's, which computes
 the first prefill of a prompt with full keys and values that it passes as arguments and keeps out of the pool:
 the model dies in the first forward pass. The entry made here chooses the absorbed form always, in which the

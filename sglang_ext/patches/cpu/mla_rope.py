@@ -1,6 +1,6 @@
 """Rotary embedding of MLA models without YaRN on a CPU.
 
-What: MLA models take their rotary embedding from ``get_rope_wrapper``, which on a CPU calls
+Change: MLA models take their rotary embedding from ``get_rope_wrapper``, which on a CPU calls
 ``get_rope_cpu``, which knows ``deepseek_yarn`` alone and asserts otherwise; a model with plain or other
 scaling (``rope_scaling`` null, as in GLM-4.7-Flash and in small test models) does not start.
 Every other model takes the same embeddings from ``get_rope``, which runs on a CPU; this calls it.

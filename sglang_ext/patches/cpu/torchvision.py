@@ -1,6 +1,6 @@
 """Let torchvision be imported beside a CPU build of torch.
 
-What: torchvision's wheel on PyPI is built for CUDA; beside a CPU torch its library ``_C.so`` cannot be
+Change: torchvision's wheel on PyPI is built for CUDA; beside a CPU torch its library ``_C.so`` cannot be
 loaded, the operators ``torchvision::nms`` and ``torchvision::qnms`` stay undefined, and its import fails
 while it registers their meta kernels. With it fail transformers' image processors and SGLang. Defining
 the two schemas before the import is enough; the operators themselves are not needed for text.

@@ -1,6 +1,6 @@
 """Hold the end of an answer back until its KV is durable (``--kv-durability acked``).
 
-What: SGLang keeps a finished request's KV before it streams its end. Four hooks:
+Change: SGLang keeps a finished request's KV before it streams its end. Four hooks:
 
 - around ``stream_output``: of requests that have finished, only requests whose end may be sent go on to the
   detokenizer (`engine/tiers/acked_answers.py`). Tokens before the last chunk have gone on already, as always;

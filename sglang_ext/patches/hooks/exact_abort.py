@@ -1,6 +1,6 @@
 """Abort the named request only.
 
-What: around ``Scheduler.abort_request``. SGLang compares names with ``startswith``, so that aborting
+Change: around ``Scheduler.abort_request``. SGLang compares names with ``startswith``, so that aborting
 ``job-1`` also aborts ``job-10``, and an empty name aborts everything. While SGLang looks for the request,
 other requests whose names begin with the same characters are renamed; an empty name aborts nothing.
 

@@ -1,6 +1,6 @@
 """Our flags on SGLang's command line, and their way to the scheduler processes.
 
-What: a hook after ``ServerArgs.add_cli_args`` adds a group of our own; a hook after
+Change: a hook after ``ServerArgs.add_cli_args`` adds a group of our own; a hook after
 ``ServerArgs.from_cli_args`` validates the user's flags and puts them on the record as a bookkeeping attribute
 (leading underscore), which SGLang's pickling carries to every child beside the fields.
 

@@ -1,6 +1,6 @@
 """Put the decision about loading a request's KV into its answer, with the numbers.
 
-What: ``meta_info["cached_tokens_details"]`` says how many tokens came from which tier. Where our cache has
+Change: ``meta_info["cached_tokens_details"]`` says how many tokens came from which tier. Where our cache has
 weighed loading against computing for the request, it says so there too (``engine/tiers/load_report.py``): for
 ``host`` and ``storage`` the decision, its reason, tokens found and read, bytes read, and the microseconds
 that each way was expected to take; ``storage_backend`` names our disk. A request that was computed because

@@ -1,6 +1,6 @@
 """Let commands for the cache travel with SGLang's requests, so that every rank gets them in the same pass.
 
-What: three hooks.
+Change: three hooks.
 
 - after rank 0 has pulled the messages that arrived: the commands in the command queue
   (``engine/commands.py``) are added, and are broadcast over the ranks with the requests;

@@ -1,6 +1,6 @@
 """Keep tenants' prompts apart in embeddings, scores and rerankings, and answer with the served name.
 
-What: hooks at four places.
+Change: hooks at four places.
 
 - before ``TokenizerManager.generate_request``: SGLang takes ``cache_salt`` in no field of these requests, so
   the router sends it as a header (``keys.SALT_HEADER``). It is kept for the task that serves the request;

@@ -1,6 +1,6 @@
 """Refuse the values of a request that would end a scheduler.
 
-What: hooks at four places.
+Change: hooks at four places.
 
 - around the reading of a request's shape: ``n`` is bounded, as the request is repeated in memory so many
   times before anything of it is checked. Errors other than ``ValueError``, and request ids that are no

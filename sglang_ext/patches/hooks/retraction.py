@@ -1,6 +1,6 @@
 """Ask before a running request is retracted for one of a higher priority, and keep its KV.
 
-What: with ``--enable-priority-scheduling``, SGLang preempts running requests as soon as one of a higher
+Change: with ``--enable-priority-scheduling``, SGLang preempts running requests as soon as one of a higher
 priority finds no place among them, frees their KV, and computes it again. Four hooks, for
 ``patches/adapter/retracting.py``:
 

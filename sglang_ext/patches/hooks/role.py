@@ -1,6 +1,6 @@
 """Keep the cache when a server changes between prefill and decode, and let its routers know.
 
-What: two hooks. Around the place where SGLang empties the cache between the two roles, ours is left as it
+Change: two hooks. Around the place where SGLang empties the cache between the two roles, ours is left as it
 is: a token's KV does not depend on the role that computed it, and the tree's slots belong to the tree in both
 roles. After the switch the cache receives the role, which the instance registers with from then on.
 

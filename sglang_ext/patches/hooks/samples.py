@@ -1,9 +1,9 @@
 """Give each sample of a prompt (``n`` above 1) a hand-over of its own.
 
-What: SGLang sends a prompt of several samples to its scheduler once more than it has samples: first a request
-without output, which computes the prefix that all samples share, then one request per sample. All of them get
-the prompt's ``bootstrap_room``, but a room is one hand-over between prefill and decode: the second request
-of a room was refused. Two hooks, in the tokenizer process of either server:
+Change: SGLang sends a prompt of several samples to its scheduler once more than it has samples: first a
+request without output, which computes the prefix that all samples share, then one request per sample. All of
+them get the prompt's ``bootstrap_room``, but a room is one hand-over between prefill and decode: the second
+request of a room was refused. Two hooks, in the tokenizer process of either server:
 
 - after ``GenerateReqInput.__getitem__``, which makes the request of one prompt of a batch: a request that
   will be sampled several times gets a counter, which the copies that SGLang makes of it share;

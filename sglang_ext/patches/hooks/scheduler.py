@@ -1,7 +1,7 @@
 """Let the scheduler call our cache where it calls HiCache.
 
-What: SGLang's scheduler informs a cache of its loop, of a prefill batch that is about to run, and of idleness
-only when HiCache, LMCache, FlexKV or an external linker is on. Eight hooks call ours:
+Change: SGLang's scheduler informs a cache of its loop, of a prefill batch that is about to run, and of
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight hooks call ours:
 
 - once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
   (``patches/adapter/storage_prefetch.py``) as it does with a HiCache storage backend;

@@ -1,6 +1,6 @@
 """How long a request spent in each stage: in its answer, and in the server's metrics.
 
-What: once a request has ended, ``meta_info["cached_tokens_details"]`` has its stages (``stage_prefill_us``
+Change: once a request has ended, ``meta_info["cached_tokens_details"]`` has its stages (``stage_prefill_us``
 and so on, see `sglang_ext.stages`), also in the ``sglext`` of OpenAI answers, whose models have fixed fields.
 Before decode's ``_commit_transfer_to_req``, the stages that came with the KV are kept.
 ``SGLANG_EXT_KV_STAGE_TIMES=off`` leaves answers as they are; metrics are always kept.
@@ -42,7 +42,7 @@ _HOLDERS = (
 """Models that contain the details, and have to be built anew."""
 
 
-class Teller:
+class StageReporter:
     """Collects and reports stages in this scheduler process. The first rank counts; all ranks' stages are
     alike."""
 
@@ -52,7 +52,7 @@ class Teller:
         from sglang_ext.patches.adapter.request_stages import StageMetrics
 
         self.args = server_args
-        self.told = flags.carried_config(server_args, os.environ).stage_times == "on"
+        self.reports = flags.carried_config(server_args, os.environ).stage_times == "on"
         counts = server_args.enable_metrics and get_parallel().attn_tp_rank == 0
         self.metrics = StageMetrics() if counts else None
 
@@ -62,7 +62,7 @@ class Teller:
 
         if self.metrics is not None:
             self.metrics.observe(req)
-        return request_stages(req) if self.told else None
+        return request_stages(req) if self.reports else None
 
 
 def after_details(details: dict[str, int | str] | None, streamer: Any, req: Any) -> Any:
@@ -71,10 +71,10 @@ def after_details(details: dict[str, int | str] | None, streamer: Any, req: Any)
     if not req.finished() or not (called_cache(streamer) is not None or _hands_over(args)):
         return None
     try:
-        teller = PROCESS.stages
-        if teller is None or teller.args is not args:
-            teller = PROCESS.stages = Teller(args)
-        stages = teller.ended(req)
+        reporter = PROCESS.stages
+        if reporter is None or reporter.args is not args:
+            reporter = PROCESS.stages = StageReporter(args)
+        stages = reporter.ended(req)
     except Exception:
         logger.exception("the stages of a request are not known")
         return None

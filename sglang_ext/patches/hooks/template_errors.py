@@ -1,9 +1,9 @@
 """Answer a chat template that fails with a 400 instead of a 500.
 
-What: around ``OpenAIServingChat._process_messages``, from which chat completions, responses and messages get
-their prompt. A template is a program that is given the client's messages, tools and ``chat_template_kwargs``.
-SGLang reports errors of Jinja's own and ``TypeError`` as the client's; others, such as a division by an
-argument that is 0, end in "Internal Server Error".
+Change: around ``OpenAIServingChat._process_messages``, from which chat completions, responses and messages
+get their prompt. A template is a program that is given the client's messages, tools and
+``chat_template_kwargs``. SGLang reports errors of Jinja's own and ``TypeError`` as the client's; others, such
+as a division by an argument that is 0, end in "Internal Server Error".
 
 Why no extension point serves: there is none between the request and the template.
 

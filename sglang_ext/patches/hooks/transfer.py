@@ -1,6 +1,6 @@
 """The transfer backend ``global``, on SGLang's command line, in its enumeration and among its classes.
 
-What: ``global`` becomes a member of ``TransferBackend`` and a choice of
+Change: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
 ``patches/adapter/kv_manager.py``. Before the command line is made into a server's settings,
 ``--kv-pd-caching`` chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our

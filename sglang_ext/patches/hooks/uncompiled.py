@@ -1,6 +1,6 @@
 """Run the functions that SGLang would compile at the first request that needs them as they are written.
 
-What: around two functions of the sampler that ``torch.compile`` wraps. SGLang's warm-up does not call them.
+Change: around two functions of the sampler that ``torch.compile`` wraps. SGLang's warm-up does not call them.
 The first request with a repetition penalty, or with a seed, compiled while all others waited (14 s on a CPU),
 and ended the server where there is no C++ compiler. Each is a few operators over the logits. On a CPU nothing
 is compiled at all (``cpu/runtime.py``).

@@ -1,9 +1,9 @@
 """Refuse token ids that the model does not have, and prompts without any.
 
-What: SGLang passes ``input_ids`` of a request to the embedding unchecked; an id outside the vocabulary raises
-in the forward pass, which kills the scheduler process, on a GPU by a device-side assertion. So does a prompt
-without a token. The scheduler already checks the length of every request and answers a bad one with a 400;
-this check joins it.
+Change: SGLang passes ``input_ids`` of a request to the embedding unchecked; an id outside the vocabulary
+raises in the forward pass, which kills the scheduler process, on a GPU by a device-side assertion. So does a
+prompt without a token. The scheduler already checks the length of every request and answers a bad one with a
+400; this check joins it.
 
 Why no extension point serves: there is none for the validation of requests.
 

@@ -1,6 +1,6 @@
 """Notify our cache when the model's weights or the KV pool's memory change under it.
 
-What: around any call that changes weights, ``weights_changing()`` of the cache is called before the change,
+Change: around any call that changes weights, ``weights_changing()`` of the cache is called before the change,
 and ``weights_changed()`` once they stand still, also when the call has failed: half an update changes weights
 too. KV of other weights then never matches, also where the caller asked SGLang not to flush its cache. In
 between, nothing is cached: in a session of updates (``begin`` to ``end``) weights may be changed from outside

@@ -1,8 +1,8 @@
 """Pad ids of pictures that keep the whole hash of their content.
 
-What: in a prompt, SGLang puts a hash of the content in place of each token of a picture, a video or a sound:
-the pad of the item. Up to 0.5.22 a pad has 30 bits of the hash. Two pictures whose hashes agree in these
-bits have one key, and the request about the second would be answered from the KV of the first. After
+Change: in a prompt, SGLang puts a hash of the content in place of each token of a picture, a video or a
+sound: the pad of the item. Up to 0.5.22 a pad has 30 bits of the hash. Two pictures whose hashes agree in
+these bits have one key, and the request about the second would be answered from the KV of the first. After
 ``set_hash`` and ``set_pad_value``, a pad that is not a wide id (``sglang_ext.keys``) is made anew from all 64
 bits. SGLang 0.5.23 makes wide pads itself. There, only pads that come with precomputed content are changed.
 

@@ -88,12 +88,12 @@ def test_a_loop_that_stands_still_does_not_fill_the_memory(command_queue: RankCo
 
 def test_the_time_comes_once_when_something_expires(command_queue: RankCommandQueue) -> None:
     assert command_queue.take() == []
-    command_queue.tell_time(7.5)
+    command_queue.broadcast_time_at(7.5)
     assert command_queue.take() == []
-    command_queue.tell_time(7.0)
+    command_queue.broadcast_time_at(7.0)
     assert command_queue.take() == [Command(b"", 7.0)]
     assert command_queue.take() == []
-    command_queue.tell_time(6.0)
+    command_queue.broadcast_time_at(6.0)
     command_queue.put(b"x")
     assert command_queue.take() == [Command(b"x", 7.0), Command(b"", 7.0)]
     assert command_queue.take() == []

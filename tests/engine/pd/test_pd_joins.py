@@ -36,7 +36,7 @@ from tests.support.servers.ports import free_port
 pytestmark = pytest.mark.slow
 
 
-def told(*addresses: str, router: str = "r", epoch: bytes = b"1" * 16) -> PrefillServers:
+def server_list(*addresses: str, router: str = "r", epoch: bytes = b"1" * 16) -> PrefillServers:
     return PrefillServers(router, tuple(PrefillServer("p", epoch, address) for address in addresses))
 
 
@@ -93,7 +93,7 @@ async def stage() -> Stage:
 
 async def test_each_server_is_connected_once_whoever_tells_of_it(stage: Stage) -> None:
     for router in ("r", "s", "r"):
-        stage.joins.told(told("a:1", "b:1", router=router))
+        stage.joins.on_server_list(server_list("a:1", "b:1", router=router))
         await stage.turn()
     assert sorted(stage.peers.asked) == ["a:1", "b:1"]
     assert stage.joins.awaited == frozenset()
@@ -106,7 +106,7 @@ async def test_each_server_is_connected_once_whoever_tells_of_it(stage: Stage) -
 )
 async def test_it_is_tried_again_and_again_with_longer_pauses(stage: Stage, error: Exception) -> None:
     stage.peers.failing = error
-    stage.joins.told(told("a:1"))
+    stage.joins.on_server_list(server_list("a:1"))
     await stage.turn()
     assert stage.joins.awaited == {"a:1"}
     await stage.clock.pass_time(20)
@@ -122,7 +122,7 @@ async def test_it_is_tried_again_and_again_with_longer_pauses(stage: Stage, erro
 
 
 async def test_a_connection_that_ends_is_made_anew(stage: Stage) -> None:
-    stage.joins.told(told("a:1"))
+    stage.joins.on_server_list(server_list("a:1"))
     await stage.turn()
     stage.peers.there.pop("a:1").over.set()
     await stage.turn()
@@ -136,13 +136,13 @@ async def test_a_connection_that_ends_is_made_anew(stage: Stage) -> None:
 async def test_it_gives_up_when_the_server_has_left(stage: Stage, while_: str) -> None:
     stage.peers.stalls = while_ == "connecting"
     stage.peers.failing = PeerGoneError("not there") if while_ == "pausing" else None
-    stage.joins.told(told("a:1"))
+    stage.joins.on_server_list(server_list("a:1"))
     await stage.turn()
-    stage.joins.told(told("a:1", router="s"))
-    stage.joins.told(told())
+    stage.joins.on_server_list(server_list("a:1", router="s"))
+    stage.joins.on_server_list(server_list())
     await stage.turn()
     assert "1 servers" in repr(stage.joins), "the other router still has it"
-    stage.joins.told(told(router="s"))
+    stage.joins.on_server_list(server_list(router="s"))
     await stage.turn()
     tries = len(stage.peers.asked)
     await stage.clock.pass_time(30)
@@ -153,11 +153,11 @@ async def test_it_gives_up_when_the_server_has_left(stage: Stage, while_: str) -
 
 async def test_a_server_that_was_started_anew_is_tried_at_once(stage: Stage) -> None:
     stage.peers.failing = PeerGoneError("not there")
-    stage.joins.told(told("a:1"))
+    stage.joins.on_server_list(server_list("a:1"))
     await stage.clock.pass_time(30)
     stage.peers.failing = None
     tries = len(stage.peers.asked)
-    stage.joins.told(told("a:1", epoch=b"2" * 16))
+    stage.joins.on_server_list(server_list("a:1", epoch=b"2" * 16))
     await stage.turn()
     assert len(stage.peers.asked) == tries + 1
     assert stage.joins.awaited == frozenset()
@@ -166,7 +166,7 @@ async def test_a_server_that_was_started_anew_is_tried_at_once(stage: Stage) -> 
 
 async def test_a_router_that_says_nothing_more_is_not_believed(stage: Stage) -> None:
     stage.peers.failing = PeerGoneError("not there")
-    stage.joins.told(told("a:1"))
+    stage.joins.on_server_list(server_list("a:1"))
     await stage.clock.pass_time(BELIEVED_SECONDS - 1)
     stage.joins.tick()
     assert stage.joins.awaited == {"a:1"}
@@ -194,25 +194,25 @@ def hand_over(servers: Rig, number: int) -> None:
     assert np.array_equal(servers.prefill[0].kv([1, 2], 4), servers.decode[0].kv([3, 4], 4))
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_the_first_request_finds_a_connection(is_told: bool) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_first_request_finds_a_connection(is_listed: bool) -> None:
     with rig() as servers:
         decode = servers.decode[0].agent
-        if is_told:
-            decode.prefill_servers(told(servers.address))
+        if is_listed:
+            decode.prefill_servers(server_list(servers.address))
             servers.wait(lambda: decode.state().prefill_servers["connected"], "a connection")
             assert decode.state().prefill_servers == {"connected": 1, "awaited": 0}
         hand_over(servers, 1)
         hand_over(servers, 2)
         # The twin: without the announcement, decode connects while its first request waits.
-        assert connects(decode) == ({"ahead": 1} if is_told else {"request": 1})
+        assert connects(decode) == ({"ahead": 1} if is_listed else {"request": 1})
         servers.check()
 
 
 def test_every_rank_connects_to_every_rank() -> None:
     with rig(2, 2) as servers:
         for side in servers.decode:
-            side.agent.prefill_servers(told(servers.address))
+            side.agent.prefill_servers(server_list(servers.address))
         for side in servers.decode:
             servers.wait(lambda side=side: side.agent.peer(servers.address), "a connection")
             (peer,) = [side.agent.peer(servers.address)]
@@ -234,7 +234,7 @@ def decode_alone() -> Iterator[Agent]:
 def test_a_server_that_comes_later_is_found() -> None:
     address = f"127.0.0.1:{free_port()}"
     with decode_alone() as decode, ExitStack() as stack:
-        decode.prefill_servers(told(address))
+        decode.prefill_servers(server_list(address))
         wait_until(lambda: decode.state().prefill_servers["awaited"] == 1, seconds=20, what="an attempt")
         bootstrap = BootstrapService("127.0.0.1", int(address.rpartition(":")[2]), None)
         stack.callback(bootstrap.close)
@@ -256,14 +256,14 @@ def test_a_server_that_dies_and_comes_back_is_connected_anew(how: signal.Signals
         stack.callback(bootstrap.close)
         first = Victim("prefill", "pull", bootstrap.address)
         stack.callback(first.close)
-        decode.prefill_servers(told(bootstrap.address))
+        decode.prefill_servers(server_list(bootstrap.address))
         wait_until(lambda: decode.peer(bootstrap.address) is not None, seconds=20, what="a connection")
         before = decode.peer(bootstrap.address)
         os.kill(first.process.pid, how)
         wait_until(lambda: decode.peer(bootstrap.address) is None, seconds=20, what="the verdict")
         second = Victim("prefill", "pull", bootstrap.address)
         stack.callback(second.close)
-        decode.prefill_servers(told(bootstrap.address, epoch=b"2" * 16))
+        decode.prefill_servers(server_list(bootstrap.address, epoch=b"2" * 16))
         wait_until(lambda: decode.peer(bootstrap.address) is not None, seconds=30, what="another one")
         assert decode.peer(bootstrap.address) is not before
         assert connects(decode) == {"ahead": 2}
@@ -274,10 +274,10 @@ def test_a_server_that_stands_still_while_it_is_connected_holds_up_nothing(ends:
     """Its bootstrap port accepts the connection and sends nothing: death in the middle of CONNECT."""
     with socket.create_server(("127.0.0.1", 0)) as mute, decode_alone() as decode:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        decode.prefill_servers(told(address))
+        decode.prefill_servers(server_list(address))
         wait_until(lambda: decode.state().prefill_servers["awaited"] == 1, seconds=20, what="an attempt")
         if ends == "left":
-            decode.prefill_servers(told())
+            decode.prefill_servers(server_list())
             wait_until(lambda: decode.state().prefill_servers["awaited"] == 0, seconds=20, what="the end")
         # Closing the agent, at the end of the block, waits for no attempt either: it has CALL_SECONDS.
 
@@ -299,7 +299,7 @@ def test_a_bootstrap_port_that_stood_still_for_a_look_up_is_asked_again(
     monkeypatch.setattr(peers, "LOOKUP_SECONDS", 0.2)
     with rig() as servers, mute() as (port, address):
         decode, sender = servers.decode[0].agent, servers.prefill[0].agent.sender
-        decode.prefill_servers(told(servers.address))
+        decode.prefill_servers(server_list(servers.address))
         servers.wait(lambda: decode.peer(servers.address), "who is behind the port")
         known = decode.peer(servers.address)
         assert known is not None
@@ -334,7 +334,7 @@ def test_a_bootstrap_port_that_never_answers_is_asked_for_as_long_as_connecting_
 def test_the_thread_may_have_ended() -> None:
     with decode_alone() as decode:
         pass
-    decode.prefill_servers(told("127.0.0.1:1"))
+    decode.prefill_servers(server_list("127.0.0.1:1"))
 
 
 def test_the_bounds_fit_each_other() -> None:

@@ -139,7 +139,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
             await stock(self, name)
 
         monkeypatch.setattr(Claims, "remove", remove)
-        monkeypatch.setattr(GuardPages, "bar", lambda self, slot: None)
+        monkeypatch.setattr(GuardPages, "revoke_slot", lambda self, slot: None)
     with rig(mode="push", transports=(transport,)) as servers:
         number = next(NUMBERS)
         prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
