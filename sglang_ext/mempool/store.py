@@ -11,10 +11,11 @@ A reservation locks the prefix that it continues until it ends, so that its bloc
 that have entered the index in the meantime are kept once. A reservation of `Use.PREFETCH` gives way instead:
 it locks nothing, and is given up when the engine needs the memory.
 
-MemServe's nine calls (table 1) are methods of the store, by key and by tier, and are counted as they are
-carried out, see `Call`. Every block that is neither free nor in the index is in the store's ledger, and
-nowhere else. All methods run in the scheduler's thread, and on every rank in the same order: decisions
-depend only on state that all ranks share. Calls that name another instance are in `remote.py`.
+MemServe's nine calls (table 1) are methods of the store, by key and by place, and are counted as they are
+carried out, see `Call`. A place is a holder (a component in a tier), or a tier, which means the holder of its
+full component. Every block that is neither free nor in the index is in the store's ledger, and nowhere else.
+All methods run in the scheduler's thread, and on every rank in the same order: decisions depend only on state
+that all ranks share. Calls that name another instance are in `remote.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Evicted, Holder, Match, Node, RadixTree
 from sglang_ext.radix_global.node import InsertResult
 from sglang_ext.tiers import Tier
+
+Place: TypeAlias = Tier | Holder
+"""Where KV lies: a holder, or a tier, which means the holder of its full component."""
 
 
 class Call(enum.StrEnum):
@@ -194,7 +198,7 @@ class Reservation:
     """
 
     store: Store
-    tier: Tier
+    holder: Holder
     use: Use
     namespace: Hashable
     key: bytes
@@ -209,6 +213,11 @@ class Reservation:
     """No copy to it is under way any more, so that the engine may take its memory back at once."""
     on_surrender: Callable[[], None] = field(default=lambda: None)
     """Called when the engine has taken its memory back."""
+
+    @property
+    def tier(self) -> Tier:
+        """The tier whose memory it is."""
+        return self.holder.tier
 
     def commit(self, blocks: int | None = None, *, onward: bool = True) -> Committed | None:
         """Insert the first `blocks` blocks (None: all), which are filled, and give back the rest.
@@ -261,19 +270,25 @@ class Store:
         self.incoming: list[Incoming] = []
         """KV on its way into memory of requests."""
         self._step = tree.block_size * TOKEN_BYTES
-        self.tiers: dict[Tier, StoreTier] = {}
-        """Tiers whose memory can be reserved, by name."""
+        self.tiers: dict[Holder, StoreTier] = {}
+        """The memory that can be reserved, by its holder in the index."""
+        self.evicted: Counter[Holder] = Counter()
+        """Blocks that were deleted from each holder, since the start."""
+        self._full: dict[Tier, Holder] = {}
         self._sources: dict[Tier, Source] = {}
         self._down: dict[Tier, CopiesDown] = {}
         self._open: dict[Reservation, None] = {}
-        self._taken: dict[Tier, dict[Use, int]] = {}
+        self._taken: dict[Holder, dict[Use, int]] = {}
         """Blocks that are neither free nor in the index."""
-        self._yielding: Counter[Tier] = Counter()
+        self._yielding: Counter[Holder] = Counter()
 
-    def add(self, level: Tier, tier: StoreTier) -> None:
-        """Let a tier's memory be reserved by its name."""
-        self.tiers[level] = tier
-        self._taken[level] = dict.fromkeys(Use, 0)
+    def add(self, tier: StoreTier) -> None:
+        """Let a tier's memory of one component (`tier.holder`) be reserved."""
+        holder = tier.holder
+        self.tiers[holder] = tier
+        if holder.full is None:
+            self._full[holder.tier] = holder
+        self._taken[holder] = dict.fromkeys(Use, 0)
 
     def add_source(self, level: Tier, source: Source) -> None:
         """Let KV be loaded from there by its name."""
@@ -283,11 +298,27 @@ class Store:
         """Let blocks of this tier be copied to the one below."""
         self._down[level] = copies
 
+    def holder_of(self, place: Place) -> Holder:
+        """The holder at a place.
+
+        Raises:
+            KeyError: no memory of this tier was added.
+        """
+        return place if isinstance(place, Holder) else self._full[place]
+
+    def tier_at(self, place: Place) -> StoreTier:
+        """The memory at a place.
+
+        Raises:
+            KeyError: none was added.
+        """
+        return self.tiers[self.holder_of(place)]
+
     # -- memory -----------------------------------------------------------------------------------
 
     def alloc_mem(
         self,
-        level: Tier,
+        place: Place,
         blocks: int,
         use: Use,
         *,
@@ -298,24 +329,26 @@ class Store:
         """Take up to `blocks` blocks of a tier (`whole`: all of them or none). The caller gives them back
         (`free_mem`) or has them inserted. Returns None for no blocks. See `StoreTier.take`.
         """
-        tier = self.tiers[level]
+        holder = self.holder_of(place)
+        tier = self.tiers[holder]
         places = tier.take(blocks, lose=lose, rank=rank)
         got = tier.count(places)
         if not got or (whole and got < blocks):
             if got:
                 tier.give_back(places)
             return None
-        self._taken[level][use] += got
+        self._taken[holder][use] += got
         self.calls[Call.ALLOC_MEM] += 1
         return places
 
-    def free_mem(self, level: Tier, places: Any, use: Use) -> None:
+    def free_mem(self, place: Place, places: Any, use: Use) -> None:
         """Give back taken blocks that are not needed."""
-        tier = self.tiers[level]
+        holder = self.holder_of(place)
+        tier = self.tiers[holder]
         count = tier.count(places)
         if count:
             tier.give_back(places)
-            self._taken[level][use] -= count
+            self._taken[holder][use] -= count
             self.calls[Call.FREE_MEM] += 1
 
     # -- the index --------------------------------------------------------------------------------
@@ -344,31 +377,55 @@ class Store:
             call: the call as which the insertion is counted.
         """
         self.calls[call] += 1
-        tier = self.tiers[level]
-        result: InsertResult = self.tree.insert(namespace, key, tier.holder, places, priority=priority)
+        holder = self._full[level]
+        result: InsertResult = self.tree.insert(namespace, key, holder, places, priority=priority)
         self.swap_out(level, result.node, result.new_blocks)
         return result
 
-    def delete(self, level: Tier, gone: Sequence[Evicted]) -> int:
-        """Free the memory of blocks that a tier has given up. Blocks without a copy in memory leave the
-        index; a copy on disk is found there by its name. Returns the number of blocks.
+    def attach(self, holder: Holder, nodes: Sequence[Node], places: Any, use: Use) -> None:
+        """Put the rows of a window or a state into the index.
+
+        Args:
+            nodes: from the top. The tier has their full component.
+            places: taken blocks (`alloc_mem`) for all of these nodes, in their order.
+            use: the purpose for which the blocks were taken.
+        """
+        tier = self.tiers[holder]
+        start = 0
+        for node in nodes:
+            end = start + node.blocks_of(holder)
+            self.tree.place(node, holder, tier.part(places, start, end))
+            start = end
+        self._taken[holder][use] -= start
+
+    def delete(self, place: Place, gone: Sequence[Evicted]) -> int:
+        """Free the memory of evicted blocks of a place, and of the windows and states that were evicted with
+        them. Blocks without a copy in memory leave the index; a copy on disk is found there by its name.
+        Returns the number of blocks of the place itself.
         """
         if not gone:
             return 0
-        tier = self.tiers[level]
-        tier.give_back(tier.join([each.address for each in gone]))
+        holder = self.holder_of(place)
+        given: dict[Holder, list[Any]] = {}
+        for each in gone:
+            given.setdefault(each.holder, []).append(each.address)
+            self.evicted[each.holder] += each.blocks
+        for owner, addresses in given.items():
+            tier = self.tiers[owner]
+            tier.give_back(tier.join(addresses))
         if not all(each.node.placements for each in gone):
             self.calls[Call.DELETE] += 1
         for each in gone:
-            if not any(holder.tier.in_memory for holder in each.node.placements):
-                for holder in list(each.node.placements):
-                    self.tree.remove(each.node, holder)
-        return sum(each.blocks for each in gone)
+            if not any(other.tier.in_memory for other in each.node.placements):
+                for other in list(each.node.placements):
+                    self.tree.remove(each.node, other)
+        return sum(each.blocks for each in gone if each.holder is holder)
 
     def clear(self) -> None:
         """Delete all blocks in memory."""
-        for level in sorted(self.tiers, reverse=True):
-            self.tiers[level].clear()
+        # Farthest tiers first; in each, windows and states before the full component.
+        for holder in sorted(self.tiers, key=lambda each: (-each.tier.level, each.closed)):
+            self.tiers[holder].clear()
         self.calls[Call.DELETE] += 1
 
     # -- between tiers ----------------------------------------------------------------------------
@@ -431,7 +488,7 @@ class Store:
             lose, rank: see `StoreTier.take`.
             source: the instance that sends the KV.
         """
-        tier = self.tiers[level]
+        holder = self._full[level]
         total = len(key) // self._step
         match = self.tree.match(namespace, key)
         if match.blocks >= total and level is not Tier.HBM:
@@ -444,7 +501,7 @@ class Store:
         if wanted <= 0:
             return Refusal.KNOWN
         if share > 1:
-            left = tier.n_blocks // share - self.reserved(level, use)
+            left = self.tiers[holder].n_blocks // share - self.reserved(holder, use)
             if left < (wanted if whole else 1):
                 return Refusal.BUDGET
             wanted = min(wanted, left)
@@ -468,7 +525,7 @@ class Store:
         the rest of the match from the tier above, so that KV continues the end of the match; None where there
         is no room for that copy.
         """
-        holder, node = self.tiers[level].holder, match.node
+        holder, node = self._full[level], match.node
         if level is Tier.HBM:
             path = [each for each in match.path if holder in each.placements]
             return (path[-1] if path else self.tree.root), sum(each.blocks for each in path)
@@ -494,16 +551,15 @@ class Store:
         source: str = "",
     ) -> Reservation | Refusal:
         """Like `reserve`, for `blocks` blocks behind a node of the tier, `start` blocks into the prompt."""
-        tier = self.tiers[level]
+        holder = self._full[level]
         # The prefix that the blocks continue must not be evicted to make room for them.
-        self.tree.lock(parent, tier.holder)
-        places = self.alloc_mem(level, blocks, use, whole=whole, lose=lose, rank=rank)
+        self.tree.lock(parent, holder)
+        places = self.alloc_mem(holder, blocks, use, whole=whole, lose=lose, rank=rank)
         if places is None:
-            self.tree.unlock(parent, tier.holder)
+            self.tree.unlock(parent, holder)
             return Refusal.NO_ROOM
-        found = Reservation(
-            self, level, use, namespace, key, start, places, tier.count(places), parent, source
-        )
+        count = self.tiers[holder].count(places)
+        found = Reservation(self, holder, use, namespace, key, start, places, count, parent, source)
         self._open[found] = None
         return found
 
@@ -513,35 +569,36 @@ class Store:
         """Reserve free memory of a tier for `blocks` blocks of `key` from `start` on, all or nothing. The
         reservation gives way: it locks nothing, and the engine takes the memory back when needed.
         """
-        places = self.alloc_mem(level, blocks, use, whole=True, lose=False) if blocks else None
+        holder = self._full[level]
+        places = self.alloc_mem(holder, blocks, use, whole=True, lose=False) if blocks else None
         if places is None:
             return Refusal.NO_ROOM
-        found = Reservation(self, level, use, namespace, key, start, places, blocks, None)
+        found = Reservation(self, holder, use, namespace, key, start, places, blocks, None)
         self._open[found] = None
-        self._yielding[level] += blocks
+        self._yielding[holder] += blocks
         return found
 
     def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
         """See `Reservation.commit` and `abort`."""
         if not reservation.open:
             raise ValueError(f"{reservation!r} has ended already")
-        level, use, places = reservation.tier, reservation.use, reservation.places
-        tier = self.tiers[level]
+        holder, use, places = reservation.holder, reservation.use, reservation.places
+        tier = self.tiers[holder]
         reservation.open = False
         del self._open[reservation]
         if reservation.parent is None:
-            self._yielding[level] -= reservation.blocks
+            self._yielding[holder] -= reservation.blocks
         above = self._above(reservation, tier) if blocks else None
         if above is None:
             blocks = 0
-        self.free_mem(level, tier.part(places, blocks, reservation.blocks), use)
+        self.free_mem(holder, tier.part(places, blocks, reservation.blocks), use)
         done: Committed | None = None
         if above is not None:
             done = self._insert(reservation, tier, above, blocks)
             if onward and done.fresh:
-                self.swap_out(level, done.node, done.fresh)
+                self.swap_out(holder.tier, done.node, done.fresh)
         if reservation.parent is not None:
-            self.tree.unlock(reservation.parent, tier.holder)
+            self.tree.unlock(reservation.parent, holder)
         return done
 
     def _above(self, reservation: Reservation, tier: StoreTier) -> list[Any] | None:
@@ -562,29 +619,30 @@ class Store:
 
     def _insert(self, reservation: Reservation, tier: StoreTier, above: list[Any], blocks: int) -> Committed:
         """Insert arrived blocks into the index, which may have gained some of them in the meantime."""
-        level, use, start = reservation.tier, reservation.use, reservation.start
+        holder, use, start = reservation.holder, reservation.use, reservation.start
         places = tier.part(reservation.places, 0, blocks)
         key = reservation.key[: (start + blocks) * self._step]
         result: InsertResult = self.tree.insert(
-            reservation.namespace, key, tier.holder, tier.join([*above, places]), same_request=True
+            reservation.namespace, key, holder, tier.join([*above, places]), same_request=True
         )
         held = result.held_blocks - start
-        self.free_mem(level, tier.part(places, 0, held), use)
-        self._taken[level][use] -= blocks - held
+        self.free_mem(holder, tier.part(places, 0, held), use)
+        self._taken[holder][use] -= blocks - held
         if use in _COMMITTED:
             self.calls[_COMMITTED[use]] += 1
         return Committed(result.node, blocks - held, held, result.added)
 
     # -- the ledger ---------------------------------------------------------------------------------
 
-    def reserved(self, level: Tier, use: Use | None = None) -> int:
-        """Blocks of a tier that are taken, for one use or for all. From any thread."""
-        taken = self._taken.get(level, {})
+    def reserved(self, place: Place, use: Use | None = None) -> int:
+        """Blocks of a place that are taken, for one use or for all. From any thread."""
+        holder = place if isinstance(place, Holder) else self._full.get(place)
+        taken = {} if holder is None else self._taken[holder]
         return sum(taken.values()) if use is None else taken.get(use, 0)
 
     def yielding(self, level: Tier) -> int:
         """Blocks of a tier that the engine may take back, at once or when the copies to them have ended."""
-        return self._yielding[level]
+        return self._yielding[self._full[level]]
 
     def surrender(self, level: Tier) -> int:
         """Give memory back to the engine: all reservations that give way and have no copy under way. Returns
@@ -603,21 +661,21 @@ class Store:
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
-        open_blocks: Counter[tuple[Tier, Use]] = Counter()
+        open_blocks: Counter[tuple[Holder, Use]] = Counter()
         for each in self._open:
-            open_blocks[each.tier, each.use] += each.blocks
-        for level, uses in self._taken.items():
+            open_blocks[each.holder, each.use] += each.blocks
+        for holder, uses in self._taken.items():
             for use, count in uses.items():
-                reserved = open_blocks[level, use]
+                reserved = open_blocks[holder, use]
                 if count != reserved:
                     raise AssertionError(
-                        f"{count} blocks of {level.title} are taken for {use}, {reserved} reserved"
+                        f"{count} blocks of {_title(holder)} are taken for {use}, {reserved} reserved"
                     )
-        for level, tier in self.tiers.items():
-            known = self.tree.blocks_of(tier.holder) + self.reserved(level)
+        for holder, tier in self.tiers.items():
+            known = self.tree.blocks_of(holder) + self.reserved(holder)
             if tier.exclusive and known != tier.n_blocks - tier.free_blocks:
                 raise AssertionError(
-                    f"{tier.n_blocks - tier.free_blocks} blocks of {level.title} are in use, "
+                    f"{tier.n_blocks - tier.free_blocks} blocks of {_title(holder)} are in use, "
                     f"index and ledger know of {known}"
                 )
 
@@ -625,3 +683,7 @@ class Store:
         uses = Counter(f"{each.tier.title} {each.use}" for each in self._open)
         uses += Counter(f"{each.tier.title} transfer" for each in self.incoming)
         return f"Store({', '.join(f'{use}: {count}' for use, count in sorted(uses.items()))})"
+
+
+def _title(holder: Holder) -> str:
+    return holder.tier.title if holder.full is None else f"{holder.tier.title} {holder.component!r}"

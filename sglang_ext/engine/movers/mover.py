@@ -428,8 +428,14 @@ class LayerGate:
     def set_consumer(self, ticket: int) -> None:
         self._ticket = ticket
 
+    @property
+    def consumer_index(self) -> int:
+        """The ticket, negative if the batch waits for nothing. SGLang reads it before it copies the recurrent
+        state of a request, and then waits for the last layer that has one."""
+        return self._ticket
+
     def wait_until(self, layer: int) -> None:
-        """Return when local ``layer`` may be read."""
+        """Return when ``layer`` may be read. Layers count from the rank's first (`components.LayerMap`)."""
         if self._ticket != NOTHING_TO_WAIT_FOR:
             self._mover.wait_layer(self._ticket, layer)
 

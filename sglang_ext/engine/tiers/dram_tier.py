@@ -82,8 +82,6 @@ class DramTier:
         self._arena = arena
         self.copies = copies
         self.below = below
-        self.evicted = 0
-        """Blocks, since the start."""
         self._observer = observer or Unobserved()
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.retention = Retention(store.tree, marker, pressure)
@@ -93,7 +91,7 @@ class DramTier:
         self.region: LayerRegion | None = None
         if layers != 0 and LayerRegion.fits(arena.layout):
             self.region = LayerRegion(store, arena.layout, layers, self.retention.knows)
-        store.add(Tier.DRAM, self)
+        store.add(self)
         store.add_source(Tier.DRAM, self)
 
     @property
@@ -131,9 +129,7 @@ class DramTier:
         return self._delete(self.retention.give_up(self._dram, blocks, may_go, below=below))
 
     def _delete(self, gone: Sequence[Evicted]) -> int:
-        count = self.store.delete(Tier.DRAM, gone)
-        self.evicted += count
-        return count
+        return self.store.delete(Tier.DRAM, gone)
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
         """Take up to ``blocks`` blocks of the arena; the caller fills them, and inserts or returns them.
@@ -254,6 +250,11 @@ class DramTier:
     @property
     def used_blocks(self) -> int:
         return self._arena.n_blocks - self._arena.free_blocks
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that were evicted, since the start."""
+        return self.store.evicted[self._dram]
 
     # -- whole ----------------------------------------------------------------------------------
 

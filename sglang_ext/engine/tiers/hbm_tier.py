@@ -43,7 +43,7 @@ class HbmTier:
         self._below = below
         self.retention = None if below is None else below.dram.retention
         """Blocks that are held back for announced requests."""
-        store.add(Tier.HBM, self)
+        store.add(self)
 
     @property
     def total(self) -> int:

@@ -124,12 +124,12 @@ class LayerRegion:
     @property
     def limit(self) -> int:
         """Blocks of HBM that it may take."""
-        most = int(self._store.tiers[Tier.HBM].n_blocks * MOST_OF_HBM)
+        most = int(self._store.tier_at(Tier.HBM).n_blocks * MOST_OF_HBM)
         return most if self._limit is None else min(self._limit, most)
 
     @property
     def strip_blocks(self) -> int:
-        return max(1, min(MOST_STRIP_BLOCKS, self._store.tiers[Tier.HBM].n_blocks // 32))
+        return max(1, min(MOST_STRIP_BLOCKS, self._store.tier_at(Tier.HBM).n_blocks // 32))
 
     def cell_bytes(self, layer: int) -> int:
         """Of a full cell."""
@@ -192,7 +192,7 @@ class LayerRegion:
         cell.landed = True
         units = self._units.get(cell.layer)
         if units is None:
-            dram = self._store.tiers[Tier.DRAM]
+            dram = self._store.tier_at(Tier.DRAM)
             units = self._units[cell.layer] = np.full(dram.n_blocks, -1, dtype=np.int64)
         places = np.flatnonzero(units[cell.ids] < 0)
         units[cell.ids[places]] = cell.number * self.strip_blocks + places

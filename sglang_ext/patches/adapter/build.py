@@ -58,7 +58,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     start_transfers,
 )
 from sglang_ext.patches.adapter.compute_ahead import compute_ahead
-from sglang_ext.patches.adapter.hbm import EnginePool
+from sglang_ext.patches.adapter.hbm import EnginePool, layer_map
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.pd_setup import settings_of
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -300,7 +300,7 @@ def _mover_for(ctx: TreeCacheBuildContext, pool: EnginePool, arena: DramArena) -
     device = pool.device
     if device.type == "cpu":
         warmup()
-        return ThreadMover(PoolCopier(pool.geometry, arena), pool.geometry.n_layers)
+        return ThreadMover(PoolCopier(pool.geometry, arena), layer_map([pool]).n_layers)
     if device.type == "cuda":
         return CudaMover(pool.planes, arena, ctx.tp_worker.model_runner.forward_stream)
     raise ConfigError(

@@ -82,3 +82,13 @@ def test_the_pools_of_sglang_ask_with_the_local_layer() -> None:
     check_pool_asks(mha, [mha.get_key_buffer, mha.get_value_buffer])
     mla = PoolKind("mla", 1, layers=2, start_layer=5).build(16)
     check_pool_asks(mla, [mla.get_key_buffer, mla.get_value_buffer])
+
+
+def test_the_ticket_is_readable_where_states_are_copied() -> None:
+    """SGLang reads the ticket before it copies a recurrent state, and waits if it is not negative."""
+    gate = LayerGate(RecordingMover())
+    assert gate.consumer_index < 0
+    gate.set_consumer(3)
+    assert gate.consumer_index == 3
+    gate.reset()
+    assert gate.consumer_index < 0
