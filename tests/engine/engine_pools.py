@@ -164,16 +164,18 @@ class Oracle:
 
     Args:
         tensors: the pool's planes by layer.
+        names: the model layer of each, None for 0, 1, ...; rows of two layers differ in every word.
     """
 
-    def __init__(self, tensors: list[list[torch.Tensor]]) -> None:
+    def __init__(self, tensors: list[list[torch.Tensor]], names: Sequence[int] | None = None) -> None:
         self.layers = len(tensors)
         self._planes: list[list[Rows]] = []
         self._salts: list[list[Rows]] = []
         for layer, planes in enumerate(tensors):
             views = [_as_words(plane) for plane in planes]
             self._planes.append(views)
-            self._salts.append([_salts(layer, i, view.shape[1]) for i, view in enumerate(views)])
+            name = layer if names is None else names[layer]
+            self._salts.append([_salts(name, i, view.shape[1]) for i, view in enumerate(views)])
 
     def expected(self, chain: Hashes, layer: int, plane: int) -> Rows:
         """The rows of the tokens whose prefixes hash to ``chain``, shape (tokens, words of a row)."""
