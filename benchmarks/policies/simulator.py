@@ -178,7 +178,11 @@ class _Run:
         self._batching = plan.batching
         self._now = 0.0
         self._costs = RouterCosts(
-            plan.believed or plan.model, lambda: self._now, batching=lambda name: plan.told or plan.batching
+            plan.believed or plan.model,
+            lambda: self._now,
+            can_fetch=lambda source, target: False,
+            can_split=lambda source, target: False,
+            batching=lambda name: plan.told or plan.batching,
         )
         self._instances: dict[str, SimInstance] = {}
         for number in range(plan.instances):

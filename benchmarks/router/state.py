@@ -117,7 +117,13 @@ class Router:
             self.streams[name] = EventStream(name, number.to_bytes(16, "big"), BLOCK)
         placing = PlacingOptions(policy=policy_named(policy), thresholds=PolicyOptions())
         routing = Routing(name=policy, placing=placing)
-        costs = RouterCosts(CostModel(), clock.monotonic, batching=self.fleet.batching)
+        costs = RouterCosts(
+            CostModel(),
+            clock.monotonic,
+            can_fetch=lambda source, target: False,
+            can_split=lambda source, target: False,
+            batching=self.fleet.batching,
+        )
         metrics = RouterMetrics()
         fetching = Fetching(NoAgents(), costs, metrics)
         self._chooser = Chooser(routing, self.fleet, self.index, costs, metrics, fetching, NoHints())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -174,26 +174,67 @@ def make_plan(
         raise InternalError(
             f"{len(server_ports)} ports for {config.servers} servers, which need {config.ports}"
         )
-    scheme = "https" if speaks_tls(config) else "http"
-    router_url = f"{scheme}://{_connectable(config.host)}:{router_port}"
-    listed = registers_with is None
-    registers_with = registers_with or router_url
-    if door is not None and door.member_ports:
-        registers_with = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
-    if speaks_tls(config):
-        registers_with = None
-    bootstrap_ports = server_ports[config.servers :][: config.prefill + config.decode]
-    rendezvous_ports = server_ports[config.servers + len(bootstrap_ports) :]
-    router_args = config.router_args
     if door is not None:
-        _refuse_workers(router_args)
+        _refuse_workers(config.router_args)
     fixed = fixed_roles(config)
-    if fixed and flag_value(router_args, CONTROLLER_FLAG) not in (None, "off"):
+    if fixed and flag_value(config.router_args, CONTROLLER_FLAG) not in (None, "off"):
         raise ConfigError(
             f"no server could change its role: {fixed}",
             field=CONTROLLER_FLAG,
             hint="Give --prefill and --decode, and leave out what binds servers to a role",
         )
+    access = _access(config, keys)
+    router_url = f"{_scheme(config)}://{_connectable(config.host)}:{router_port}"
+    bootstrap_ports = server_ports[config.servers :][: config.prefill + config.decode]
+    rendezvous_ports = server_ports[config.servers + len(bootstrap_ports) :]
+    servers = tuple(
+        _server(
+            config, host, index, port, bootstrap_ports, rendezvous_ports[index],
+            _registers_with(config, door, registers_with, router_url), access.key, access.server_key,
+            changes=not fixed, address=address,
+        )
+        for index, port in enumerate(server_ports[: config.servers])
+    )  # fmt: skip
+    args = _with_servers_settings(config, host, access.router_args)
+    listed = servers if registers_with is None else ()
+    router = _router(config, router_url, router_port, args, access.hidden, servers, listed, door)
+    if config.routers == 1:
+        return (*servers, router)
+    if door is None or door.shared is None:
+        raise InternalError("several routers need a folder that they share")
+    return *servers, *_routers(config, router, args, door.shared, door.member_ports)
+
+
+def _scheme(config: ClusterConfig) -> str:
+    return "https" if speaks_tls(config) else "http"
+
+
+def _registers_with(
+    config: ClusterConfig, door: Door | None, given: str | None, router_url: str
+) -> str | None:
+    """The router addresses with which servers register; None for a router that speaks TLS."""
+    if speaks_tls(config):
+        return None
+    if door is not None and door.member_ports:
+        return ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
+    return given or router_url
+
+
+@dataclass(frozen=True)
+class _Access:
+    """Keys of a cluster. key: file of the cluster's key; None without. server_key: file of the servers' API
+    key. router_args: the router's flags with both, without secrets. hidden: the secrets, for its
+    environment."""
+
+    key: str | None
+    server_key: str | None
+    router_args: tuple[str, ...]
+    hidden: Mapping[str, str]
+
+
+def _access(config: ClusterConfig, keys: Keys | None) -> _Access:
+    """The keys that servers and routers get: the user's, else those made for the cluster."""
+    router_args = config.router_args
     key = given_key(config) or (None if keys is None else str(keys.cluster))
     if key is not None and flag_value(router_args, ROUTER_KEY_FLAG) is None:
         router_args = (ROUTER_KEY_FLAG, key, *router_args)
@@ -204,14 +245,13 @@ def make_plan(
         server_key = str(keys.servers)
     if server_key is not None and flag_value(router_args, WORKER_API_KEY_FLAG) is None and not says_another:
         router_args = (WORKER_API_KEY_FLAG, server_key, *router_args)
-    servers = tuple(
-        _server(
-            config, host, index, port, bootstrap_ports, rendezvous_ports[index], registers_with, key,
-            server_key, changes=not fixed, address=address,
-        )
-        for index, port in enumerate(server_ports[: config.servers])
-    )  # fmt: skip
-    urls = tuple(server.url for server in servers)
+    return _Access(key, server_key, router_args, hidden)
+
+
+def _with_servers_settings(
+    config: ClusterConfig, host: HostFacts, router_args: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The router's flags with those that follow from the servers': patience on CPUs, and the block size."""
     patience = "--health-check-timeout-secs"
     on_cpu = any(_on_cpu(config, host, index) for index in range(config.servers))
     if on_cpu and flag_value(router_args, patience) is None:
@@ -219,17 +259,32 @@ def make_plan(
     block_size = flag_value(config.flags_of(0), "--kv-block-size")
     if block_size is not None and flag_value(router_args, "--block-size") is None:
         router_args = ("--block-size", block_size, *router_args)
-    router = Part(
+    return router_args
+
+
+def _router(
+    config: ClusterConfig,
+    url: str,
+    port: int,
+    args: tuple[str, ...],
+    hidden: Mapping[str, str],
+    servers: tuple[Part, ...],
+    listed: tuple[Part, ...],
+    door: Door | None,
+) -> Part:
+    """One router. hidden: secrets for its environment. servers: started before it. listed: servers whose URLs
+    it gets by its flags."""
+    return Part(
         name="router",
         command=(
             sys.executable, "-m", "sglang_ext.router",
-            *(("--worker-urls", *urls) if listed else ()),
-            "--host", config.host, "--port", str(router_port), "--policy", config.policy,
+            *(("--worker-urls", *(server.url for server in listed)) if listed else ()),
+            "--host", config.host, "--port", str(port), "--policy", config.policy,
             *(("--listen-fds", ",".join(map(str, door.sockets))) if door is not None else ()),
-            *router_args,
+            *args,
         ),
         environment=ENVIRONMENT,
-        url=router_url,
+        url=url,
         ready_path="/ready",
         restarts=ROUTER_RESTARTS,
         needs=tuple(server.name for server in servers),
@@ -237,21 +292,21 @@ def make_plan(
         secrets=hidden,
         slots=_slots(config, door),
     )  # fmt: skip
-    if config.routers == 1:
-        return (*servers, router)
-    if door is None or door.shared is None:
-        raise InternalError("several routers need a folder that they share")
-    shares = flag_value(router_args, MEMBERSHIP_FLAG) is None
-    sharing = (MEMBERSHIP_FLAG, f"local://{door.shared}") if shares else ()
-    return *servers, *(
-        replace(
+
+
+def _routers(
+    config: ClusterConfig, router: Part, args: tuple[str, ...], shared: Path, ports: Sequence[int]
+) -> Iterator[Part]:
+    """Several routers like ``router`` that share their membership through a folder."""
+    shares = flag_value(args, MEMBERSHIP_FLAG) is None
+    sharing = (MEMBERSHIP_FLAG, f"local://{shared}") if shares else ()
+    for number, port in enumerate(ports):
+        yield replace(
             router,
             name=f"router-{number}",
             command=(*router.command, *sharing, "--member-port", str(port)),
-            own_url=f"{scheme}://{LOOPBACK}:{port}",
+            own_url=f"{_scheme(config)}://{LOOPBACK}:{port}",
         )
-        for number, port in enumerate(door.member_ports)
-    )
 
 
 def with_environment(config: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:

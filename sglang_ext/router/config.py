@@ -83,7 +83,7 @@ def _descriptors(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(Flagged):
-    """Everything the router can be told.
+    """All settings of the router.
 
     Raises:
         ConfigError: from the constructor, when a value cannot work; names the flag.
@@ -643,7 +643,7 @@ class RouterConfig(Flagged):
     metrics_open: bool = flag(
         False, "Answer /metrics without an administrator's key, though it names tenants and instances."
     )
-    # What workers found is then known even without their --enable-cache-report.
+    # Cached tokens are then known even for workers without --enable-cache-report.
     cache_details: bool = flag(
         True,
         "Whether workers are asked which tier cached tokens came from.",
@@ -716,7 +716,7 @@ class RouterConfig(Flagged):
             ) from None
 
     def http_limits(self) -> HttpLimits:
-        """What clients may ask of the HTTP server."""
+        """The HTTP server's limits for clients."""
         return HttpLimits(
             max_body_bytes=self.max_payload_bytes,
             max_total_body_bytes=self.max_total_payload_bytes,
@@ -728,7 +728,7 @@ class RouterConfig(Flagged):
         )
 
     def document_limits(self) -> DocumentLimits:
-        """What documents may take."""
+        """The budgets of documents."""
         return DocumentLimits(
             self.document_blocks,
             self.document_blocks_per_tenant,
@@ -738,7 +738,7 @@ class RouterConfig(Flagged):
         )
 
     def spill_terms(self) -> SpillTerms:
-        """When what is about to be evicted is kept elsewhere."""
+        """Thresholds of spilling; see ``policies.spilling``."""
         return SpillTerms(
             full=self.spill_above,
             idle=self.spill_above * SpillTerms.IDLE,
@@ -746,7 +746,7 @@ class RouterConfig(Flagged):
         )
 
     def hint_limits(self) -> HintLimits:
-        """What a tenant may cause with hints."""
+        """Each tenant's limits for hints."""
         return HintLimits(
             per_second=self.hints_per_second,
             burst=max(1, round(4 * self.hints_per_second)),

@@ -38,5 +38,5 @@ def in_dram(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
 def see(router: Router, monkeypatch: pytest.MonkeyPatch, change: Callable[[Matches], Matches]) -> None:
     """Hints and documents see changed matches."""
     view = IndexView(router.trees, change)
-    monkeypatch.setattr(router.advisor, "_trees", view)
+    monkeypatch.setattr(router.advisor.preparer, "_trees", view)
     monkeypatch.setattr(router.documents, "_trees", view)

@@ -16,7 +16,7 @@ import pytest
 from sglang_ext.clock import SystemClock
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.api.documents import Document
-from sglang_ext.router.cluster.broadcast import SessionAsked, Word
+from sglang_ext.router.cluster.broadcast import RouterMessage, SessionAsked
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import Intent, Member, Roster, encode_member
 from sglang_ext.testing.waiting import until
@@ -71,8 +71,8 @@ class Ear:
     alive: set[str] = field(default_factory=set)
     told: int = 0
     known: dict[tuple[str, str], Document] = field(default_factory=dict)
-    heard_words: list[Word] = field(default_factory=list)
-    own_words: list[Word] = field(default_factory=list)
+    received: list[RouterMessage] = field(default_factory=list)
+    own_messages: list[RouterMessage] = field(default_factory=list)
 
     def on_member(self, member: Member) -> None:
         self.told += 1
@@ -88,11 +88,11 @@ class Ear:
         if (had := self.known.get(document.ids)) is None or had.stamp < document.stamp:
             self.known[document.ids] = document
 
-    def on_word(self, word: Word) -> None:
-        self.heard_words.append(word)
+    def on_message(self, message: RouterMessage) -> None:
+        self.received.append(message)
 
-    def snapshot(self) -> Iterable[Word]:
-        return self.own_words
+    def snapshot(self) -> Iterable[RouterMessage]:
+        return self.own_messages
 
     def documents(self) -> Iterable[Document]:
         return self.known.values()
@@ -262,13 +262,13 @@ class SharedMembershipContract(MembershipContract):
         await until(lambda: two.ear.sessions == {"conversation-1": "a"})
         await until(lambda: one.ear.sessions == {"conversation-2": "b"})
 
-    async def test_words_reach_the_others_and_who_begins_is_told_what_counts(self, begin) -> None:
+    async def test_messages_reach_the_others_and_a_snapshot_a_router_that_starts(self, begin) -> None:
         asked = [SessionAsked("one", str(number), "s" * number) for number in range(600)]
         one, two = await begin("one"), await begin("two")
-        for word in asked:
-            one.store.broadcast(word)
-        await until(lambda: two.ear.heard_words == asked)
-        one.ear.own_words = asked[:5]
+        for message in asked:
+            one.store.broadcast(message)
+        await until(lambda: two.ear.received == asked)
+        one.ear.own_messages = asked[:5]
         three = await begin("three")
-        await until(lambda: three.ear.heard_words == asked[:5])
-        assert one.ear.heard_words == []
+        await until(lambda: three.ear.received == asked[:5])
+        assert one.ear.received == []

@@ -18,6 +18,7 @@ from membership_contract import Ear
 from sglang_ext.clock import SystemClock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.protocol.cluster import MAX_BODY_BYTES, PATH
+from sglang_ext.router.cluster.broadcast import RouterChannel
 from sglang_ext.router.cluster.membership_local import LocalMembership
 from sglang_ext.router.cluster.shared_replays import SharedReplays
 from sglang_ext.router.http.spare_files import SpareFiles
@@ -109,17 +110,18 @@ def signed(key: ClusterKey, wall: float) -> Request:
 
 def test_a_signature_is_good_at_one_router_once() -> None:
     key, clock = ClusterKey(SECRET), FakeClock()
-    one, other = SharedReplays("one", clock), SharedReplays("other", clock)
-    one.said.subscribe(other.hear)
+    channels = [RouterChannel(name) for name in ("one", "other", "later")]
+    one, other = (SharedReplays(channel, clock) for channel in channels[:2])
+    channels[0].outgoing.subscribe(channels[1].receive)
     request = signed(key, clock.wall())
     assert one.problem(request, key) is None
     for router in (one, other):
         assert router.problem(request, key) == "its signature was used before"
     assert other.problem(signed(key, clock.wall()), key) is None, "the twin"
     clock.advance(1.0)
-    later = SharedReplays("later", clock)
-    for word in one.words():
-        later.hear(word)
+    later = SharedReplays(channels[2], clock)
+    for message in one.snapshot():
+        channels[2].receive(message)
     assert later.problem(request, key) == "its signature was used before"
 
 
@@ -127,7 +129,7 @@ def test_what_was_signed_before_a_router_began_is_refused() -> None:
     key, clock = ClusterKey(SECRET), FakeClock()
     request = signed(key, clock.wall())
     clock.advance(1.0)
-    again = SharedReplays("one", clock)
+    again = SharedReplays(RouterChannel("one"), clock)
     assert "before this router began" in (again.problem(request, key) or "")
     assert again.problem(signed(key, clock.wall()), key) is None, "the twin"
 

@@ -10,6 +10,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S, HintBook, HintLimits, Verdict
 from sglang_ext.router.hints.hint import Hint
+from sglang_ext.router.hints.remote_hints import RemoteHints
 from sglang_ext.tiers import Tier
 
 NAMESPACE = ("tokens", None, None, None)
@@ -23,7 +24,7 @@ def hint(number: int, tokens: int, tenant: str = "a") -> Hint:
 
 def test_a_tenants_hints_are_bounded_in_bytes() -> None:
     """1000 hints of 128k tokens were 512 MB for as long as they live."""
-    book = HintBook(HintLimits(per_second=1e6, burst=10**6, moving_tokens=1 << 30, bytes=MIB))
+    book = HintBook(HintLimits(per_second=1e6, burst=10**6, moving_tokens=1 << 30, bytes=MIB), RemoteHints())
     answers = [book.offer(str(number), hint(number, 64 << 10), 0.0) for number in range(10)]
     assert [answer.verdict for answer in answers[:3]] == [Verdict.ACCEPTED] * 3
     assert {answer.verdict for answer in answers[3:]} == {Verdict.REFUSED}
@@ -36,7 +37,7 @@ def test_a_tenants_hints_are_bounded_in_bytes() -> None:
 
 def test_the_prompts_of_hints_that_have_ended_are_not_kept() -> None:
     """They were for a minute: at 50 hints a second, 1.5 GB."""
-    book = HintBook(HintLimits(per_second=1e6, burst=10**6, moving_tokens=1 << 30, bytes=MIB))
+    book = HintBook(HintLimits(per_second=1e6, burst=10**6, moving_tokens=1 << 30, bytes=MIB), RemoteHints())
     for number in range(100):
         entry = book.offer(str(number), hint(number, 64 << 10), 1.0).entry
         assert entry is not None
@@ -59,7 +60,7 @@ def test_a_prompt_that_no_hint_announced_is_not_read() -> None:
             Counted.read += len(found) if isinstance(found, bytes) else 1
             return found
 
-    book = HintBook(HintLimits(moving_tokens=1 << 30, live=100))
+    book = HintBook(HintLimits(moving_tokens=1 << 30, live=100), RemoteHints())
     for length in range(1000, 1064):
         book.offer(str(length), hint(7, length), 0.0)
     prompt = Counted(encode_tokens([8]) * 100_000)

@@ -18,7 +18,7 @@ from sglang_ext.router.cluster import membership_local, membership_redis
 from sglang_ext.router.cluster.broadcast import SessionKnown
 from sglang_ext.router.cluster.membership import RouterStatus
 from sglang_ext.router.cluster.membership_local import MAX_FRAME, LocalMembership
-from sglang_ext.router.cluster.membership_redis import MAX_WORD_BYTES, SYNC_S, RedisMembership
+from sglang_ext.router.cluster.membership_redis import MAX_MESSAGE_BYTES, SYNC_S, RedisMembership
 from sglang_ext.router.cluster.redis_records import SESSIONS_AT_ONCE
 from sglang_ext.router.cluster.roster import encode_member
 from sglang_ext.testing.fakes import FakeClock
@@ -94,7 +94,7 @@ async def test_small_records_go_before_documents(folder: Path) -> None:
     one, ear = LocalMembership(folder, "one", SystemClock()), Ear()
     ear.roster.merge(member("a"))
     ear.on_document(document(content="x" * (4 << 20)))
-    ear.own_words = [SessionKnown("one", "q", (), None)]
+    ear.own_messages = [SessionKnown("one", "q", (), None)]
     await one.start(ear)
     there = os.open(folder, os.O_RDONLY)
     try:
@@ -215,12 +215,12 @@ async def test_sessions_in_redis_are_read_in_pages(monkeypatch) -> None:
 
 
 @needs_redis
-async def test_words_that_are_too_long_for_redis_are_counted(caplog: Any) -> None:
+async def test_messages_that_are_too_long_for_redis_are_counted(caplog: Any) -> None:
     with RedisServer() as server:
         store = RedisMembership(server.url, "one", SystemClock())
         await store.start(Ear())
         try:
-            store.broadcast(SessionKnown("one", "q", (), bytes(MAX_WORD_BYTES)))
+            store.broadcast(SessionKnown("one", "q", (), bytes(MAX_MESSAGE_BYTES)))
             assert store.unsent == 1
             assert "SessionKnown" in caplog.text
         finally:

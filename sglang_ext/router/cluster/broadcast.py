@@ -1,7 +1,8 @@
-"""Messages that routers exchange at once and do not store: hints, the use of limits, queries.
+"""The channel between routers, and its messages: hints, use of limits, used signatures, queries.
 
-Records of members and documents have to outlive the routers that wrote them; these have not. A word that is
-lost is made good by a later one of the same hint or limit, and by ``Speaker.words`` for a router that begins.
+Messages are sent at once and not stored; records of members and documents, which outlive their router, go
+through ``membership``. A later message of the same hint or limit makes up for a lost one, and a router that
+starts gets the snapshot of every other router.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 
-from sglang_ext.errors import PeerError
+from sglang_ext.errors import InternalError, PeerError
 from sglang_ext.signals import Signal
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=2048)]
@@ -21,17 +22,17 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Namespace: TypeAlias = tuple[str | None, ...]
 
 
-class _Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: Name
     """The sender; of a hint, the router that accepted it."""
 
 
-class HintSaid(_Word, frozen=True, tag="hint"):
+class HintStatus(_Message, frozen=True, tag="hint"):
     """How a hint is that this router has taken, whenever that changes."""
 
     id: Name
     stamp: Count
-    """Larger in later words of the same router."""
+    """Larger in later messages of the same router."""
     tenant: Name
     namespace: Namespace
     tokens: Count
@@ -41,7 +42,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
     age_s: Seconds
     lives_s: Seconds
     """From now on."""
-    told: dict[str, Any]
+    view: dict[str, Any] = msgspec.field(name="told")
     """The hint as clients receive it in JSON."""
     session: Name | None = None
     priority: int = 0
@@ -50,7 +51,7 @@ class HintSaid(_Word, frozen=True, tag="hint"):
     """Where its request is expected: URLs, as in ``hints.hint.Place``."""
 
 
-class HintTaken(_Word, frozen=True, tag="hint-taken"):
+class HintTaken(_Message, frozen=True, tag="hint-taken"):
     """A hint of another router has ended at this one: its request has come here, or a client withdrew it."""
 
     id: Name
@@ -58,7 +59,7 @@ class HintTaken(_Word, frozen=True, tag="hint-taken"):
     why: Name = ""
 
 
-class HintRepeated(_Word, frozen=True, tag="hint-repeated"):
+class HintRepeated(_Message, frozen=True, tag="hint-repeated"):
     """A hint of another router was given to this one again."""
 
     id: Name
@@ -66,13 +67,13 @@ class HintRepeated(_Word, frozen=True, tag="hint-repeated"):
     lives_s: Seconds
 
 
-class Query(_Word, frozen=True):
+class Query(_Message, frozen=True):
     """A question to all other routers, each of which sends a ``Reply`` with the same id."""
 
     id: Name
 
 
-class Reply(_Word, frozen=True):
+class Reply(_Message, frozen=True):
     """The answer of one router."""
 
     id: Name
@@ -156,7 +157,7 @@ class Synced(Reply, frozen=True, tag="synced"):
     """Everything that this router sent before has arrived, because messages keep their order."""
 
 
-class LimitUsed(_Word, frozen=True, tag="limit"):
+class LimitUsed(_Message, frozen=True, tag="limit"):
     """This router's use of the limits of an API key."""
 
     limit: Name
@@ -171,7 +172,7 @@ class LimitUsed(_Word, frozen=True, tag="limit"):
     """The fill of the buckets as this router has it; None without such a limit."""
 
 
-class RequestLost(_Word, frozen=True, tag="request-lost"):
+class RequestLost(_Message, frozen=True, tag="request-lost"):
     """An instance went away while it worked on a request: see ``dispatch.suspects``."""
 
     digest: Name
@@ -179,7 +180,7 @@ class RequestLost(_Word, frozen=True, tag="request-lost"):
     age_s: Seconds
 
 
-class SignatureUsed(_Word, frozen=True, tag="signature-used"):
+class SignatureUsed(_Message, frozen=True, tag="signature-used"):
     """A request that a member signed was taken: its signature is good for no second one, at no router."""
 
     signed: Annotated[str, msgspec.Meta(max_length=256)]
@@ -187,12 +188,12 @@ class SignatureUsed(_Word, frozen=True, tag="signature-used"):
     age_s: Seconds
 
 
-class Begun(_Word, frozen=True, tag="begun"):
-    """This router begins, or was cut off for a while, and requests the words of all others."""
+class Begun(_Message, frozen=True, tag="begun"):
+    """This router begins, or was cut off for a while, and requests the messages of all others."""
 
 
-Word: TypeAlias = (
-    HintSaid
+RouterMessage: TypeAlias = (
+    HintStatus
     | HintTaken
     | HintRepeated
     | SessionAsked
@@ -212,29 +213,84 @@ Word: TypeAlias = (
 )
 
 
-class Speaker(Protocol):
-    """A part that exchanges words with the same part of other routers."""
+class Topic(Protocol):
+    """One kind of state that routers share by messages: hints, limits, used signatures. It subscribes to a
+    ``RouterChannel``. ``tests/router/topic_contract.py`` checks every topic that has state."""
 
-    said: Signal[[Word]]
-    """A word to send to the other routers now."""
+    def on_message(self, message: Any) -> None:
+        """A message of another router, of a kind to which the topic has subscribed. It may arrive twice."""
 
-    def hear(self, word: Word) -> None:
-        """A word of another router; it may be for another part, and may come twice."""
-
-    def words(self) -> Iterable[Word]:
-        """The words to send to a router that begins."""
+    def snapshot(self) -> Iterable[RouterMessage]:
+        """The messages that bring a router that has just started up to date."""
 
     def on_routers(self, names: Collection[str]) -> None:
         """The names of the other routers, whenever they change."""
 
 
-def encode_word(word: Word) -> bytes:
-    """A word as JSON."""
-    return msgspec.json.encode(word)
+class RouterChannel:
+    """Messages between this router and the others. Topics publish theirs and subscribe to those of others.
+
+    Args:
+        router: this router's name.
+    """
+
+    def __init__(self, router: str) -> None:
+        self.router = router
+        self._topics: list[Topic] = []
+        self._by_kind: dict[type[Any], Topic] = {}
+        self.outgoing: Signal[[RouterMessage]] = Signal()
+        """A message for all other routers. Without a subscriber there are no other routers."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there can be other routers; a message published otherwise reaches none."""
+        return bool(self.outgoing)
+
+    def publish(self, message: RouterMessage) -> None:
+        """Send a message to all other routers."""
+        self.outgoing(message)
+
+    def subscribe(self, topic: Topic, *kinds: type[Any]) -> None:
+        """Deliver the messages of these classes, and of classes derived from them, to a topic.
+
+        Raises:
+            InternalError: another topic has subscribed to one of them.
+        """
+        for kind in kinds:
+            if kind in self._by_kind:
+                raise InternalError(f"{kind.__name__} has two topics")
+            self._by_kind[kind] = topic
+        self._topics.append(topic)
+
+    def receive(self, message: RouterMessage) -> None:
+        """Deliver a message of another router. This router's own messages are dropped."""
+        if message.router == self.router:
+            return
+        for kind in type(message).__mro__:
+            if (topic := self._by_kind.get(kind)) is not None:
+                topic.on_message(message)
+                return
+
+    def snapshot(self) -> list[RouterMessage]:
+        """The messages of all topics for a router that has just started."""
+        return [message for topic in self._topics for message in topic.snapshot()]
+
+    def on_routers(self, names: Collection[str]) -> None:
+        """Pass the names of the other routers to every topic."""
+        for topic in self._topics:
+            topic.on_routers(names)
+
+    def __repr__(self) -> str:
+        return f"RouterChannel({self.router}, {', '.join(map(repr, self._topics))})"
 
 
-def decode_word(data: bytes) -> Word:
-    """The word that ``data`` holds.
+def encode_message(message: RouterMessage) -> bytes:
+    """A message as JSON."""
+    return msgspec.json.encode(message)
+
+
+def decode_message(data: bytes) -> RouterMessage:
+    """The message that ``data`` holds.
 
     Raises:
         PeerError: it holds none.
@@ -242,7 +298,7 @@ def decode_word(data: bytes) -> Word:
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"not a word of a router: {str(error)[:200]}") from None
+        raise PeerError(f"not a message of a router: {str(error)[:200]}") from None
 
 
-_DECODER: msgspec.json.Decoder[Word] = msgspec.json.Decoder(Word)
+_DECODER: msgspec.json.Decoder[RouterMessage] = msgspec.json.Decoder(RouterMessage)

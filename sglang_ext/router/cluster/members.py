@@ -8,9 +8,8 @@ others (so that each frees the dead one's resources), and serves the cluster API
 from __future__ import annotations
 
 import logging
-import math
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from sglang_ext.clock import Clock
@@ -18,7 +17,7 @@ from sglang_ext.errors import PeerError, UserError
 from sglang_ext.protocol.agent import Beat
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S, Registered, Registration, RoleName
 from sglang_ext.router.api.documents import Document
-from sglang_ext.router.cluster.broadcast import Speaker, Word
+from sglang_ext.router.cluster.broadcast import RouterChannel, RouterMessage
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
 from sglang_ext.router.fleet.compatibility import Compatibility
@@ -31,7 +30,7 @@ from sglang_ext.signals import Signal
 logger = logging.getLogger("router.members")
 
 TICK_S = 1.0
-"""Between two looks at times, and two words to other routers."""
+"""Interval of looking at times, and of sharing the status of this router."""
 HEARD_S = 1.5 * HEARTBEAT_S
 """An agent that lives is not silent for so long, unless the network is: a server that was killed may start
 again after this.
@@ -85,28 +84,6 @@ class SharedDocuments(Protocol):
         """Every document to share with other routers."""
 
 
-class NoAgents:
-    """Links for a router without agents."""
-
-    def connect(self, name: str, registration: Registration) -> None:
-        """No channel is opened."""
-
-    def expect(self, name: str) -> None:
-        """No agent will send a snapshot."""
-
-    def disconnect(self, name: str) -> None:
-        """No channel was open."""
-
-    def peer_dead(self, instance: str, epoch: str) -> None:
-        """No agent to notify."""
-
-    def beat(self, name: str) -> Beat | None:
-        return None
-
-    def silent_s(self, name: str) -> float:
-        return math.inf
-
-
 def new_router_name() -> str:
     """A name for this router: another name after each start."""
     return f"router-{uuid.uuid4().hex[:12]}"
@@ -129,9 +106,8 @@ class Members:
         store: shares them.
         links: their agents.
         clock: seconds.
-        router: this router's name.
         homes, documents: the sessions' instances and the documents, which routers share.
-        speakers: parts that exchange messages with the same parts of other routers.
+        channel: to the other routers.
         on_drain: called with the URL of an instance that begins to drain.
     """
 
@@ -142,24 +118,23 @@ class Members:
         store: Membership,
         clock: Clock,
         *,
-        router: str = "",
-        links: AgentLinks | None = None,
-        homes: SessionHomes | None = None,
-        documents: SharedDocuments | None = None,
-        speakers: Sequence[Speaker] = (),
-        on_drain: Callable[[str], None] = lambda name: None,
+        links: AgentLinks,
+        homes: SessionHomes,
+        documents: SharedDocuments,
+        channel: RouterChannel,
+        on_drain: Callable[[str], None],
     ) -> None:
-        self.router = router or new_router_name()
+        self.router = channel.router
         self.compatibility = Compatibility()
         self.roster = Roster(self.compatibility.shared)
         self.store = store
         self.fleet = fleet
         self._watch = watch
         self.clock = clock
-        self.links: AgentLinks = links or NoAgents()
+        self.links = links
         self._homes = homes
         self._documents = documents
-        self._speakers = speakers
+        self._channel = channel
         self._on_drain = on_drain
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
@@ -172,13 +147,10 @@ class Members:
         self._dead: dict[str, str] = {}
         """The epochs reported as dead to the agents, of instances that have not come back."""
         fleet.happened.subscribe(self._on_event)
-        if homes is not None:
-            homes.kept.subscribe(self._remember_session)
-        if documents is not None:
-            documents.changed.subscribe(store.share)
+        homes.kept.subscribe(self._remember_session)
+        documents.changed.subscribe(store.share)
         if store.shares:
-            for speaker in speakers:
-                speaker.said.subscribe(store.broadcast)
+            channel.outgoing.subscribe(store.broadcast)
 
     async def start(self, urls: Iterable[str]) -> None:
         """Load the records published by other routers, and the instances listed by URL."""
@@ -457,31 +429,28 @@ class Members:
                 sums[instance] = sums.get(instance, 0) + seen.in_flight
         for member in self.roster:
             self.fleet.sent_elsewhere(member.url, sums.get(member.instance, 0))
-        for speaker in self._speakers:
-            speaker.on_routers(others.keys())
+        self._channel.on_routers(others.keys())
 
-    def on_word(self, word: Word) -> None:
-        """Pass a word of another router to every part."""
-        for speaker in self._speakers:
-            speaker.hear(word)
+    def on_message(self, message: RouterMessage) -> None:
+        """Deliver a message of another router to its topic."""
+        self._channel.receive(message)
 
-    def snapshot(self) -> Iterable[Word]:
-        """The words to send to a router that begins."""
-        return [word for speaker in self._speakers for word in speaker.words()]
+    def snapshot(self) -> Iterable[RouterMessage]:
+        """The messages that bring a router that has just started up to date."""
+        return self._channel.snapshot()
 
     def on_session(self, session: str, instance: str) -> None:
         """Another router has sent a session to an instance."""
-        if self._homes is not None and (member := self.roster.get(instance)) is not None:
+        if (member := self.roster.get(instance)) is not None:
             self._homes.learn(session, member.url)
 
     def on_document(self, document: Document) -> None:
         """Another router has taken or deleted a document, perhaps long ago."""
-        if self._documents is not None:
-            self._documents.learn(document)
+        self._documents.learn(document)
 
     def documents(self) -> Iterable[Document]:
         """Every document that this router has."""
-        return () if self._documents is None else self._documents.all()
+        return self._documents.all()
 
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""

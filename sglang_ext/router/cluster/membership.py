@@ -14,7 +14,7 @@ The implementation
   ``snapshot`` and ``is_alive``;
 - delivers to the listener every record that any router has published, within seconds; the newest of each
   instance at least, those of before the start too; and every document that has not expired;
-- delivers the words of another router once both are connected, and the result of its ``Listener.snapshot``
+- delivers the messages of another router once both are connected, and the result of its ``Listener.snapshot``
   soon after the start;
 - forgets an instance that no router has found alive for ``MEMBER_TTL_S``, and a router that has sent no
   status for ``ROUTER_TTL_S``;
@@ -33,7 +33,7 @@ import msgspec
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document
-from sglang_ext.router.cluster.broadcast import Word
+from sglang_ext.router.cluster.broadcast import RouterMessage
 from sglang_ext.router.cluster.roster import Member
 from sglang_ext.router.tenancy.bounded import Bounded
 
@@ -72,14 +72,14 @@ class Listener(Protocol):
     def on_document(self, document: Document) -> None:
         """A document, perhaps an old one."""
 
-    def on_word(self, word: Word) -> None:
-        """A word of another router; it may come twice."""
+    def on_message(self, message: RouterMessage) -> None:
+        """A message of another router; it may come twice."""
 
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""
 
-    def snapshot(self) -> Iterable[Word]:
-        """The words to send to a router that begins."""
+    def snapshot(self) -> Iterable[RouterMessage]:
+        """The messages to send to a router that begins."""
 
     def documents(self) -> Iterable[Document]:
         """Every document that this router has."""
@@ -118,8 +118,8 @@ class Membership(Protocol):
     def share(self, document: Document) -> None:
         """Share a document."""
 
-    def broadcast(self, word: Word) -> None:
-        """Send a word to the other routers."""
+    def broadcast(self, message: RouterMessage) -> None:
+        """Send a message to the other routers."""
 
     @property
     def others(self) -> Mapping[str, RouterStatus]:
@@ -181,7 +181,7 @@ class EmbeddedMembership:
     def share(self, document: Document) -> None:
         """Nothing to do: there are no other routers."""
 
-    def broadcast(self, word: Word) -> None:
+    def broadcast(self, message: RouterMessage) -> None:
         """Nothing to do: there are no other routers."""
 
     def view(self) -> StoreView:

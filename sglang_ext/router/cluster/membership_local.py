@@ -30,7 +30,7 @@ from sglang_ext.errors import ConfigError, PeerError
 from sglang_ext.folders import own_folder
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import MAX_DOCUMENT_BYTES, Document, decode_document
-from sglang_ext.router.cluster.broadcast import Word, decode_word, encode_word
+from sglang_ext.router.cluster.broadcast import RouterMessage, decode_message, encode_message
 from sglang_ext.router.cluster.membership import (
     MAX_SESSION_CHARACTERS,
     ROUTER_TTL_S,
@@ -58,7 +58,7 @@ MAX_BEHIND = 64 << 20
 MAX_SESSIONS = 20_000
 MAX_SESSION_BYTES = 16 << 20
 
-MEMBER, DOCUMENT, SESSION, STATUS, WORD, COMPLETE = b"m", b"d", b"s", b"r", b"w", b"c"
+MEMBER, DOCUMENT, SESSION, STATUS, MESSAGE, COMPLETE = b"m", b"d", b"s", b"r", b"w", b"c"
 """The kinds of frames, by their first byte. After ``COMPLETE``, everything is new."""
 
 
@@ -193,9 +193,9 @@ class LocalMembership:
         """Send the document to the other routers."""
         self._tell_all(DOCUMENT, self._written(document))
 
-    def broadcast(self, word: Word) -> None:
-        """Send the word to the other routers."""
-        self._tell_all(WORD, encode_word(word))
+    def broadcast(self, message: RouterMessage) -> None:
+        """Send the message to the other routers."""
+        self._tell_all(MESSAGE, encode_message(message))
 
     def view(self) -> StoreView:
         """Always there."""
@@ -250,8 +250,8 @@ class LocalMembership:
         for session in self._sessions.items():
             yield _frame(SESSION, msgspec.json.encode(session))
         # Sessions end with the first frame of another kind: see `_take`.
-        for word in listener.snapshot():
-            yield from self._framed(WORD, encode_word(word))
+        for message in listener.snapshot():
+            yield from self._framed(MESSAGE, encode_message(message))
         if self._status is not None:
             yield _frame(STATUS, msgspec.json.encode(self._status))
 
@@ -374,8 +374,8 @@ class LocalMembership:
             status = msgspec.json.decode(body, type=RouterStatus)
             self._statuses[name] = self._clock.monotonic(), status
             self._see_others()
-        elif kind == WORD:
-            listener.on_word(decode_word(body))
+        elif kind == MESSAGE:
+            listener.on_message(decode_message(body))
         elif kind == COMPLETE:
             hearing.complete.set()
         else:

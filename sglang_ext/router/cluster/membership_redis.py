@@ -33,7 +33,7 @@ from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.protocol.cluster import StoreView
 from sglang_ext.router.api.documents import Document, decode_document
-from sglang_ext.router.cluster.broadcast import Begun, Word, decode_word, encode_word
+from sglang_ext.router.cluster.broadcast import Begun, RouterMessage, decode_message, encode_message
 from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, Listener, RouterStatus, Sightings
 from sglang_ext.router.cluster.redis_records import (
     MAX_RECORD_BYTES,
@@ -61,11 +61,11 @@ RETRY_S = (0.25, 0.5, 1.0, 2.0)
 """Pauses before connecting again; the last one from then on."""
 FIRST_SESSIONS = 5_000
 MAX_PENDING_SESSIONS = 10_000
-MAX_PENDING_WORDS = 10_000
-MAX_WORD_BYTES = 1 << 16
-"""A longer word is not sent: Redis keeps the last thousand of them."""
+MAX_PENDING_MESSAGES = 10_000
+MAX_MESSAGE_BYTES = 1 << 16
+"""A longer message is not sent: Redis keeps the last thousand of them."""
 MAX_PENDING_BYTES = 16 << 20
-"""Of words that are to be written down; the oldest are dropped."""
+"""Of messages that are to be written down; the oldest are dropped."""
 MAX_LEFT_OUT_BYTES = 4 << 20
 
 
@@ -117,14 +117,14 @@ class RedisMembership:
         self._documents: dict[tuple[str, str], Document] = {}
         self._status: RouterStatus | None = None
         self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
-        self._words: Bounded[int, bytes] = Bounded(
-            MAX_PENDING_BYTES, lambda _, body: len(body), max_entries=MAX_PENDING_WORDS
+        self._pending: Bounded[int, bytes] = Bounded(
+            MAX_PENDING_BYTES, lambda _, body: len(body), max_entries=MAX_PENDING_MESSAGES
         )
-        self._word_numbers = itertools.count()
+        self._message_numbers = itertools.count()
         self._left_out: Bounded[bytes, bytes] = Bounded(MAX_LEFT_OUT_BYTES, size_of)
         """Names of documents in Redis that cannot be used, and by which mark: they are not read again."""
         self.tables: Mapping[str, Bounded[Any, Any]] = {
-            "pending-words": self._words,
+            "pending-words": self._pending,
             "refused-records": self._left_out,
         }
         self._connected = False
@@ -173,7 +173,7 @@ class RedisMembership:
             self._rounds.on_end(task.exception() or InternalError("sharing the membership ended by itself"))
 
     async def stop(self) -> None:
-        """End, and take this router's word out of Redis if it is there."""
+        """End, and delete this router's status from Redis if Redis is there."""
         if self._task is not None:
             self._ending = True
             self._task.cancel()
@@ -211,20 +211,20 @@ class RedisMembership:
             self._documents[document.ids] = document
             self._wake.set()
 
-    def broadcast(self, word: Word) -> None:
+    def broadcast(self, message: RouterMessage) -> None:
         """Write it down soon."""
         if not self._connected:
             return
-        body, dropped = encode_word(word), self._words.dropped
-        if len(body) > MAX_WORD_BYTES:
+        body, dropped = encode_message(message), self._pending.dropped
+        if len(body) > MAX_MESSAGE_BYTES:
             self.unsent += 1
             logger.warning(
                 "other routers are not told a %s of %d bytes: at most %d go through Redis",
-                *(type(word).__name__, len(body), MAX_WORD_BYTES),
+                *(type(message).__name__, len(body), MAX_MESSAGE_BYTES),
             )
             return
-        self._words.put(next(self._word_numbers), body)
-        self.unsent += self._words.dropped - dropped
+        self._pending.put(next(self._message_numbers), body)
+        self.unsent += self._pending.dropped - dropped
         self._wake.set()
 
     def view(self) -> StoreView:
@@ -263,8 +263,8 @@ class RedisMembership:
             if self._ending:
                 return
             self._is_connected()
-            for word in (Begun(self._router), *listener.snapshot()):
-                self.broadcast(word)
+            for message in (Begun(self._router), *listener.snapshot()):
+                self.broadcast(message)
             tasks = [
                 asyncio.create_task(self._read(reader, listener, places)),
                 asyncio.create_task(self._write(writer, listener)),
@@ -325,7 +325,7 @@ class RedisMembership:
         self._members.clear()
         self._documents.clear()
         self._sessions.clear()
-        self._words.clear()
+        self._pending.clear()
         if self.others and self._listener is not None:
             self.others = {}
             self._listener.on_routers(self.others)
@@ -383,25 +383,25 @@ class RedisMembership:
 
     async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
         while _goes_on():
-            members, sessions, documents, words = await records.read(places, BLOCK_S)
+            members, sessions, documents, messages = await records.read(places, BLOCK_S)
             for value in members:
                 self._take(value, listener)
             for fields in sessions:
                 self._take_session(fields, listener)
-            for value in words:
-                self._take_word(value, listener)
+            for value in messages:
+                self._take_message(value, listener)
             if documents:
                 await self._read_documents(records, listener, documents)
 
-    def _take_word(self, value: bytes, listener: Listener) -> None:
-        word = self._decoded(decode_word, value)
-        if word is None or word.router == self._router:
+    def _take_message(self, value: bytes, listener: Listener) -> None:
+        message = self._decoded(decode_message, value)
+        if message is None or message.router == self._router:
             return
-        if isinstance(word, Begun):
+        if isinstance(message, Begun):
             for own in listener.snapshot():
                 self.broadcast(own)
         else:
-            listener.on_word(word)
+            listener.on_message(message)
 
     def _take_document(self, value: bytes, listener: Listener) -> Document | None:
         if (document := self._decoded(decode_document, value)) is not None:
@@ -444,10 +444,10 @@ class RedisMembership:
             while self._sessions:
                 count = min(len(self._sessions), SESSIONS_AT_ONCE)
                 await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)
-            words = list(self._words.values())
-            self._words.clear()
-            if words:
-                await records.put_words(words)
+            messages = list(self._pending.values())
+            self._pending.clear()
+            if messages:
+                await records.put_messages(messages)
             if self._status is not None:
                 status, self._status = self._status, None
                 await records.write_status(status)

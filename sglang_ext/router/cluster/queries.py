@@ -14,9 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from sglang_ext.errors import UserError
-from sglang_ext.router.cluster.broadcast import Query, Reply, SyncAsked, Synced, Word
+from sglang_ext.router.cluster.broadcast import Query, Reply, RouterChannel, RouterMessage, SyncAsked, Synced
 from sglang_ext.router.http.types import RequestRefused
-from sglang_ext.signals import Signal
 from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.queries")
@@ -42,19 +41,19 @@ class _Asked:
 
 
 class Queries:
-    """Sends queries to all other routers, and replies to theirs. A ``Speaker``.
+    """Sends queries to all other routers, and replies to theirs. A ``Topic``.
 
     Args:
-        router: this router's name.
+        channel: to the other routers.
     """
 
-    def __init__(self, router: str) -> None:
-        self._router = router
+    def __init__(self, channel: RouterChannel) -> None:
+        self._channel = channel
         self._routers: frozenset[str] = frozenset()
         self._asked: dict[str, _Asked] = {}
         self._answering: dict[type[Query], Answering] = {SyncAsked: _sync}
         self._replying = Tasks(lambda error: logger.error("a router got no reply", exc_info=error))
-        self.said: Signal[[Word]] = Signal()
+        channel.subscribe(self, Query, Reply)
 
     def __repr__(self) -> str:
         return f"Queries({len(self._asked)} asked of {len(self._routers)} routers)"
@@ -79,7 +78,7 @@ class Queries:
         self._asked[query.id] = asked
         try:
             # Also to routers that are not listed yet: they are not waited for.
-            self.said(_signed(query, self._router))
+            self._publish(query)
             asked.look()
             async with asyncio.timeout(within_s):
                 await asked.ended.wait()
@@ -101,25 +100,26 @@ class Queries:
         except (RequestRefused, UserError) as refused:
             if not self._routers or (isinstance(refused, RequestRefused) and refused.status != 404):
                 raise
-        await self.ask(SyncAsked(self._router, self.new_id()), every=True)
+        await self.ask(SyncAsked("", self.new_id()), every=True)
         return look()
 
-    def hear(self, word: Word) -> None:
+    def on_message(self, message: Query | Reply) -> None:
         """Another router asks or replies."""
-        if word.router == self._router:
-            return
-        if isinstance(word, Query):
-            if (answering := self._answering.get(type(word))) is not None:
-                self._replying.start(self._reply(word, answering), name=f"reply to {word.router}")
-        elif isinstance(word, Reply) and (asked := self._asked.get(word.id)) is not None:
-            asked.waiting.discard(word.router)
-            asked.replies.append(word)
+        if isinstance(message, Query):
+            if (answering := self._answering.get(type(message))) is not None:
+                self._replying.start(self._reply(message, answering), name=f"reply to {message.router}")
+        elif (asked := self._asked.get(message.id)) is not None:
+            asked.waiting.discard(message.router)
+            asked.replies.append(message)
             asked.look()
 
-    async def _reply(self, query: Query, answering: Answering) -> None:
-        self.said(_signed(await answering(query), self._router))
+    def _publish(self, message: Any) -> None:
+        self._channel.publish(msgspec.structs.replace(message, router=self._channel.router))
 
-    def words(self) -> Iterable[Word]:
+    async def _reply(self, query: Query, answering: Answering) -> None:
+        self._publish(await answering(query))
+
+    def snapshot(self) -> Iterable[RouterMessage]:
         """Nothing: a router that begins asks."""
         return ()
 
@@ -133,10 +133,6 @@ class Queries:
     async def stop(self) -> None:
         """End all replies in progress."""
         await self._replying.cancel()
-
-
-def _signed(word: Any, router: str) -> Any:
-    return msgspec.structs.replace(word, router=router)
 
 
 async def _sync(query: SyncAsked) -> Synced:

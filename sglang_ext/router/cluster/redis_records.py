@@ -31,9 +31,11 @@ from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Intent, Member, encode
 
 MAX_EVENTS = 4096
 MAX_SESSIONS = 20_000
-MAX_WORDS = 1024
+MAX_MESSAGES = 1024
 HEADS_AT_ONCE = 200
 SESSIONS_AT_ONCE = 200
+MESSAGE_KIND = "word"
+"""The kind of messages in their seals, as routers of earlier releases write and expect it."""
 MARK_BYTES = 64
 """Of a record, by which it is seen whether it has changed: its stamp, and of its seal enough."""
 MAX_RECORD_BYTES = MAX_DOCUMENT_BYTES + (64 << 10)
@@ -226,7 +228,7 @@ class RedisRecords:
         return self._opened("router", (await self._all("router", "routers")).values())
 
     async def say_goodbye(self, router: str) -> None:
-        """Take a router's word out."""
+        """Delete a router's status."""
         await self._client.delete(self.key("router", router))
         await self._client.srem(self.key("routers"), router)
 
@@ -243,7 +245,7 @@ class RedisRecords:
     async def read(
         self, places: Places, seconds: float
     ) -> tuple[list[bytes], list[Fields], list[bytes], list[bytes]]:
-        """Wait for something new: JSON of records, sessions, names of documents, JSON of words. ``places``
+        """Wait for something new: JSON of records, sessions, names of documents, JSON of messages. ``places``
         moves on."""
         answer = await self._client.xread(places, count=500, block=int(seconds * 1e3))
         # Either version of the protocol: lists of pairs, or a dictionary of lists of lists.
@@ -251,14 +253,14 @@ class RedisRecords:
         members: list[bytes] = []
         sessions: list[Fields] = []
         documents: dict[bytes, None] = {}
-        words: list[bytes] = []
+        messages: list[bytes] = []
         for stream, entries in streams:
             for place, fields in entries:
                 places[stream] = place
                 if stream.endswith(b"sessions"):
                     sessions.append(fields)
                 elif b"w" in fields:
-                    words.append(fields[b"w"])
+                    messages.append(fields[b"w"])
                 elif b"m" in fields:
                     members.append(fields[b"m"])
                 elif b"d" in fields:
@@ -267,7 +269,7 @@ class RedisRecords:
             self._opened("member", members),
             self._sealed_sessions(sessions),
             list(documents),
-            self._opened("word", words),
+            self._opened(MESSAGE_KIND, messages),
         )
 
     async def sessions(self, count: int) -> list[list[Fields]]:
@@ -295,12 +297,12 @@ class RedisRecords:
             pipeline.xadd(self.key("sessions"), fields, maxlen=MAX_SESSIONS, approximate=True)
         await pipeline.execute()
 
-    async def put_words(self, words: Iterable[bytes]) -> None:
-        """Send words to the other routers; each is JSON."""
+    async def put_messages(self, messages: Iterable[bytes]) -> None:
+        """Send messages to the other routers; each is JSON."""
         pipeline = self._client.pipeline(transaction=False)
-        for word in words:
-            value = f"0 {self._seal('word', b'0 ' + word)} ".encode() + word
-            pipeline.xadd(self.key("words"), {"w": value}, maxlen=MAX_WORDS, approximate=True)
+        for message in messages:
+            value = f"0 {self._seal(MESSAGE_KIND, b'0 ' + message)} ".encode() + message
+            pipeline.xadd(self.key("words"), {"w": value}, maxlen=MAX_MESSAGES, approximate=True)
         await pipeline.execute()
 
     # -- seals ----------------------------------------------------------------------------------------------

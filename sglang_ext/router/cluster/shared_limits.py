@@ -7,47 +7,48 @@ from collections.abc import Collection, Iterable
 
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
-from sglang_ext.router.cluster.broadcast import LimitUsed, Word
+from sglang_ext.router.cluster.broadcast import LimitUsed, RouterChannel, RouterMessage
 from sglang_ext.router.cluster.membership import ROUTER_TTL_S
 from sglang_ext.router.tenancy.tenants import KeyRing, Meter, Use
-from sglang_ext.signals import Signal
 
 
 class SharedLimits:
-    """Sends the use of limits at this router to the others, and takes in theirs. A ``Speaker``.
+    """Sends the use of limits at this router to the others, and takes in theirs. A ``Topic``.
 
     Args:
+        channel: to the other routers.
         keys: the keys whose limits are shared.
-        router: this router's name.
         clock: seconds.
         secret: of the cluster; seals the key's digest, so that a limit's name does not reveal its API key.
     """
 
-    def __init__(self, keys: KeyRing, router: str, clock: Clock, secret: ClusterKey | None) -> None:
+    def __init__(
+        self, channel: RouterChannel, keys: KeyRing, clock: Clock, secret: ClusterKey | None
+    ) -> None:
+        self._channel = channel
         self._keys = keys
-        self._router = router
         self._clock = clock
         self._secret = secret
         self._named: dict[str, Meter] = {}
         self._of: tuple[Meter, ...] = ()
         """The meters of which ``_named`` was made."""
-        self._heard: dict[str, float] = {}
-        """When each router sent its last word."""
+        self._last_message: dict[str, float] = {}
+        """When each router sent its last message."""
         self._routers: Collection[str] = ()
-        self.said: Signal[[Word]] = Signal()
-        keys.used.subscribe(self._used)
+        channel.subscribe(self, LimitUsed)
+        keys.used.subscribe(self._publish)
 
     def __repr__(self) -> str:
-        return f"SharedLimits({len(self._heard)} routers heard)"
+        return f"SharedLimits({len(self._last_message)} routers)"
 
-    def _used(self, meter: Meter) -> None:
-        if self.said:
-            self.said(self._word(meter))
+    def _publish(self, meter: Meter) -> None:
+        if self._channel.is_open:
+            self._channel.publish(self._message(meter))
 
-    def _word(self, meter: Meter) -> LimitUsed:
+    def _message(self, meter: Meter) -> LimitUsed:
         use = meter.use()
         return LimitUsed(
-            self._router,
+            self._channel.router,
             self._name(meter),
             use.running,
             use.taken,
@@ -66,26 +67,26 @@ class SharedLimits:
             self._of, self._named = meters, {self._name(meter): meter for meter in meters}
         return self._named.get(name)
 
-    def hear(self, word: Word) -> None:
-        """Another router has let something through."""
-        if isinstance(word, LimitUsed) and word.router != self._router:
-            self._heard[word.router] = self._clock.monotonic()
-            if (meter := self._meter(word.limit)) is not None:
-                use = (word.running, word.taken, word.charged, word.requests_left, word.tokens_left)
-                meter.on_remote_use(word.router, Use(*use))
+    def on_message(self, message: LimitUsed) -> None:
+        """Another router reports its use of a limit."""
+        self._last_message[message.router] = self._clock.monotonic()
+        if (meter := self._meter(message.limit)) is not None:
+            left = message.requests_left, message.tokens_left
+            use = Use(message.running, message.taken, message.charged, *left)
+            meter.on_remote_use(message.router, use)
 
-    def words(self) -> Iterable[Word]:
+    def snapshot(self) -> Iterable[RouterMessage]:
         """The use of every limit at this router."""
-        return [self._word(meter) for meter in self._keys.meters if meter.is_limited]
+        return [self._message(meter) for meter in self._keys.meters if meter.is_limited]
 
     def on_routers(self, names: Collection[str]) -> None:
         """A router that is gone has no request running any more; a router that spoke before it was listed has
         ``ROUTER_TTL_S`` to be listed.
         """
         now = self._clock.monotonic()
-        for router, heard in list(self._heard.items()):
-            if router not in names and (router in self._routers or now - heard > ROUTER_TTL_S):
-                del self._heard[router]
+        for router, sent in list(self._last_message.items()):
+            if router not in names and (router in self._routers or now - sent > ROUTER_TTL_S):
+                del self._last_message[router]
                 for meter in self._keys.meters:
                     meter.gone(router)
         self._routers = frozenset(names)

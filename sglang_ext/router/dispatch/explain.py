@@ -44,19 +44,19 @@ class Cause(enum.StrEnum):
     OTHER_SALT = "other-salt"
     """The same beginning is known under another adapter, ``extra_key`` or ``cache_salt``."""
     BELOW_THRESHOLD = "below-threshold"
-    """Who holds it was not chosen, because too small a part of the prompt was cached to decide."""
+    """The holder was not chosen, because the cached part of the prompt was below the threshold."""
     OTHER_INSTANCE = "other-instance"
-    """Who holds it was not chosen, for the reason that is given."""
+    """The holder was not chosen, for the decision's reason."""
     INDEX_NOT_TRUSTED = "index-not-trusted"
-    """The index of an instance was not believed, so nobody could know."""
+    """The index of an instance was not trusted, so its KV was unknown."""
     INDEX_AWAITED = "index-awaited"
-    """The snapshot of an instance was not in yet, so nobody could know what else it holds."""
+    """The snapshot of an instance had not arrived, so the rest of its KV was unknown."""
     BELIEVED_ONLY = "believed-only"
     """The chosen instance was believed to hold more than it found."""
     NOT_REPORTED = "not-reported"
-    """The instance did not tell what it found (start it with ``--enable-cache-report``)."""
+    """The instance did not report its cached tokens (start it with ``--enable-cache-report``)."""
     HISTORY_UNKNOWN = "history-unknown"
-    """The index does not keep a history, so an eviction cannot be told from a prompt never seen."""
+    """The index keeps no history, so that evicted prompts and new ones look the same."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -66,15 +66,15 @@ class Choice(msgspec.Struct, frozen=True):
     reason: str
     matched: int
     holders: Mapping[str, Match]
-    """Instance -> what it was believed to hold."""
+    """Instance -> its match by the index."""
     scores: Mapping[str, float]
     fleet: Fleet = ()
     """The instances that it was chosen from, as they were seen."""
     decode: str | None = None
     fetch: FetchNote | None = None
-    """What another instance holds; filled in when it is known what became of it."""
+    """Spans fetched from other instances; their outcome is filled in when they end."""
     estimate: Estimate | None = None
-    """What it was expected to take there; filled in when it is known what it took."""
+    """Expected times; the observed ones are filled in later."""
 
     @property
     def untrusted(self) -> list[str]:
@@ -88,7 +88,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class LoggedRequest(msgspec.Struct, eq=False):
-    """What is kept of one request."""
+    """The log entry of one request."""
 
     record: Record
     prompts: Sequence[Encoded]
@@ -100,10 +100,10 @@ class LoggedRequest(msgspec.Struct, eq=False):
 
 
 class History(Protocol):
-    """What an index may tell of the past."""
+    """The past evictions in an index."""
 
     def __call__(self, namespace: Hashable, key: bytes) -> Iterable[Any]:
-        """What left tiers of a prompt's blocks, oldest first: ``index_history.Departure`` or the like."""
+        """Evictions of a prompt's blocks, oldest first: ``index_history.Departure`` or the like."""
 
 
 class RequestLog:
@@ -184,7 +184,7 @@ def _prefix(one: bytes, other: bytes) -> int:
 def causes(
     logged: LoggedRequest, evictions: Sequence[Mapping[str, Any]] | None, elsewhere: int, block_size: int
 ) -> list[Cause]:
-    """What can be said of a request, most telling first.
+    """The causes of a request's hit or miss, the most specific first.
 
     Args:
         evictions: of blocks of its prompts; ``None`` when the index keeps no history.
@@ -224,7 +224,7 @@ def causes(
 
 
 def evictions_of(logged: LoggedRequest, history: History | None) -> list[dict[str, Any]] | None:
-    """What left tiers of the blocks of a request's prompts before it came, as JSON."""
+    """Evictions of blocks of a request's prompts before it arrived, as JSON."""
     if history is None:
         return None
     return [
@@ -251,15 +251,15 @@ def as_json(
     block_size: int,
     admin: bool,
 ) -> dict[str, Any]:
-    """The answer of ``GET /explain/{request_id}``. spilled: tells what other instances were told to keep of a
-    prompt's beginning before a time."""
+    """The answer of ``GET /explain/{request_id}``. spilled: returns the copies of a prompt's prefix that
+    other instances kept before a time."""
     record = logged.record
 
     def shown(seconds: float) -> float:
         return seconds if admin else record.shown(seconds)
 
     evictions = evictions_of(logged, history)
-    # That the same prompt is known under another salt tells of other tenants: for administrators only.
+    # A match under another salt reveals other tenants' prompts: for administrators only.
     elsewhere = log.elsewhere(logged) if admin else 0
     return {
         "request_id": record.request_id,
@@ -322,7 +322,7 @@ class Explainer:
     Args:
         log: recent requests.
         trees: the index, and its record of evictions.
-        instances: names of the instances that there are.
+        instances: the names of the fleet's instances.
         spilled: see ``as_json``.
     """
 
@@ -353,7 +353,7 @@ class Explainer:
         )
 
     def _history(self) -> History | None:
-        """What the index remembers of evictions; nothing where no instance tells of them."""
+        """The index's history of evictions; None if no instance reports them."""
         reports = any(self._trees.reports(name) for name in self._instances())
         return self._trees.history if reports and self._trees.mode != "approximate" else None
 

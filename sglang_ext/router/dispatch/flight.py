@@ -27,7 +27,7 @@ class Flight:
     """One generation request on its way.
 
     Args:
-        sent: what a worker is sent; as admitted, unless the instances it goes to need another dialect.
+        sent: the request to workers; as admitted, unless its instances need another dialect.
         units: length of all prompts, in the unit of matches.
     """
 
@@ -195,7 +195,7 @@ class Homes:
         self._homes.pop((scope, response_id))
 
     def get(self, scope: str, response_id: str) -> str | None:
-        """Where a response is; None for one that is not known here, or is another tenant's."""
+        """The instance that keeps a response; None for an unknown one, or another tenant's."""
         if (found := self._homes.get((scope, response_id))) is not None:
             return found
         session = session_of_key(response_id)
@@ -242,11 +242,11 @@ def no_home(key: str) -> RequestRefused:
 
 
 def home_lost(key: str, instance: str, why: str) -> RequestRefused:
-    """The refusal of a request that goes on from what an instance keeps that cannot serve it.
+    """The refusal of a request that continues a response or session whose instance cannot serve it.
 
     Args:
         key: the response's id, or a ``session_key``.
-        why: what the instance's state is.
+        why: the instance's state.
     """
     session = session_of_key(key)
     if session is None:

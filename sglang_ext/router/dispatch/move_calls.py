@@ -1,4 +1,4 @@
-"""What the mover of requests says to the agents of instances, and what they answer."""
+"""Messages between the mover of requests and the agents of instances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FETCH_S: Final = 5.0
 HEARD_S: Final = 0.25
 """For the other instance's agent to say that it knows of a fetch."""
 AHEAD_S: Final = 10.0
-"""For a prompt's KV to be copied while its request still runs; what has not come then goes in the pause."""
+"""Time to copy a prompt's KV while its request still runs; the rest is copied during the pause."""
 LEAST_AHEAD: Final = 64
 """Tokens: fewer are as soon fetched in the pause."""
 LOOK_S: Final = 0.1
@@ -48,7 +48,7 @@ class MoveCalls:
         channels.messages.subscribe(self.on_message)
 
     def known(self, name: str) -> bool:
-        """Whether an instance has an agent that is heard."""
+        """Whether an instance has an agent that is alive."""
         return self._channels.registration(name) is not None
 
     def send(self, name: str, message: ToAgent) -> bool:
@@ -56,7 +56,7 @@ class MoveCalls:
 
     @contextmanager
     def expecting(self, name: str, id: str) -> Iterator[asyncio.Future[Any]]:
-        """What an agent says next of an id, while the block runs."""
+        """An agent's next message about an id, while the block runs."""
         future = self._futures[name, id] = asyncio.get_running_loop().create_future()
         try:
             yield future
@@ -65,7 +65,7 @@ class MoveCalls:
             future.cancel()
 
     async def ask(self, name: str, id: str, message: ToAgent, seconds: float) -> Any:
-        """An agent's answer; None when none comes in time, or the agent is not heard any more."""
+        """An agent's answer; None if it does not arrive in time, or the agent has become silent."""
         with self.expecting(name, id) as answer:
             if not self.send(name, message):
                 return None
@@ -92,8 +92,8 @@ class MoveCalls:
         return there.endpoints if there is not None and self._channels.can_fetch(source, target) else ()
 
     async def copy_ahead(self, flight: Flight, source: str, target: str) -> None:
-        """Bring a running request's prompt to where the request shall go on, so that its pause does not grow
-        with the prompt. What is generated meanwhile goes in the pause."""
+        """Copy a running request's prompt to the instance that will continue the request, so that its pause
+        does not grow with the prompt. Tokens generated meanwhile are copied during the pause."""
         if not (endpoints := self._endpoints(source, target)) or len(flight.prompts) != 1:
             return
         (prompt,) = flight.prompts
@@ -101,7 +101,7 @@ class MoveCalls:
         if kind != "tokens" or adapter is not None or len(prompt.key) < LEAST_AHEAD * TOKEN_BYTES:
             return
         if len(prompt.key) > MAX_PROMPT_BYTES or max(len(extra_key or ""), len(salt or "")) > MAX_TAG:
-            return  # no agent would read it, and nobody answer
+            return  # no agent would read it or answer
         id = uuid.uuid4().hex
         if not self.send(source, Export(id, prompt.key, extra_key, salt, AHEAD_S)):
             return

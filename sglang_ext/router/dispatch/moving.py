@@ -1,9 +1,10 @@
-"""Requests that run at an instance which shall go are moved to others, with their KV (MemServe, table 3).
+"""Migrates running requests, with their KV, off an instance that is draining (MemServe, table 3).
 
-For each, the instance stops it between two tokens (`Park`), another one of its kind is sent the request with
-what was generated, takes the KV, and goes on (`engine.migration`). Once it says that it does (`Running`), the
-answer is read from there; what the client has of it is left out (`stream_splice`). Until then nothing is
-lost: the first instance goes on with it when the other one does not. What cannot be moved ends where it is.
+The instance stops each request between two tokens (`Park`). Another instance of its kind gets the request
+with the generated tokens, fetches the KV, and continues (`engine.migration`). Once it reports that it does
+(`Running`), the router reads the answer from there and leaves out the part that the client has
+(`stream_splice`). Until then nothing is lost: if the other instance fails, the first one continues. Requests
+that cannot be migrated finish in place.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ AT_ONCE: Final = 8
 ANSWER_S: Final = 5.0
 """For an instance to stop a request: it has to come to the end of a step."""
 WATCH_S: Final = 2.0
-"""For the other instance's agent to say that it has the state of a request: nobody computes for that."""
+"""Timeout for the other instance's agent to acknowledge the state of a request; involves no computation."""
 GO_ON_S: Final = 20.0
 LOOK_S: Final = 0.1
 PAUSE_S: Final = 1.0
@@ -51,15 +52,15 @@ WHOLE_EVENT_S: Final = 1.0
 
 
 class AnswerMoved(ConnectionLost):
-    """The instance that was read is not the one that answers any more."""
+    """Another instance has taken over the answer."""
 
 
 class OpenAnswer:
     """An answer that an instance gives, while the block runs.
 
     Args:
-        rid: what it calls the request.
-        mover: who may have another instance go on with it; None where nobody may.
+        rid: the instance's name of the request.
+        mover: may have another instance continue the request; None if the request cannot be moved.
     """
 
     __slots__ = (
@@ -74,18 +75,18 @@ class OpenAnswer:
         self.load = load
         self.mover = mover
         self.response: UpstreamResponse | None = None
-        """What is being read of a stream that has begun."""
+        """The stream that is being read; None before it begins."""
         self.reader: StreamReader | None = None
         self.taken_over: asyncio.Task[UpstreamResponse] | None = None
         """The other instance's answer, once that goes on with the request."""
         self.target = ""
         self.moving = self.over = False
         self.blocked_reason = ""
-        """Why it ends where it is."""
+        """Why it finishes at its instance; empty while it can be moved."""
         self.copied_to = ""
-        """Where its prompt's KV was copied ahead."""
+        """Instance to which its prompt's KV was copied ahead."""
         self.last_outcome = ""
-        """What became of the last try."""
+        """Outcome of the last attempt to move it."""
 
     def __enter__(self) -> OpenAnswer:
         if self.mover is not None:
@@ -120,11 +121,11 @@ class Mover:
     """See the module's docstring.
 
     Args:
-        fleet: who is there, and how busy.
+        fleet: the instances and their loads.
         channels: to the agents.
         forwarding: sends a request to an instance.
         clock: seconds.
-        metrics: counts what became of each move.
+        metrics: counts moves by outcome.
     """
 
     def __init__(
@@ -152,12 +153,13 @@ class Mover:
     # -- what runs where ------------------------------------------------------------------------------------
 
     def names(self, flight: Flight, instance: str) -> str:
-        """What a request is to be called at an instance so that it can be moved; empty where it cannot be."""
+        """The name under which an instance can move a request; empty if the request cannot be moved."""
         movable = flight.sent.dialect.splice is not None and self.calls.known(instance)
         return flight.admitted.rid if movable else ""
 
     def carrying(self, flight: Flight, at: str, load: Load, *, named: bool) -> OpenAnswer:
-        """An instance answers a request while the block runs; one that was told its name can be moved."""
+        """An instance answers a request while the block runs. named: the instance has its name, so that the
+        request can be moved."""
         return OpenAnswer(flight, at, flight.admitted.rid, load, self if named else None)
 
     def begin(self, answer: OpenAnswer) -> None:
@@ -224,7 +226,7 @@ class Mover:
             what = "stuck"
         if what != answer.last_outcome:
             logger.info("request %s at %s: %s", answer.flight.record.request_id, answer.instance, what)
-            # What is tried again and again is counted once.
+            # Repeated attempts with the same outcome count once.
             self._moves.labels(what).inc()
         answer.last_outcome = what
         if what == "failed":
@@ -403,7 +405,7 @@ def _body(answer: OpenAnswer, parked: Parked, ticket: str) -> bytes:
 
 
 def _discard(opening: asyncio.Future[UpstreamResponse]) -> None:
-    """Give up an answer that nobody reads, whenever it comes; the instance then aborts the request."""
+    """Close an answer that is no longer needed, whenever it opens; the instance then aborts the request."""
 
     def close(done: asyncio.Future[UpstreamResponse]) -> None:
         if not done.cancelled() and done.exception() is None:

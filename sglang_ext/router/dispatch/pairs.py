@@ -1,11 +1,10 @@
-"""Prefill and decode apart: a request goes to one instance of each, and the answer is decode's.
+"""Prefill-decode disaggregation: a request goes to one instance of each role, and the answer is decode's.
 
-Both get the same body, with where the prefill instance is asked for the KV (``bootstrap_host`` and
-``bootstrap_port``) and a number that only this request has (``bootstrap_room``), as SGLang's own balancer
-puts them in. What the prefill instance answers is read and thrown away; if it fails while the client has
-been sent nothing, what runs at the decode instance is given up, because it would wait for the KV in vain.
-After a half that answers with an error of its own (5xx) the request is tried at another pair, as after one
-that dies.
+Both get the same body. It has the address at which decode requests the KV from prefill (``bootstrap_host``
+and ``bootstrap_port``) and a number that is unique to this request (``bootstrap_room``), as SGLang's own
+balancer sets them. The prefill instance's answer is read and discarded. If prefill fails before the client
+got anything, the request at the decode instance is aborted, because its KV would never arrive. After an
+error of either instance (5xx), or the death of one, another pair is tried.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from sglang_ext.router.http.types import ConnectionLost, RequestRefused
 BOOTSTRAP_ROOMS = 1 << 62
 """SGLang counts upwards from the bootstrap_room for the prompts of a batch, and keeps it in 63 bits."""
 MAX_ERROR_BYTES = 1000
-"""Of an instance's error, so much is told to the client."""
+"""Most bytes of an instance's error that the client gets."""
 
 
 def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
-    """What tells both servers where to meet.
+    """The fields by which both servers find each other.
 
     Args:
         prefill: URL of the prefill instance.
-        facts: what it has told of itself.
+        facts: the instance's own report.
     """
     host, port = bootstrap_of(prefill, facts)
     return {
@@ -43,12 +42,12 @@ def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
 class HalfFailed(ConnectionLost):
     """One half of a pair answered with an error of its own (5xx): another pair may serve the request.
 
-    Whichever half is heard first, the client hears the same: the answer of another pair, or this error.
+    The client gets the same, whichever half answers first: the answer of another pair, or this error.
 
     Args:
         instance: URL of the half that failed.
         does: ``"prefills"`` or ``"decodes"``.
-        status: what it answered, 500 or above.
+        status: of its answer, 500 or above.
         answer: the body of that.
     """
 
@@ -58,7 +57,7 @@ class HalfFailed(ConnectionLost):
         self.status = status
 
     def refused(self) -> RequestRefused:
-        """What the client is told when no other pair was left."""
+        """The error for the client when no other pair is left."""
         return RequestRefused(self.message, status=self.status, kind="server_error", code="pair_failed")
 
 

@@ -22,7 +22,7 @@ from sglang_ext.own_functions import SortKey, order_named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
 RECHECK_S = 0.25
-"""How often those who wait look whether the fleet has grown; a request that ends is noticed at once."""
+"""Interval of checks whether the fleet has grown; an ended request wakes the next at once."""
 
 
 MOST_GONE = 64
@@ -46,7 +46,7 @@ class Waiting:
     prompt_tokens: int = 0
     """Of all its prompts; characters where the router has no tokenizer for the model."""
     tenant: str | None = None
-    """Whose it is; ``None`` without a key file."""
+    """Tenant; ``None`` without a key file."""
     streams: bool = False
 
 
@@ -84,16 +84,16 @@ class Ticket:
     gone: bool = field(default=False, compare=False)
     """It has left the line: admitted, displaced, or its client went away."""
     displaced: bool = field(default=False, compare=False)
-    """Somebody more important took its place in a full line."""
+    """A request of higher priority took its place in a full line."""
     wake: asyncio.Future[None] | None = field(default=None, compare=False)
 
 
 class Line:
-    """Who waits, and who is next. Pure: no clock, no I/O.
+    """The waiting requests in their order. Pure: no clock, no I/O.
 
     Args:
-        size: most that wait.
-        order: who goes first.
+        size: most requests that wait.
+        order: sort key; the smallest goes first.
     """
 
     def __init__(self, size: int, order: Callable[[Waiting], SortKey] = by_priority) -> None:
@@ -136,7 +136,7 @@ class Line:
             heapq.heapify(self._heap)
 
     def next(self) -> Ticket | None:
-        """Take out who is to go first; ``None`` when nobody waits."""
+        """Remove and return the first request in line; ``None`` for an empty line."""
         while self._heap:
             ticket = heapq.heappop(self._heap)
             if not ticket.gone:
@@ -163,7 +163,7 @@ class Admission:
         clock: seconds.
         size: most requests that wait.
         patience_s: how long one waits.
-        order: who goes first.
+        order: sort key; the smallest goes first.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Admission:
         metrics.refreshing.subscribe(refresh)
 
     def enter(self) -> bool:
-        """Take a place if there is one and nobody waits; whoever has one calls ``leave``."""
+        """Take a place if one is free and no request waits. The caller frees it with ``leave``."""
         if len(self.line) or self.admitted >= self._capacity():
             return False
         self.admitted += 1
@@ -202,8 +202,8 @@ class Admission:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold one more place while the block runs, whether there is one or not: for what goes on when the
-        request that had waited for its place is answered."""
+        """Hold one more place while the block runs, free or not: for work that continues after the request
+        that had waited for its place is answered."""
         self.admitted += 1
         try:
             yield
@@ -253,7 +253,7 @@ class Admission:
             timer.cancel()
 
     def _grant(self) -> None:
-        """Give free places to those who are next."""
+        """Give free places to the next requests in line."""
         while len(self.line) and self.admitted < self._capacity():
             ticket = self.line.next()
             if ticket is None:

@@ -51,19 +51,19 @@ class Relay:
 
     Args:
         forwarding: sends a request to an instance.
-        fleet: counts what is in flight.
-        trees: learns who computed what.
-        costs: learns how long it took.
+        fleet: counts requests in flight.
+        trees: records which instance has computed which prompt.
+        costs: corrected by observed times.
         tokenizers: for the tokens of answers.
-        homes: learns where responses are kept.
+        homes: records which instance keeps which response.
         metrics: counts streams that broke off.
         clock: seconds.
         mover: moves running requests to other instances.
-        suspects: learns which requests were at an instance's death.
-        on_background: told of each response that its instance goes on to generate, while the request still
-            counts.
-        on_learnt: all are told of each prompt with what was generated from it, as far as that is known.
-        explains: whether clients are told why an instance was chosen.
+        suspects: records requests that an instance's death interrupted.
+        on_background: called for each response that its instance continues to generate in the background,
+            while the request still counts.
+        on_learnt: each is called with a prompt and its generated tokens, if they are known.
+        explains: whether answers have headers with the reason of the choice.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Relay:
         return self._pair(flight, placement, placement.decode)
 
     async def _pair(self, flight: Flight, placement: Placement, decode: str) -> None:
-        """As ``attempt``, with an instance that prefills and one that decodes."""
+        """Like ``attempt``, with a prefill instance and a decode instance."""
         facts = self._fleet.rows[placement.instance].facts
         meeting = meeting_point(placement.instance, facts)
         flight.take_fields()
@@ -134,7 +134,7 @@ class Relay:
             raise
 
     async def _prefill(self, flight: Flight, placement: Placement, body: bytes) -> None:
-        """The half of a request whose answer nobody reads."""
+        """The prefill half of a request; its answer is discarded."""
         queued = max(0, flight.units - placement.matched)
         try:
             with self._fleet.carrying(placement.instance, queued) as load, load.until_lost():
@@ -204,7 +204,7 @@ class Relay:
         if not isinstance(error, ConnectionLost) or isinstance(error, HalfFailed | AnswerMoved):
             return
         row = self._fleet.rows.get(instance)
-        if row is None or row.state is not State.DRAINING:  # one that drains may be ended by its operator
+        if row is None or row.state is not State.DRAINING:  # its operator may end a draining instance
             self._suspects.lost(flight.digest(), instance)
 
     async def _whole(
@@ -279,13 +279,13 @@ class Relay:
             if goes_on:
                 await self._go_on(flight, answer, reader)
         except (ConnectionLost, RequestTimeout, NoContinuation) as error:
-            broken = error.with_traceback(None)  # which has this frame, and so the request
+            broken = error.with_traceback(None)  # the traceback would keep this frame, and so the request
         if broken is not None:
             self._lost(flight, record.instance or placement.instance, broken)
             record.error = str(broken)
             self._broken_streams.inc()
             message = f"the worker went away in mid-answer: {broken}"
-            # What was translated are whole events.
+            # A translated piece is made of whole events.
             end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
             rest = flight.admitted.dialect.broken_off(message)
             await responder.write(_held_back(flight) + end + rest)
@@ -300,10 +300,10 @@ class Relay:
         self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
 
     async def _go_on(self, flight: Flight, answer: OpenAnswer, reader: StreamReader) -> None:
-        """Pass on what other instances make of a stream that has begun.
+        """Pass on the rest of a stream from the instances that continue it.
 
         Raises:
-            ConnectionLost, NoContinuation: one of them went away, or makes another answer.
+            ConnectionLost, NoContinuation: an instance went away, or its answer differs.
         """
         splice = flight.sent.dialect.splice
         assert splice is not None  # else it is not moved
@@ -328,7 +328,7 @@ class Relay:
     # -- learning ---------------------------------------------------------------------------------
 
     def _learn(self, flight: Flight, placement: Placement, usage: Usage) -> None:
-        """The instances have computed these prompts, and what was generated from them."""
+        """The instances have computed these prompts and their generated tokens."""
         answering = flight.record.instance or placement.instance
         for index, prompt in enumerate(flight.prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
@@ -358,7 +358,7 @@ class Relay:
         if flight.admitted.session is None and not any(
             self._trees.learns_of(prompt.namespace, instance) for prompt in prompts
         ):
-            return  # the instance tells by itself what it holds, and no session goes on from it
+            return  # its agent reports the KV, and no session continues from the answer
 
         salts = [prompt.salt for prompt in prompts]
 
@@ -384,7 +384,7 @@ class Relay:
         self._learning.start(learn_later(), name="learn what was generated")
 
     async def stop(self) -> None:
-        """End what goes on after the answers."""
+        """Cancel the tasks that outlive their answers."""
         await self._learning.cancel()
 
     # -- headers ----------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Relay:
 
 
 def _told(flight: Flight, chunk: bytes) -> bytes:
-    """What the client is told of the next piece of a stream."""
+    """The part of a stream's next piece that the client gets."""
     if flight.sent.translation is not None:
         chunk = flight.sent.translation.feed(chunk)
     elif flight.filter is not None:
@@ -427,7 +427,7 @@ def _held_back(flight: Flight) -> bytes:
 
 
 def _infer_cached(flight: Flight, usage: Usage) -> None:
-    """SGLang leaves out what it was asked for when nothing was cached."""
+    """SGLang leaves out the requested details when nothing was cached."""
     if flight.admitted.tells_cached and usage.cached_tokens is None:
         usage.cached_tokens = 0
 

@@ -1,10 +1,10 @@
-"""Having idle DRAM keep what a full instance is about to evict (KVDirect, section 7).
+"""Keeps KV that a full instance is about to evict in the idle DRAM of another (KVDirect, section 7).
 
-Twice a second, ``policies.spilling`` looks at how full the instances say they are, and at the conversations
-that may go on. What it chooses is told as a fetch is: the full instance exports what it has in DRAM of a
-prompt, and the other one fetches it, to keep it for others. The index learns of it as of any KV, so whoever
-needs it next fetches it back, or is sent where it is. An instance that says nothing, or dies, keeps nothing:
-the full one has it as long as it would have had it anyway.
+Twice a second, ``policies.spilling`` looks at the reported DRAM use of the instances, and at conversations
+that may continue. It chooses prefixes and targets, and the transfer is that of a fetch: the full instance
+exports the prefix from its DRAM, and the target fetches and keeps it for others. The index records it like
+any KV, so the next request fetches it back or is sent to the target. If the target does not answer, or dies,
+the full instance keeps the prefix as long as it would have anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from sglang_ext.tiers import Tier
 
 TICK_S: Final = 0.5
 AGAIN_S: Final = 60.0
-"""A prefix is spilled once in so long, whatever becomes of it: who gave it up needed the memory."""
+"""Least time between two spills of a prefix, failed ones included: a target that dropped it needed the
+memory."""
 LOOK_S: Final = 3.0
 """After which it is looked up again who holds a prefix, or still keeps one,"""
 REST_S: Final = 60.0
@@ -50,12 +51,12 @@ MOST_PREFIXES: Final = 2000
 MOVE_S: Final = 10.0
 """An instance has so long to fetch."""
 UNHEARD_S: Final = 30.0
-"""After which a spill has ended of which nothing was heard."""
+"""A spill without a report for so long has failed."""
 MOST_UNDER_WAY: Final = 4
 MOST_SPILLED: Final = 10_000
 """Spills that are remembered for as long as they are kept; the oldest count as gone beyond that."""
 MOST_TOLD: Final = 2000
-"""Spills that ``/explain`` can tell of."""
+"""Most ended spills that are kept for ``/explain``."""
 MAX_BYTES: Final = 32 << 20
 """Memory for conversations."""
 
@@ -64,13 +65,13 @@ class SpillChannels(AgentChannels, Protocol):
     """``Agents``, as it is used here."""
 
     def beat(self, name: str) -> Beat | None:
-        """What an instance said of itself last, while its agent is heard."""
+        """The last report of an instance, while its agent is alive."""
 
 
 @dataclass(eq=False, slots=True)
 class Spilled:
-    """A prefix that an instance was told to keep for others. blocks: that were new there, or are to be.
-    start: the block at which they begin."""
+    """A prefix that an instance was asked to keep for others. blocks: new there, or expected to be.
+    start: the index of the first of them in the prefix."""
 
     namespace: tuple[str | None, ...]
     key: bytes
@@ -82,7 +83,7 @@ class Spilled:
     at: float
     """Seconds since the epoch."""
     since: float
-    """When it was told, or looked at last; monotonic."""
+    """Time of the request to keep it, or of the last look at it; monotonic."""
     end: str | None = None
     moved_tokens: int = 0
 
@@ -102,11 +103,11 @@ class Spilling:
     """See the module's docstring. Lives on the event loop's thread.
 
     Args:
-        terms: who is full, who is idle, and what a tenant may have kept.
-        fleet: which instances are there.
-        trees: who holds which prefix.
+        terms: thresholds of full and idle instances, and each tenant's share.
+        fleet: the instances.
+        trees: the index of their prefixes.
         channels: to the agents.
-        metrics: counts what was spilled.
+        metrics: counts spills.
         clock: seconds.
     """
 
@@ -128,7 +129,7 @@ class Spilling:
         self._is_on = False
         self._under_way: dict[str, Spilled] = {}
         self._kept: OrderedDict[str, Spilled] = OrderedDict()
-        """What is kept, by id; whoever was looked at longest ago comes first."""
+        """Kept prefixes by id, the least recently checked first."""
         self._told: deque[Spilled] = deque(maxlen=MOST_TOLD)
         self._ends = metrics.counter("spills")
         self._tokens = metrics.counter("spilled_tokens")
@@ -142,7 +143,7 @@ class Spilling:
         metrics.refreshing.subscribe(refresh)
         channels.messages.subscribe(self.on_message)
 
-    # -- what may go on -----------------------------------------------------------------------------
+    # -- conversations ------------------------------------------------------------------------------
 
     def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
         """A request has sent, and was answered, what ``key`` has."""
@@ -180,7 +181,7 @@ class Spilling:
         for spill in found.spills[: MOST_UNDER_WAY - len(self._under_way)]:
             conversation = known[spill.prefix.id]
             self._look(conversation, now)
-            if conversation.held == spill.prefix.held:  # else the next round sees what has changed
+            if conversation.held == spill.prefix.held:  # else the next round sees the change
                 self._send(spill, conversation, now)
 
     def _memories(self) -> Iterator[Memory]:
@@ -247,7 +248,7 @@ class Spilling:
         conversation.durable = self._trees.durable(namespace, key) if conversation.held else 0
 
     def _prefix(self, conversation: Conversation, now: float) -> Prefix:
-        # Once it was spilled it rests, and counts among what is cold.
+        # A spilled prefix is not spilled again for a while, and counts as cold.
         resting = now < conversation.again
         durable = max(conversation.held.values(), default=0) if resting else conversation.durable
         return Prefix(conversation.id, conversation.tenant, conversation.held, durable)
@@ -285,7 +286,7 @@ class Spilling:
     # -- what becomes of it -------------------------------------------------------------------------
 
     def on_message(self, name: str, message: FromAgent) -> None:
-        """What an agent says."""
+        """An agent has sent a message."""
         if isinstance(message, Fetched):
             spill = self._under_way.get(message.id)
             if spill is not None and spill.target == name:
@@ -304,7 +305,7 @@ class Spilling:
                 self._kept.popitem(last=False)
 
     def _look_at_kept(self, now: float) -> None:
-        """What has gone from where it was kept does not count any more."""
+        """Stop counting prefixes that their keepers have evicted."""
         for id, spill in list(self._kept.items())[:LOOKS]:
             if now - spill.since < LOOK_S:
                 break
@@ -333,7 +334,7 @@ class Spilling:
     # -- seeing -------------------------------------------------------------------------------------
 
     def copies_of(self, namespace: Any, key: bytes, before: float) -> list[dict[str, Any]]:
-        """What was spilled of a prompt's beginning before a time (seconds since the epoch), oldest first."""
+        """Spills of a prompt's prefix before a time (seconds since the epoch), oldest first."""
         return [
             spill.as_json()
             for spill in self._told

@@ -1,11 +1,11 @@
-"""Requests during which instances died: one that was at two deaths is refused for a while.
+"""Requests during which instances died: after two deaths a request is refused for a while.
 
 A request may end the server that works on it. It is sent to a second instance, because the first may have
 died of something else. With the second death it is refused, and so is every request with the same body, until
 ``REFUSED_S`` have passed since the last death: a client that repeats the request would end the next two.
 
-Every request that the death of an instance interrupts counts, as the cause cannot be seen from outside. One
-that is answered elsewhere is cleared. Several routers share what they saw.
+Every request that the death of an instance interrupts counts, as the cause cannot be seen from outside. A
+request that another instance answers is cleared. Routers share their observations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from sglang_ext.clock import Clock
-from sglang_ext.router.cluster.broadcast import RequestLost, Word
+from sglang_ext.router.cluster.broadcast import RequestLost, RouterChannel, RouterMessage
 from sglang_ext.router.http.types import RequestRefused
-from sglang_ext.signals import Signal
 
 REFUSED_S = 300.0
 """How long a request is refused, and how long a death counts."""
@@ -31,11 +30,11 @@ MAX_SUSPECTS = 4096
 
 
 def digest_of_request(scope: str, target: str, body: bytes) -> str:
-    """By which a request is recognised when it comes again.
+    """The key by which a repeated request is recognised.
 
     Args:
-        scope: the tenant's (``Caller.scope``): a tenant is refused nothing for what another one has sent.
-        target: its path, and what follows.
+        scope: the tenant's (``Caller.scope``), so that one tenant's requests never refuse another's.
+        target: path and query.
         body: as the client sent it.
     """
     of = blake2b(f"{scope}\n{target}".encode(), digest_size=32).digest()
@@ -60,18 +59,18 @@ def ends_servers(losses: Sequence[Loss], now: float) -> bool:
 
 
 class Suspects:
-    """Requests that instances' deaths interrupted. A speaker among routers (``broadcast.Speaker``).
+    """Requests that instances' deaths interrupted. A ``broadcast.Topic``.
 
     Args:
-        router: the name of this router.
+        channel: to the other routers.
         clock: seconds.
     """
 
-    def __init__(self, router: str, clock: Clock) -> None:
-        self._router = router
+    def __init__(self, channel: RouterChannel, clock: Clock) -> None:
+        self._channel = channel
         self._clock = clock
         self._losses: OrderedDict[str, list[Loss]] = OrderedDict()
-        self.said: Signal[[Word]] = Signal()
+        channel.subscribe(self, RequestLost)
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -82,8 +81,8 @@ class Suspects:
     def lost(self, digest: str, instance: str) -> None:
         """An instance went away while it worked on a request."""
         self._add(digest, (instance, self._clock.monotonic()))
-        if self.said:
-            self.said(RequestLost(self._router, digest, instance, age_s=0.0))
+        if self._channel.is_open:
+            self._channel.publish(RequestLost(self._channel.router, digest, instance, age_s=0.0))
 
     def answered(self, digest: str) -> None:
         """An instance has answered a request: it is no cause of deaths."""
@@ -114,16 +113,15 @@ class Suspects:
 
     # -- other routers ----------------------------------------------------------------------------
 
-    def hear(self, word: Word) -> None:
+    def on_message(self, message: RequestLost) -> None:
         """Another router has lost a request."""
-        if isinstance(word, RequestLost) and word.router != self._router:
-            self._add(word.digest, (word.instance, self._clock.monotonic() - word.age_s))
+        self._add(message.digest, (message.instance, self._clock.monotonic() - message.age_s))
 
-    def words(self) -> Iterable[Word]:
+    def snapshot(self) -> Iterable[RouterMessage]:
         """All losses that count, for a router that begins."""
         now = self._clock.monotonic()
         return [
-            RequestLost(self._router, digest, instance, age_s=now - at)
+            RequestLost(self._channel.router, digest, instance, age_s=now - at)
             for digest, losses in self._losses.items()
             for instance, at in losses
             if now - at < REFUSED_S

@@ -27,8 +27,9 @@ from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.advisory_book import Answer, Verdict
 from sglang_ext.router.hints.documents import Documents
+from sglang_ext.router.hints.encoding import HintEncoder
 from sglang_ext.router.hints.hint import ENDED, Entry, Hint, State
-from sglang_ext.router.hints.remote_hints import Copy
+from sglang_ext.router.hints.remote_hints import RemoteHint
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import admit_hint
@@ -53,6 +54,7 @@ class AdvisoryApi:
 
     Args:
         advisor: takes the hints.
+        encoder: makes hints of advisory requests.
         fleet: has the model, against which hints are checked.
         documents: puts documents that a hint names in front of its prompt.
         clock: seconds.
@@ -60,9 +62,16 @@ class AdvisoryApi:
     """
 
     def __init__(
-        self, advisor: Advisor, fleet: Fleet, documents: Documents, clock: Clock, queries: Queries
+        self,
+        advisor: Advisor,
+        encoder: HintEncoder,
+        fleet: Fleet,
+        documents: Documents,
+        clock: Clock,
+        queries: Queries,
     ) -> None:
         self._advisor = advisor
+        self._encoder = encoder
         self._documents = documents
         self._fleet = fleet
         self._clock = clock
@@ -100,7 +109,7 @@ class AdvisoryApi:
         record.priority = admitted.priority
         if (refused := self._advisor.too_fast(record.caller)) is not None:
             raise _refused(refused)
-        hint = await self._advisor.hint(admitted.advisory, record.caller, admitted.priority, record.budget)
+        hint = await self._encoder.hint(admitted.advisory, record.caller, admitted.priority, record.budget)
         if hint is None:
             raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
         check_size(hint, self._limits())
@@ -132,7 +141,7 @@ class AdvisoryApi:
                 await self._wait(entry, wait)
         await _send(responder, record, 200, self._advisor.as_json(entry))
 
-    def _find(self, id: str, record: Record) -> Entry | Copy:
+    def _find(self, id: str, record: Record) -> Entry | RemoteHint:
         """A hint of the caller's.
 
         Raises:
@@ -147,7 +156,7 @@ class AdvisoryApi:
             )
         return entry
 
-    async def _wait(self, entry: Entry | Copy, seconds: float) -> None:
+    async def _wait(self, entry: Entry | RemoteHint, seconds: float) -> None:
         """Until the hint is ready or has ended, but no longer than so."""
         deadline = self._clock.monotonic() + seconds
         while not _settled(entry) and (left := deadline - self._clock.monotonic()) > 0:
@@ -157,7 +166,7 @@ class AdvisoryApi:
             except TimeoutError:
                 return
 
-    async def _stream(self, entry: Entry | Copy, responder: Responder, record: Record) -> None:
+    async def _stream(self, entry: Entry | RemoteHint, responder: Responder, record: Record) -> None:
         """Each state as an event, until nothing is moved any more."""
         record.status = 200
         record.stream = True
@@ -264,7 +273,7 @@ def _counted(caller: Caller) -> AbstractContextManager[None]:
     return nullcontext() if caller.meter is None else caller.meter.waiting()
 
 
-def _settled(entry: Entry | Copy) -> bool:
+def _settled(entry: Entry | RemoteHint) -> bool:
     return entry.state is State.READY or entry.state in ENDED
 
 

@@ -47,7 +47,7 @@ class DocumentsApi:
         yield Route(PATH + "/", frozenset({"GET", "PUT", "DELETE"}), self._one)
 
     async def _all(self, request: Request, responder: Responder, record: Record) -> None:
-        found = [self._documents.told(entry) for entry in self._documents.of(record.caller)]
+        found = [self._documents.as_json(entry) for entry in self._documents.of(record.caller)]
         record.status = 200
         await send_json(responder, 200, {"object": "list", "data": found})
 
@@ -56,7 +56,7 @@ class DocumentsApi:
         if request.method == "PUT":
             await self._put(id, request, record)
         entry = await self._queries.found(lambda: self._documents.find(id, record.caller))
-        told = self._documents.told(entry)
+        told = self._documents.as_json(entry)
         if request.method == "DELETE":
             self._documents.remove(entry)
             told = {"id": id, "object": "document", "deleted": True}

@@ -88,8 +88,8 @@ class Answer:
     replaced: Entry | None = None
 
 
-class Elsewhere(Protocol):
-    """Hints of other routers: they count, too."""
+class RemoteCounts(Protocol):
+    """Counts of other routers' hints, which share the tenants' limits."""
 
     def live(self, tenant: str) -> int:
         """Those of a tenant that have not ended."""
@@ -101,30 +101,17 @@ class Elsewhere(Protocol):
         """Their requests that are expected at an instance; of at least this priority."""
 
 
-class Nowhere:
-    """Of a router that is alone."""
-
-    def live(self, tenant: str) -> int:
-        return 0
-
-    def moving(self, tenant: str) -> int:
-        return 0
-
-    def promised(self, instance: str, least: int | None = None) -> int:
-        return 0
-
-
 class HintBook:
     """All hints that one router has taken.
 
     Args:
         limits: of every tenant.
-        elsewhere: hints that others have taken.
+        remote: the hints of other routers.
     """
 
-    def __init__(self, limits: HintLimits | None = None, elsewhere: Elsewhere | None = None) -> None:
-        self._limits = limits or HintLimits()
-        self._elsewhere = Nowhere() if elsewhere is None else elsewhere
+    def __init__(self, limits: HintLimits, remote: RemoteCounts) -> None:
+        self._limits = limits
+        self._remote = remote
         self._entries: dict[str, Entry] = {}
         self._live: dict[str, dict[str, Entry]] = {}
         """Tenant -> live entries by id."""
@@ -195,7 +182,7 @@ class HintBook:
     def _too_many(self, hint: Hint) -> str | None:
         """Why a tenant has no room for one more hint; None when it has."""
         limits, live = self._limits, len(self._live.get(hint.tenant, ()))
-        if live + self._elsewhere.live(hint.tenant) >= limits.live:
+        if live + self._remote.live(hint.tenant) >= limits.live:
             return "too many hints at once"
         tokens = min(hint.tokens, limits.moving_tokens)
         if self._bytes[hint.tenant] + ENTRY_BYTES + tokens * TOKEN_BYTES > limits.bytes:
@@ -228,7 +215,7 @@ class HintBook:
         entry.expires, entry.earliest = max(entry.expires, expires), earliest
 
     def _all_moving(self, tenant: str) -> int:
-        return self._moving[tenant] + self._elsewhere.moving(tenant)
+        return self._moving[tenant] + self._remote.moving(tenant)
 
     def placed(self, entry: Entry, place: Place) -> None:
         """The request is expected there."""
@@ -311,7 +298,7 @@ class HintBook:
         """Requests that are expected at ``instance`` and have not come; of at least this priority."""
         ranks = self._ranks.get(instance, Counter[int]())
         here = sum(count for priority, count in ranks.items() if least is None or priority >= least)
-        return here + self._elsewhere.promised(instance, least)
+        return here + self._remote.promised(instance, least)
 
     def lost(self, instance: str, now: float) -> list[Entry]:
         """``instance`` is gone. Returns the hints that were placed there, which have failed. Those whose

@@ -52,7 +52,7 @@ class Lease:
 
     due: float = 0.0
     """When it is to be told again."""
-    told: bool = False
+    sent: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +85,8 @@ class DocumentBook:
         limits: in blocks.
     """
 
-    def __init__(self, limits: DocumentLimits | None = None) -> None:
-        self.limits = limits or DocumentLimits()
+    def __init__(self, limits: DocumentLimits) -> None:
+        self.limits = limits
         self._entries: dict[tuple[str, str], DocumentEntry] = {}
         self.deleted: Bounded[tuple[str, str], Document] = Bounded(
             MAX_DELETED_BYTES,
@@ -196,7 +196,7 @@ class DocumentBook:
             self._blocks(entry)
             for entry in self
             for name, lease in entry.leases.items()
-            if lease.told and instance in (None, name)
+            if lease.sent and instance in (None, name)
         )
 
     def __iter__(self) -> Iterator[DocumentEntry]:
@@ -221,7 +221,7 @@ class DocumentBook:
                 raise InternalError(f"document {entry.ids} stands under {ids}")
             if len(entry.leases) > entry.document.instances:
                 raise InternalError(f"document {ids} is held back at {len(entry.leases)} instances")
-            if entry.leases and (entry.hint is None or not entry.hint.can_be_told):
+            if entry.leases and (entry.hint is None or not entry.hint.is_sendable):
                 raise InternalError(f"document {ids} is held back, and its tokens are not known")
             if ids in self.deleted:
                 raise InternalError(f"document {ids} is there, and deleted")

@@ -30,7 +30,6 @@ from sglang_ext.router.api.hints import parse_advisory
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.fleet.fleet import Fleet
-from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.document_book import (
     LEASE_S,
     RENEW_S,
@@ -40,6 +39,7 @@ from sglang_ext.router.hints.document_book import (
     Lease,
     places,
 )
+from sglang_ext.router.hints.encoding import HintEncoder
 from sglang_ext.router.hints.whereabouts import whereabouts
 from sglang_ext.router.http.body import BodyBudget
 from sglang_ext.router.http.types import RequestRefused
@@ -73,7 +73,7 @@ class Documents:
         fleet: who can hold them back.
         trees: who holds what of them.
         tokenizers: say whether tokens are still the model's.
-        advisor: from contents to tokens, as for hints.
+        encoder: makes the hint of a document's content.
         links: to the agents.
         fetching: has instances fetch from each other.
         metrics: counts requests that name documents.
@@ -87,7 +87,7 @@ class Documents:
         trees: PromptTrees,
         tokenizers: TokenizerService,
         costs: RouterCosts,
-        advisor: Advisor,
+        encoder: HintEncoder,
         links: AgentChannels,
         fetching: Fetching,
         metrics: RouterMetrics,
@@ -100,7 +100,7 @@ class Documents:
         self._trees = trees
         self._tokenizers = tokenizers
         self._costs = costs
-        self._advisor = advisor
+        self._hint_encoder = encoder
         self._links = links
         self._fetching = fetching
         self._clock = clock
@@ -209,14 +209,14 @@ class Documents:
         self._bury(deleted)
         self.changed(deleted)
 
-    def told(self, entry: DocumentEntry) -> Json:
+    def as_json(self, entry: DocumentEntry) -> Json:
         """What a client is told of its document."""
         document, hint = entry.document, entry.hint
-        told: dict[str, Any] = {
+        view: dict[str, Any] = {
             "id": document.id,
             "object": "document",
             "kind": document.kind,
-            "tokens": hint.tokens if hint is not None and hint.can_be_told else None,
+            "tokens": hint.tokens if hint is not None and hint.is_sendable else None,
             "blocks": self.book.cost(entry),
             "expires_in_s": round(max(0.0, document.expires - self._clock.monotonic()), 3),
             "requests": entry.requests,
@@ -225,11 +225,11 @@ class Documents:
         }
         if hint is not None and entry.leases:
             matches = self._trees.match(hint.namespace, hint.key)
-            told["instances"] = {
-                name: {"held_back": lease.told, "tokens": whereabouts(matches, name, hint.tokens).as_json()}
+            view["instances"] = {
+                name: {"held_back": lease.sent, "tokens": whereabouts(matches, name, hint.tokens).as_json()}
                 for name, lease in entry.leases.items()
             }
-        return told
+        return view
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ class Documents:
         assert advisory.job is not None
         owner = Caller(salt=document.salt)
         advisory = dataclasses.replace(advisory, job=with_salt(advisory.job, owner))
-        entry.hint = await self._advisor.hint(advisory, owner, document.priority, budget)
+        entry.hint = await self._hint_encoder.hint(advisory, owner, document.priority, budget)
 
     @property
     def _encoder(self) -> object:
@@ -330,7 +330,7 @@ class Documents:
     def _hold(self, entry: DocumentEntry) -> None:
         """Tell the instances that are to hold a document back, where it is time to."""
         hint, now = entry.hint, self._clock.monotonic()
-        if hint is None or not hint.can_be_told or not hint.tokens:
+        if hint is None or not hint.is_sendable or not hint.tokens:
             entry.why = NOT_TOKENS
             self._withdraw(entry, list(entry.leases))
             return
@@ -359,12 +359,12 @@ class Documents:
                 plan = gathering_plan(hint.tokens, name, fleet, matches, self._costs)
                 spans = self._fetching.export(plan, hint.namespace, hint.key, entry.pin)
             # Also what nobody is known to hold: the instance may have it on its disk, or compute it.
-            lease.told = self._links.send(name, hint.told(entry.pin, ttl_s, spans))
-            lease.due = now + (RENEW_S if lease.told else RETRY_S)
+            lease.sent = self._links.send(name, hint.as_advise(entry.pin, ttl_s, spans))
+            lease.due = now + (RENEW_S if lease.sent else RETRY_S)
 
     def _withdraw(self, entry: DocumentEntry, names: Sequence[str]) -> None:
         for name in names:
-            if entry.leases.pop(name).told:
+            if entry.leases.pop(name).sent:
                 self._links.send(name, Withdraw(entry.pin))
 
     # -- time ---------------------------------------------------------------------------------------

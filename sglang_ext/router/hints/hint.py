@@ -90,11 +90,11 @@ class Hint:
         return dataclasses.replace(self, key=b"", dropped_tokens=self.tokens)
 
     @property
-    def can_be_told(self) -> bool:
+    def is_sendable(self) -> bool:
         """Whether instances can be told of it: of tokens, of the model itself."""
         return isinstance(self.namespace, tuple) and self.namespace[:2] == ("tokens", None)
 
-    def told(
+    def as_advise(
         self, id: str, ttl_s: float, spans: tuple[FetchSpan, ...] = (), earliest_s: float = 0.0
     ) -> Advise:
         """What an instance is told of it, under a name of the router's. Seconds are from now on."""

@@ -20,7 +20,7 @@ import msgspec
 
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.router.cluster.broadcast import HintSaid, Namespace
+from sglang_ext.router.cluster.broadcast import HintStatus, Namespace
 from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S, LENGTHS_TRIED
 from sglang_ext.router.hints.hint import BUSY, ENDED, Hint, Place, State
 
@@ -33,10 +33,10 @@ def digest_of(key: bytes) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class Copy:
-    """A hint of another router, as it said last. Only ``HintsElsewhere`` writes it."""
+class RemoteHint:
+    """A hint of another router, by its last status. Only ``RemoteHints`` writes it."""
 
-    said: HintSaid
+    status: HintStatus
     state: State
     expires: float
     ended_at: float | None = None
@@ -46,31 +46,31 @@ class Copy:
     @property
     def id(self) -> str:
         """Its name, at all routers."""
-        return self.said.id
+        return self.status.id
 
     @property
     def place(self) -> Place | None:
         """Where its request is expected."""
-        said = self.said
-        return None if said.instance is None else Place(said.instance, said.decode)
+        status = self.status
+        return None if status.instance is None else Place(status.instance, status.decode)
 
     def is_for(self, hint: Hint) -> bool:
         """Whether a hint that is given now says nothing new."""
-        return self.said.tokens == hint.tokens and self.said.digest == digest_of(hint.key)
+        return self.status.tokens == hint.tokens and self.status.digest == digest_of(hint.key)
 
-    def told(self, now: float) -> dict[str, Any]:
+    def as_json(self, now: float) -> dict[str, Any]:
         """What a client is told of it."""
         left = round(max(0.0, self.expires - now), 3)
-        return {**self.said.told, "state": self.state.value, "expires_in_s": left}
+        return {**self.status.view, "state": self.state.value, "expires_in_s": left}
 
 
-class HintsElsewhere:
+class RemoteHints:
     """All copies, by what finds them."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, Copy] = {}
-        self._by_session: dict[tuple[str, str], Copy] = {}
-        self._by_prompt: dict[tuple[str, Namespace, int, str], Copy] = {}
+        self._copies: dict[str, RemoteHint] = {}
+        self._by_session: dict[tuple[str, str], RemoteHint] = {}
+        self._by_prompt: dict[tuple[str, Namespace, int, str], RemoteHint] = {}
         self._lengths: dict[tuple[str, Namespace], Counter[int]] = {}
         """(Tenant, namespace) -> tokens of live copies."""
         self._live: Counter[str] = Counter()
@@ -86,30 +86,30 @@ class HintsElsewhere:
         return sum(self._live.values())
 
     def __repr__(self) -> str:
-        return f"HintsElsewhere({len(self)} live, {len(self._copies)} known)"
+        return f"RemoteHints({len(self)} live, {len(self._copies)} known)"
 
     # -- what others say ------------------------------------------------------------------------------------
 
-    def learn(self, said: HintSaid, now: float) -> bool:
+    def learn(self, status: HintStatus, now: float) -> bool:
         """Another router says how a hint of its own is; True when it was not known."""
         try:
-            state = State(said.state)
+            state = State(status.state)
         except ValueError:
             return False  # of a newer release
-        before = self._copies.get(said.id)
+        before = self._copies.get(status.id)
         if before is None:
-            copy = Copy(said, state, now + said.lives_s, now if state in ENDED else None)
-            self._copies[said.id] = copy
+            copy = RemoteHint(status, state, now + status.lives_s, now if state in ENDED else None)
+            self._copies[status.id] = copy
             self._look_at(copy)
             if copy.ended_at is None:
                 self._enter(copy)
             return True
-        if said.stamp <= before.said.stamp:
+        if status.stamp <= before.status.stamp:
             return False
         is_live = before.ended_at is None
         if is_live:
             self._leave(before)
-        before.said, before.expires = said, now + said.lives_s
+        before.status, before.expires = status, now + status.lives_s
         if state in ENDED or is_live:  # what has ended here does not come back by an older word
             before.state = state
         if before.state in ENDED:
@@ -117,19 +117,19 @@ class HintsElsewhere:
         else:
             self._enter(before)
         self._look_at(before)
-        self._tell(before)
+        self._notify(before)
         return False
 
-    def end(self, copy: Copy, state: State, why: str, now: float) -> None:
+    def end(self, copy: RemoteHint, state: State, why: str, now: float) -> None:
         """It has ended here, or at a third router."""
         if copy.ended_at is None:
             self._leave(copy)
             copy.state, copy.ended_at = state, now
             self._look_at(copy)
-            copy.said = msgspec.structs.replace(copy.said, told={**copy.said.told, "why": why})
-            self._tell(copy)
+            copy.status = msgspec.structs.replace(copy.status, view={**copy.status.view, "why": why})
+            self._notify(copy)
 
-    def prolong(self, copy: Copy, expires: float) -> None:
+    def prolong(self, copy: RemoteHint, expires: float) -> None:
         """It was given again, and lives longer."""
         copy.expires = max(copy.expires, expires)
 
@@ -146,29 +146,31 @@ class HintsElsewhere:
                 continue
             self._look_at(copy)
 
-    def _look_at(self, copy: Copy) -> None:
+    def _look_at(self, copy: RemoteHint) -> None:
         """Look again when a copy ends, or is to be forgotten."""
         ends = copy.expires if copy.ended_at is None else copy.ended_at + ENDED_KEPT_S
         self._next_look = min(self._next_look, ends)
 
     # -- who asks -------------------------------------------------------------------------------------------
 
-    def get(self, id: str, tenant: str | None = None) -> Copy | None:
+    def get(self, id: str, tenant: str | None = None) -> RemoteHint | None:
         """A copy by its id, of a tenant if one is named, also for a while after it has ended."""
         copy = self._copies.get(id)
-        return copy if copy is not None and tenant in (None, copy.said.tenant) else None
+        return copy if copy is not None and tenant in (None, copy.status.tenant) else None
 
-    def all(self) -> Iterator[Copy]:
+    def all(self) -> Iterator[RemoteHint]:
         """Every copy, of what has ended, too."""
         return iter(list(self._copies.values()))
 
-    def same(self, hint: Hint) -> Copy | None:
+    def same(self, hint: Hint) -> RemoteHint | None:
         """The copy that a hint repeats, or follows: of its session, else of its conversation."""
         if hint.session is not None:
             return self._by_session.get((hint.tenant, hint.session))
         return self._by_prompt.get((hint.tenant, _names(hint), hint.tokens, digest_of(hint.key)))
 
-    def expected(self, tenant: str, namespace: Namespace, key: bytes, session: str | None) -> Copy | None:
+    def expected(
+        self, tenant: str, namespace: Namespace, key: bytes, session: str | None
+    ) -> RemoteHint | None:
         """The copy that expects a request: of its session, else the longest whose conversation it continues
         and which is not another session's."""
         if session is not None and (copy := self._by_session.get((tenant, session))) is not None:
@@ -180,7 +182,7 @@ class HintsElsewhere:
         for length in lengths[-LENGTHS_TRIED:]:
             hasher.update(key[done : (done := length * TOKEN_BYTES)])
             copy = self._by_prompt.get((tenant, namespace, length, hasher.hexdigest()))
-            if copy is not None and (session is None or copy.said.session is None):
+            if copy is not None and (session is None or copy.status.session is None):
                 found = copy
         return found
 
@@ -199,39 +201,39 @@ class HintsElsewhere:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _enter(self, copy: Copy) -> None:
-        said = copy.said
-        self._live[said.tenant] += 1
+    def _enter(self, copy: RemoteHint) -> None:
+        status = copy.status
+        self._live[status.tenant] += 1
         if copy.state in BUSY:
-            self._moving[said.tenant] += said.tokens
-        if said.session is not None:
-            self._by_session[said.tenant, said.session] = copy
-        place = (said.tenant, said.namespace, said.tokens, said.digest)
-        if said.tokens and place not in self._by_prompt:
+            self._moving[status.tenant] += status.tokens
+        if status.session is not None:
+            self._by_session[status.tenant, status.session] = copy
+        place = (status.tenant, status.namespace, status.tokens, status.digest)
+        if status.tokens and place not in self._by_prompt:
             self._by_prompt[place] = copy
-            self._lengths.setdefault(place[:2], Counter())[said.tokens] += 1
+            self._lengths.setdefault(place[:2], Counter())[status.tokens] += 1
         for name in () if copy.place is None else copy.place.names:
-            self._ranks.setdefault(name, Counter())[said.priority] += 1
+            self._ranks.setdefault(name, Counter())[status.priority] += 1
 
-    def _leave(self, copy: Copy) -> None:
-        said = copy.said
-        _take(self._live, said.tenant, 1)
+    def _leave(self, copy: RemoteHint) -> None:
+        status = copy.status
+        _take(self._live, status.tenant, 1)
         if copy.state in BUSY:
-            _take(self._moving, said.tenant, said.tokens)
-        if said.session is not None and self._by_session.get((said.tenant, said.session)) is copy:
-            del self._by_session[said.tenant, said.session]
-        place = (said.tenant, said.namespace, said.tokens, said.digest)
+            _take(self._moving, status.tenant, status.tokens)
+        if status.session is not None and self._by_session.get((status.tenant, status.session)) is copy:
+            del self._by_session[status.tenant, status.session]
+        place = (status.tenant, status.namespace, status.tokens, status.digest)
         if self._by_prompt.get(place) is copy:
             del self._by_prompt[place]
-            _take(self._lengths[place[:2]], said.tokens, 1)
+            _take(self._lengths[place[:2]], status.tokens, 1)
             if not self._lengths[place[:2]]:
                 del self._lengths[place[:2]]
         for name in () if copy.place is None else copy.place.names:
-            _take(self._ranks[name], said.priority, 1)
+            _take(self._ranks[name], status.priority, 1)
             if not self._ranks[name]:
                 del self._ranks[name]
 
-    def _tell(self, copy: Copy) -> None:
+    def _notify(self, copy: RemoteHint) -> None:
         copy.changed.set()
         copy.changed = asyncio.Event()
 
@@ -244,15 +246,15 @@ class HintsElsewhere:
         live = [copy for copy in self._copies.values() if copy.ended_at is None]
         if any((copy.state in ENDED) != (copy.ended_at is not None) for copy in self._copies.values()):
             raise InternalError("a copy of a hint has ended and has not")
-        if Counter(copy.said.tenant for copy in live) != self._live:
+        if Counter(copy.status.tenant for copy in live) != self._live:
             raise InternalError(f"copies of hints {self._live}, counted otherwise")
         moving = Counter[str]()
         ranks: dict[str, Counter[int]] = {}
         for copy in live:
-            if copy.state in BUSY and copy.said.tokens:
-                moving[copy.said.tenant] += copy.said.tokens
+            if copy.state in BUSY and copy.status.tokens:
+                moving[copy.status.tenant] += copy.status.tokens
             for name in () if copy.place is None else copy.place.names:
-                ranks.setdefault(name, Counter())[copy.said.priority] += 1
+                ranks.setdefault(name, Counter())[copy.status.priority] += 1
         if (moving, ranks) != (self._moving, self._ranks):
             raise InternalError(f"moving {self._moving} at {self._ranks}, counted {moving} at {ranks}")
         lengths: dict[tuple[str, Namespace], Counter[int]] = {}

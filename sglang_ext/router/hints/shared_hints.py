@@ -1,4 +1,4 @@
-"""What routers tell each other of hints (a ``Speaker``), and ask of the sessions that hints name."""
+"""Hints over several routers: each router reports its hints to the others, and asks them for sessions."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ import msgspec
 from sglang_ext.clock import Clock
 from sglang_ext.router.cluster.broadcast import (
     HintRepeated,
-    HintSaid,
+    HintStatus,
     HintTaken,
+    RouterChannel,
+    RouterMessage,
     SessionAsked,
     SessionKnown,
-    Word,
 )
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.hint import Entry, State
-from sglang_ext.router.hints.remote_hints import Copy
+from sglang_ext.router.hints.remote_hints import RemoteHint
 from sglang_ext.router.hints.session_memory import Known, SessionMemory
-from sglang_ext.signals import Signal
 
 NEW_S = 1.0
-"""A hint that is older when it is heard of first was given before this router began."""
+"""A hint that is older in its first message was given before this router started."""
 ASKING_S = 1.0
-"""How long other routers may take to say what they know of a session."""
+"""Longest wait for other routers' replies about a session."""
 MAX_S = 1e6
 
 
 class SharedHints:
-    """Tells other routers of hints that were taken here, and the advisor of theirs.
+    """Sends the hints that this router has taken to the others, and takes in theirs. A ``Topic``.
 
     Args:
-        advisor: has both.
-        router: which router this is.
+        channel: to the other routers.
+        advisor: has the hints of all routers.
         clock: seconds.
     """
 
-    def __init__(self, advisor: Advisor, router: str, clock: Clock) -> None:
+    def __init__(self, channel: RouterChannel, advisor: Advisor, clock: Clock) -> None:
+        self._channel = channel
         self._advisor = advisor
-        self._router = router
         self._clock = clock
         self._stamps = itertools.count(1)
-        self.said: Signal[[Word]] = Signal()
-        advisor.happened.subscribe(self._happened)
-        advisor.taken.subscribe(self._taken)
-        advisor.repeated.subscribe(self._repeated)
+        channel.subscribe(self, HintStatus, HintTaken, HintRepeated)
+        advisor.happened.subscribe(self._publish)
+        advisor.taken.subscribe(self._publish_taken)
+        advisor.repeated.subscribe(self._publish_repeated)
 
     def __repr__(self) -> str:
-        return f"SharedHints({self._advisor.elsewhere})"
+        return f"SharedHints({self._advisor.remote})"
 
-    def _happened(self, entry: Entry) -> None:
-        if self.said:
-            self.said(self._word(entry))
+    def _publish(self, entry: Entry) -> None:
+        if self._channel.is_open:
+            self._channel.publish(self._status(entry))
 
-    def _word(self, entry: Entry) -> HintSaid:
+    def _status(self, entry: Entry) -> HintStatus:
         hint, now = entry.hint, self._clock.monotonic()
         assert isinstance(hint.namespace, tuple)
-        return HintSaid(
-            self._router,
+        return HintStatus(
+            self._channel.router,
             entry.id,
             next(self._stamps),
             hint.tenant,
@@ -70,53 +70,52 @@ class SharedHints:
             entry.state.value,
             age_s=_seconds(now - entry.born),
             lives_s=_seconds(entry.expires - now),
-            told=self._advisor.as_json(entry),
+            view=self._advisor.as_json(entry),
             session=hint.session,
             priority=hint.priority,
             instance=entry.instance,
             decode=None if entry.place is None else entry.place.decode,
         )
 
-    def _taken(self, copy: Copy) -> None:
-        why = str(copy.said.told.get("why") or "")
-        self.said(HintTaken(self._router, copy.id, copy.state is State.USED, why))
+    def _publish_taken(self, copy: RemoteHint) -> None:
+        why = str(copy.status.view.get("why") or "")
+        self._channel.publish(HintTaken(self._channel.router, copy.id, copy.state is State.USED, why))
 
-    def _repeated(self, copy: Copy, earliest_s: float) -> None:
+    def _publish_repeated(self, copy: RemoteHint, earliest_s: float) -> None:
         lives_s = _seconds(copy.expires - self._clock.monotonic())
-        self.said(HintRepeated(self._router, copy.id, _seconds(earliest_s), lives_s))
+        message = HintRepeated(self._channel.router, copy.id, _seconds(earliest_s), lives_s)
+        self._channel.publish(message)
 
-    def hear(self, word: Word) -> None:
-        """Another router says something of a hint, its own or one of ours."""
+    def on_message(self, message: HintStatus | HintTaken | HintRepeated) -> None:
+        """Take in the status of another router's hint, or what another router did with a hint."""
         advisor, now = self._advisor, self._clock.monotonic()
-        if word.router == self._router or not isinstance(word, HintSaid | HintTaken | HintRepeated):
+        if isinstance(message, HintStatus):
+            if advisor.remote.learn(message, now) and message.age_s < NEW_S:
+                advisor.book.taken_elsewhere(message.tenant, now)
             return
-        if isinstance(word, HintSaid):
-            if advisor.elsewhere.learn(word, now) and word.age_s < NEW_S:
-                advisor.book.taken_elsewhere(word.tenant, now)
-            return
-        copy, entry = advisor.elsewhere.get(word.id), advisor.book.find(word.id)
-        if isinstance(word, HintRepeated):
+        copy, entry = advisor.remote.get(message.id), advisor.book.find(message.id)
+        if isinstance(message, HintRepeated):
             if copy is not None:
-                advisor.elsewhere.prolong(copy, now + word.lives_s)
+                advisor.remote.prolong(copy, now + message.lives_s)
             if entry is not None:
-                advisor.repeat(entry, word.earliest_s, word.lives_s)
+                advisor.repeat(entry, message.earliest_s, message.lives_s)
             return
         if copy is not None:
-            advisor.elsewhere.end(copy, State.USED if word.used else State.CANCELLED, word.why, now)
-        if entry is not None and word.used:
+            advisor.remote.end(copy, State.USED if message.used else State.CANCELLED, message.why, now)
+        if entry is not None and message.used:
             advisor.use(entry)
         elif entry is not None:
-            advisor.withdraw(entry, word.why)
+            advisor.withdraw(entry, message.why)
 
-    def words(self) -> Iterable[Word]:
+    def snapshot(self) -> Iterable[RouterMessage]:
         """Every live hint, of other routers too: one of those may be gone."""
         now = self._clock.monotonic()
-        own = [self._word(entry) for entry in self._advisor.book.live()]
+        own = [self._status(entry) for entry in self._advisor.book.live()]
         return own + [
             msgspec.structs.replace(
-                copy.said, lives_s=_seconds(copy.expires - now), state=copy.state.value, age_s=MAX_S
+                copy.status, lives_s=_seconds(copy.expires - now), state=copy.state.value, age_s=MAX_S
             )
-            for copy in self._advisor.elsewhere.all()
+            for copy in self._advisor.remote.all()
             if copy.ended_at is None
         ]
 
@@ -125,10 +124,10 @@ class SharedHints:
 
 
 class SharedSessions:
-    """Asks other routers what a session sent last, and answers them.
+    """Asks other routers for the last prompt of a session, and replies to their queries.
 
     Args:
-        sessions: what this router knows.
+        sessions: the sessions of this router.
         queries: to other routers.
     """
 
@@ -141,7 +140,7 @@ class SharedSessions:
         return f"SharedSessions({self._queries})"
 
     async def ask(self, session: str) -> Known | None:
-        """What a session sent last to another router; None if none of them knows, or says so in time."""
+        """The last prompt of a session; None if no other router replies with it in time."""
         query = SessionAsked("", self._queries.new_id(), session)
         for reply in await self._queries.ask(query, within_s=ASKING_S):
             if isinstance(reply, SessionKnown) and reply.key is not None:

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_ext.cost_model import Batching, CostModel, Passes
-from sglang_ext.cost_model.batch import ANY
 from sglang_ext.protocol.agent import Load
 from sglang_ext.router.placing.queue_estimate import Entry, QueueEstimate
 from sglang_ext.router.placing.transfer_times import TransferTimes
@@ -161,9 +160,8 @@ class RouterCosts:
     """``policies.base.Costs`` over cost models, and the queues at the instances.
 
     Args:
-        model: of all instances without one in ``models``.
+        model: of all instances.
         monotonic: seconds.
-        models: by instance name, if instances differ.
         can_fetch: whether an instance can fetch KV from another one: (from, to).
         can_split: whether an instance can compute the beginning of a prompt for another one: (from, to).
         batching: how an instance fills its passes.
@@ -174,14 +172,12 @@ class RouterCosts:
         model: CostModel,
         monotonic: Callable[[], float],
         *,
-        models: Callable[[str], CostModel | None] = lambda name: None,
-        can_fetch: Callable[[str, str], bool] = lambda source, target: False,
-        can_split: Callable[[str, str], bool] = lambda source, target: False,
-        batching: Callable[[str], Batching] = lambda name: ANY,
+        can_fetch: Callable[[str, str], bool],
+        can_split: Callable[[str, str], bool],
+        batching: Callable[[str], Batching],
     ) -> None:
         self.model = model
         self._monotonic = monotonic
-        self._models = models
         self._can_fetch = can_fetch
         self._can_split = can_split
         self._batching = batching
@@ -197,10 +193,6 @@ class RouterCosts:
         self._transfers = TransferTimes()
         self._disks = TransferTimes()
         """Times of an instance's loads from below memory, observed when it exports."""
-
-    def of(self, name: str) -> CostModel:
-        """The cost model of an instance."""
-        return self._models(name) or self.model
 
     def use(self, model: CostModel) -> None:
         """Replace the model and drop all corrections of the former one."""
@@ -237,13 +229,13 @@ class RouterCosts:
         batching = self._batching(name)
         if batching.mixed:
             return self.factor(name) * self._idle(name).adding(new, context).seconds
-        return self.factor(name) * self.of(name).exec_s(new, context, batching)
+        return self.factor(name) * self.model.exec_s(new, context, batching)
 
     def load_s(self, instance: Instance, tier: Tier, tokens: int) -> float:
         if tokens <= 0:
             return 0.0
         factor = 1.0 if tier.in_memory else self._disks.factor(instance.name, self._monotonic())
-        return factor * self.of(instance.name).load_tokens_s(tier, tokens)
+        return factor * self.model.load_tokens_s(tier, tokens)
 
     def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
         # A hand-over from prefill to decode needs no fetch.
@@ -252,7 +244,7 @@ class RouterCosts:
             return math.inf
         if tokens <= 0:
             return 0.0
-        model = self.of(target.name)
+        model = self.model
         if hands_over:
             return model.transfer_s(tokens)
         # Fetched KV arrives in DRAM and is loaded from there.
@@ -263,13 +255,13 @@ class RouterCosts:
         """The prompts before it, including reported ones of other routers, and the current decode step."""
         now, name = self._monotonic(), instance.name
         running = self._running(instance)
-        step = self.of(name).decode_s(running) if running else 0.0
+        step = self.model.decode_s(running) if running else 0.0
         queue, report = self._queues.get(name), self._report(name, now)
         others_s = 0.0 if report is None else max(0.0, self.factor(name) * report.queue_s - (now - report.at))
         return (0.0 if queue is None else queue.waits_s(now)) + others_s + step
 
     def decode_s(self, instance: Instance) -> float:
-        return self.of(instance.name).decode_s(self._running(instance) + 1)
+        return self.model.decode_s(self._running(instance) + 1)
 
     def _running(self, instance: Instance) -> int:
         """Requests that it generates for: the last report, and this router's changes since."""
@@ -288,7 +280,7 @@ class RouterCosts:
 
     def _idle(self, name: str) -> Passes:
         """The passes of an instance without a prompt."""
-        model, batching = self.of(name), self._batching(name)
+        model, batching = self.model, self._batching(name)
         if batching.mixed:
             report = self._report(name, self._monotonic())
             return model.passes(batching, report.load.running if report else 0)
@@ -316,7 +308,7 @@ class RouterCosts:
         waiting, tokens = (queue.waiting(now), queue.waiting_tokens(now)) if queue else (0, 0)
         # This router's own requests must not be counted twice, and may have come or gone since the report.
         prompts, more = min(MOST_OTHERS, load.queued - waiting), load.queued_tokens - tokens
-        others = self.of(name).passes(self._batching(name))
+        others = self.model.passes(self._batching(name))
         for _ in range(prompts if more > 0 else 0):
             others = others.adding(max(1, more // prompts), 0)
         running = load.running - self._known_running(name, in_flight)
@@ -324,7 +316,7 @@ class RouterCosts:
 
     def observe_transfer(self, source: str, target: str, tokens: int, took_s: float) -> None:
         """Add a fetch of ``tokens`` tokens from ``source``. A failed fetch counts with the time it cost."""
-        expected = self.of(target).transfer_s(tokens)
+        expected = self.model.transfer_s(tokens)
         factor = self._transfers.factor(source, self._monotonic())
         self._compare(target, "transfer", factor * expected, took_s)
         self._transfers.observe(source, expected, took_s, self._monotonic())
@@ -398,7 +390,7 @@ class RouterCosts:
         return found
 
     def _factor(self, name: str) -> float:
-        bound = BOUND_CALIBRATED if self.of(name).calibrated else BOUND_DEFAULT
+        bound = BOUND_CALIBRATED if self.model.calibrated else BOUND_DEFAULT
         fleet = self._fleet.factor(bound)
         own = self._corrections.get(name)
         if own is None:

@@ -144,7 +144,7 @@ class Fetching:
             [_span_note(each) for each in plan.spans],
             plan.transfer_s,
             plan.saved_s,
-            self._costs.of(plan.instance).calibrated,
+            self._costs.model.calibrated,
             spare=None if plan.spare is None else _span_note(plan.spare),
         )
 

@@ -1,4 +1,4 @@
-"""Which cost profile the router calculates with."""
+"""The cost profile of the router, by model and device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cost_model_for(model: str, folder: Path | None = None) -> CostModel:
 
 
 def defaults() -> str:
-    """What is calculated with where nobody has measured."""
+    """The assumed costs of a model without a profile, for the log."""
     speeds = {f"from {tier.title}": default_link(tier) for tier in tiers_below(Tier.HBM)}
     speeds["between instances"] = DEFAULT_TRANSFER
     links = ", ".join(f"{1e-9 / link.per_byte_s:g} GB/s {what}" for what, link in speeds.items())

@@ -2,17 +2,17 @@
 exec over batches as the instance computes them.
 
 Pure bookkeeping: the caller brings the time, the cost model's ``Passes``, and the factor by which expected
-times are corrected. What arrives at an idle instance is computed at once. What arrives meanwhile waits, and
-is computed together when that is done, as far as the instance takes it into one pass (a *group*). What
-corrects this:
+times are corrected. A prompt that arrives at an idle instance is computed at once. Prompts that arrive
+meanwhile wait, and are computed together afterwards, as many as fit into one pass (a *group*). Observations
+correct this:
 
 - a first byte ends its prompt's share of its group, however early or late;
 - a group that is overdue is expected at any moment, and nothing behind it moves up;
-- an answer that does not stream has no first byte to see: its prompt counts as computed with those that it
-  is computed with, or once their time is over, and as generating from then on.
+- an answer that does not stream has no first byte to see: its prompt counts as computed with the rest of its
+  group, or once their time is over, and as generating from then on.
 
-A prompt's share is what its group takes less without it. So over a group, shares are what it takes, whether
-its first bytes come together, as expected, or one after the other.
+A prompt's share is the time by which its group would be shorter without it. So the shares of a group sum to
+the group's time, whether its first bytes arrive together, as expected, or one after the other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Computed:
     """A group whose first bytes have all come."""
 
     expected_s: float
-    """By the cost model, uncorrected; of those whose first bytes were seen."""
+    """By the cost model, uncorrected; of the prompts whose first bytes were seen."""
     took_s: float
 
 
@@ -59,7 +59,7 @@ class QueueEstimate:
 
     Args:
         idle: the instance's passes without any prompt.
-        factor: what expected times are multiplied with.
+        factor: multiplies expected times.
     """
 
     __slots__ = (
@@ -70,19 +70,19 @@ class QueueEstimate:
     def __init__(self, idle: Callable[[], Passes], factor: Callable[[], float] = lambda: 1.0) -> None:
         self._idle, self._factor = idle, factor
         self._group: list[Entry] = []
-        """What is computed now."""
+        """The group that is computed now."""
         self._empty = idle()
         """The passes of the group without any prompt."""
         self._group_s = 0.0
-        """What is left of it, expected and uncorrected, as of ``_began``."""
+        """Expected time left for the group, uncorrected, as of ``_began``."""
         self._began = 0.0
-        """When what is left of it began."""
+        """Start of the time left."""
         self._computed_s = self._took_s = 0.0
-        """Of it, what has come: expected, uncorrected, and observed."""
+        """Finished part of the group: expected time, uncorrected, and observed time."""
         self._line: list[Entry] = []
-        """What waits for it."""
+        """Prompts that wait for the group."""
         self._plan: Passes | None = None
-        """Of what waits; until that changes."""
+        """Passes of the waiting prompts, cached until they change."""
 
     def enter(self, new: int, context: int, now: float, *, streams: bool) -> Entry:
         """A prompt is sent, of which ``new`` tokens are to be computed behind ``context``."""
@@ -97,10 +97,9 @@ class QueueEstimate:
         return entry
 
     def first_byte(self, entry: Entry, now: float) -> Computed | None:
-        """Its first byte is there: what the cost model can learn from if it is the last of its group.
-        Repeating it is harmless.
-
-        One that overtakes its group teaches nothing.
+        """A prompt's first byte has arrived. Returns the observation for the cost model if the prompt is the
+        last of its group; None otherwise, and for a prompt that overtakes its group. Repeating it is
+        harmless.
         """
         self._advance(now)
         if entry not in self._group:
@@ -124,13 +123,13 @@ class QueueEstimate:
             return
         rest_s = self._seconds(rest)
         if any(other.streams for other in rest):
-            # The rest goes on, and has its own first bytes: only what is expected changes.
+            # The rest goes on, and has its own first bytes: only the expected time changes.
             self._group, self._group_s = rest, rest_s
         else:
             self._left(rest, rest_s, now)
 
     def waits_s(self, now: float) -> float:
-        """Until the instance has computed what it was sent before a prompt that is sent to it now."""
+        """Seconds until the instance has computed all prompts that precede one sent now."""
         self._advance(now)
         if not self._group:
             return 0.0
@@ -161,7 +160,7 @@ class QueueEstimate:
     # -- groups -----------------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
-        """What waits is computed now, as far as one group takes it."""
+        """Begin to compute the waiting prompts that fit into one group."""
         self._plan = None
         self._group = []
         if not self._line:
@@ -181,7 +180,7 @@ class QueueEstimate:
         self._computed_s = self._took_s = 0.0
 
     def _left(self, rest: list[Entry], rest_s: float, now: float) -> Computed | None:
-        """One of the group is computed; the group is over if nobody of it streams any more."""
+        """One prompt of the group is computed; the group ends with its last streaming prompt."""
         self._group, self._group_s, self._began = rest, rest_s, now
         if any(entry.streams for entry in rest):
             return None
@@ -215,7 +214,7 @@ class QueueEstimate:
         """Verify the invariants.
 
         Raises:
-            InternalError: names the one that does not hold.
+            InternalError: names the invariant that does not hold.
         """
         entries = [*self._group, *self._line]
         if len({id(entry) for entry in entries}) < len(entries):

@@ -1,12 +1,11 @@
-"""What fetching takes, as it was observed: measured over expected time, by the instance that is read from.
+"""Observed times of fetches: the ratio of measured to expected time, by source instance.
 
-A bandwidth from a profile is another day's, one from the defaults an order of magnitude; and how long a
-holder takes until it exports depends on what it computes. So what instances tell of their fetches corrects
-the cost model's ``transfer(y, y')`` (MemServe, section 5.3). Fetches in vain count with the time that was
-lost.
+A profile's bandwidth was measured on another day, and the default one is an order of magnitude; and the time
+until a source exports depends on its running batch. So reports of fetches correct the cost model's
+``transfer(y, y')`` (MemServe, section 5.3). Failed fetches count with the time they cost.
 
-What was observed fades: nobody is fetched from whose fetches took too long, and so nothing would ever show
-that they do not any more.
+Observations fade: the router does not fetch from slow sources, so no new observation would show that a source
+has become fast again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 HALF_LIFE_S = 20.0
-"""After so long, what was observed counts half."""
+"""Observations lose half their weight in this time."""
 PRIOR_S = 0.01
 """Expected seconds of fetching that are taken to have been observed, and to have taken as long, at any time:
 about one prompt's."""
@@ -40,9 +39,9 @@ class TransferTimes:
         """A fetch has ended.
 
         Args:
-            source: who was read from.
-            expected_s: what the cost model says, uncorrected.
-            took_s: what it took, or what was waited in vain.
+            source: the instance that was read from.
+            expected_s: by the cost model, uncorrected.
+            took_s: observed time; of a failed fetch, the time lost.
         """
         before = self._observed.get(source)
         left = 0.0 if before is None else _left(before, now)
@@ -53,7 +52,7 @@ class TransferTimes:
         )
 
     def factor(self, source: str, now: float) -> float:
-        """What the expected time of a fetch from ``source`` is to be multiplied with."""
+        """The factor for expected times of fetches from ``source``."""
         observed = self._observed.get(source)
         if observed is None:
             return 1.0

@@ -261,7 +261,7 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
         await until(lambda: len(router.fleet.usable()) == 2)
         fleet = router.fleet.usable()
         here = next(instance for instance in fleet if instance.name == holder.url)
-        model = router.costs.of(holder.url)
+        model = router.costs.model
         loading = router.costs.load_s(here, ARCHIVE, 24 * BLOCK)
         assert loading == pytest.approx(0.004 + 24 * BLOCK * model.kv_bytes_per_token / 1e9)
         # Long enough for loading to be sooner than computing.

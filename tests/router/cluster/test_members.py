@@ -29,6 +29,8 @@ from sglang_ext.protocol.cluster import (
     Registration,
     TierFill,
 )
+from sglang_ext.router.api.documents import Document
+from sglang_ext.router.cluster.broadcast import RouterChannel
 from sglang_ext.router.cluster.members import FORGET_S, HEARD_S, CannotChangeRole, Members, Unknown
 from sglang_ext.router.cluster.members_view import cluster, instance_view
 from sglang_ext.router.cluster.membership import EmbeddedMembership, RouterStatus, Seen
@@ -41,10 +43,12 @@ from sglang_ext.router.cluster.roster import (
     decode_member,
     encode_member,
 )
+from sglang_ext.router.dispatch.flight import Homes
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import TRANSITIONS, USABLE, Event, State
+from sglang_ext.signals import Signal
 from sglang_ext.tasks import Rounds
 from sglang_ext.testing.fakes import FakeClock
 
@@ -111,6 +115,19 @@ class Store(EmbeddedMembership):
         self.told.append(status)
 
 
+class NoDocuments:
+    """A router to which no document was given."""
+
+    def __init__(self) -> None:
+        self.changed: Signal[[Document]] = Signal()
+
+    def learn(self, document: Document) -> None:
+        raise AssertionError(document)
+
+    def all(self) -> list[Document]:
+        return []
+
+
 class Rig:
     """A manager without anything around it."""
 
@@ -123,7 +140,11 @@ class Rig:
             self.watch,
             self.store,
             self.clock,
+            channel=RouterChannel("router"),
             links=self.links,
+            homes=Homes(self.fleet.rows.keys),
+            documents=NoDocuments(),
+            on_drain=lambda name: None,
         )
 
     def join(self, name: str = "a", url: str = A, epoch: int = 1, **more: Any) -> None:

@@ -64,7 +64,7 @@ async def test_a_request_finds_its_hint_at_any_router(
     for turn, session in enumerate(("s", None, "t", None)):
         body = {"messages": NEXT[:2]} if session is None else {"messages": CHAT, "session": session}
         told = await advise(client, one, **body)
-        await eventually(lambda told=told: two.advisor.elsewhere.get(told["id"]))
+        await eventually(lambda told=told: two.advisor.remote.get(told["id"]))
         assert two.advisor.book.promised(told["instance"]) == 1, "it counts as load there, too"
         if turn % 2:
             await chat(client, two, OTHER)  # another request comes between, and takes its turn
@@ -95,7 +95,7 @@ async def test_a_hint_is_seen_repeated_and_taken_back_at_any_router(
     links = link(one)
     links.computing = True  # there is something to wait for
     told = await advise(client, one, messages=CHAT, session="s", ttl_s=30)
-    await eventually(lambda: two.advisor.elsewhere.get(told["id"]))
+    await eventually(lambda: two.advisor.remote.get(told["id"]))
     url = f"{two.url}/v1/advisory/{told['id']}"
     async with client.get(url) as answer:
         seen = await answer.json()
@@ -111,7 +111,7 @@ async def test_a_hint_is_seen_repeated_and_taken_back_at_any_router(
     await eventually(lambda: entry.expires - one.clock.monotonic() > 200)
     assert len(links.hints()) == 2, "the instance holds it back for longer"
 
-    one.advisor.on_advised(worker.url, Advised(bytes(16), told["id"], "done", 0, 0))
+    one.advisor.preparer.on_advised(worker.url, Advised(bytes(16), told["id"], "done", 0, 0))
     async with await waiting as answer:
         assert (await answer.json())["state"] == "ready"
     async with await streaming as answer:
@@ -128,14 +128,14 @@ async def test_a_longer_conversation_replaces_the_hint_of_another_router(
 ) -> None:
     one, two = await pair(start_router, shared, await start_worker())
     first = await advise(client, one, messages=CHAT, session="s")
-    await eventually(lambda: two.advisor.elsewhere.get(first["id"]))
+    await eventually(lambda: two.advisor.remote.get(first["id"]))
     second = await advise(client, two, messages=NEXT, session="s")
     assert second["id"] != first["id"]
     entry = one.advisor.book.find(first["id"])
     await eventually(lambda: entry.state is State.CANCELLED)
     assert "longer" in entry.why
-    await eventually(lambda: len(one.advisor.elsewhere) == 1)
-    assert len(one.advisor.book) == len(two.advisor.elsewhere) == 0
+    await eventually(lambda: len(one.advisor.remote) == 1)
+    assert len(one.advisor.book) == len(two.advisor.remote) == 0
 
 
 async def test_limits_of_hints_count_those_of_all_routers(
@@ -145,7 +145,7 @@ async def test_limits_of_hints_count_those_of_all_routers(
     one, two = await pair(start_router, shared, await start_worker(), **options)
     for number in range(4):
         await advise(client, (one, two)[number % 2], text=f"Conversation {number}. " * 20)
-    await eventually(lambda: len(one.advisor.elsewhere) == len(two.advisor.elsewhere) == 2)
+    await eventually(lambda: len(one.advisor.remote) == len(two.advisor.remote) == 2)
     for router in (one, two):
         status, refused, _ = await post(client, router, "/v1/advisory", {"text": "One more. " * 20})
         assert (status, refused["error"]["code"]) == (429, "hint_refused")
@@ -158,7 +158,7 @@ async def test_a_session_that_another_router_served_is_known(
     await eventually(lambda: both_see(one, two))
     await chat(client, one, CHAT, session="s")
     told = await advise(client, two, session="s")
-    assert sum(told["tokens"].values()) == len(one.advisor.sessions.find("s")[1]) // 4
+    assert sum(told["tokens"].values()) == len(one.sessions.find("s")[1]) // 4
     status, refused, _ = await post(client, two, "/v1/advisory", {"session": "nobody's"})
     assert (status, refused["error"]["code"]) == (404, "unknown_session")
 
@@ -173,12 +173,12 @@ async def test_a_hint_outlives_its_router_and_who_begins_knows_it(
             Router(RouterConfig(worker_urls=tuple(w.url for w in workers), cluster=shared, port=0))
         )
         told = await advise(client, one, messages=CHAT, session="s")
-        await eventually(lambda: two.advisor.elsewhere.get(told["id"]))
+        await eventually(lambda: two.advisor.remote.get(told["id"]))
     three = await start_router(*workers, cluster=shared, policy="round-robin")
-    await eventually(lambda: three.advisor.elsewhere.get(told["id"]))
+    await eventually(lambda: three.advisor.remote.get(told["id"]))
     answered = await chat(client, three, NEXT, session="s")
     assert (answered["x-kv-route-reason"], answered["x-kv-instance"]) == ("advised", told["instance"])
-    await eventually(lambda: len(two.advisor.elsewhere) == 0)
+    await eventually(lambda: len(two.advisor.remote) == 0)
 
 
 # -- limits -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.cluster.broadcast import Word, decode_word, encode_word
+from sglang_ext.router.cluster.broadcast import RouterChannel, RouterMessage, decode_message, encode_message
 from sglang_ext.router.dispatch.suspects import (
     MAX_SUSPECTS,
     MOST_DEATHS,
@@ -32,7 +32,7 @@ def refused(suspects: Suspects, digest: str) -> bool:
 
 
 def test_two_deaths_with_one_request_in_common_refuse_it_and_no_other() -> None:
-    suspects = Suspects("a router", FakeClock())
+    suspects = Suspects(RouterChannel("a router"), FakeClock())
     for instance, digests in (("one", ("x", "y")), ("two", ("x", "z"))):
         for digest in digests:
             assert not refused(suspects, digest)
@@ -41,7 +41,7 @@ def test_two_deaths_with_one_request_in_common_refuse_it_and_no_other() -> None:
 
 
 def test_the_same_request_many_times_at_one_death_has_one() -> None:
-    suspects = Suspects("a router", FakeClock())
+    suspects = Suspects(RouterChannel("a router"), FakeClock())
     for _ in range(5):
         suspects.lost("x", "one")
     assert not refused(suspects, "x")
@@ -49,7 +49,7 @@ def test_the_same_request_many_times_at_one_death_has_one() -> None:
 
 def test_an_instance_that_was_started_again_dies_a_second_death() -> None:
     clock = FakeClock()
-    suspects = Suspects("a router", clock)
+    suspects = Suspects(RouterChannel("a router"), clock)
     suspects.lost("x", "one")
     clock.advance(ONE_DEATH_S + 1)
     suspects.lost("x", "one")
@@ -58,7 +58,7 @@ def test_an_instance_that_was_started_again_dies_a_second_death() -> None:
 
 def test_a_request_is_refused_for_a_while() -> None:
     clock = FakeClock()
-    suspects = Suspects("a router", clock)
+    suspects = Suspects(RouterChannel("a router"), clock)
     suspects.lost("x", "one")
     suspects.lost("x", "two")
     clock.advance(REFUSED_S - 1)
@@ -70,7 +70,7 @@ def test_a_request_is_refused_for_a_while() -> None:
 
 
 def test_an_answer_clears_a_request() -> None:
-    suspects = Suspects("a router", FakeClock())
+    suspects = Suspects(RouterChannel("a router"), FakeClock())
     suspects.lost("x", "one")
     suspects.answered("x")
     suspects.lost("x", "two")
@@ -78,7 +78,7 @@ def test_an_answer_clears_a_request() -> None:
 
 
 def test_the_oldest_of_too_many_are_dropped() -> None:
-    suspects = Suspects("a router", FakeClock())
+    suspects = Suspects(RouterChannel("a router"), FakeClock())
     for number in range(MAX_SUSPECTS + 5):
         suspects.lost(str(number), "one")
     assert len(suspects) == MAX_SUSPECTS
@@ -86,25 +86,26 @@ def test_the_oldest_of_too_many_are_dropped() -> None:
 
 def test_routers_share_what_they_saw_and_repeating_it_changes_nothing() -> None:
     clock = FakeClock()
-    here, there, later = (Suspects(name, clock) for name in ("here", "there", "later"))
+    channels = [RouterChannel(name) for name in ("here", "there", "later")]
+    here, there, later = (Suspects(channel, clock) for channel in channels)
 
-    def deliver(word: Word) -> None:
+    def deliver(message: RouterMessage) -> None:
         for _ in range(2):
-            there.hear(decode_word(encode_word(word)))
+            channels[1].receive(decode_message(encode_message(message)))
 
-    here.said.subscribe(deliver)
+    channels[0].outgoing.subscribe(deliver)
     here.lost("x", "one")
     assert not refused(there, "x")
     clock.advance(ONE_DEATH_S * 2)
-    for word in there.words():  # a router that was cut off is sent everything again
-        there.hear(word)
-        here.hear(word)
+    for message in there.snapshot():  # a router that was cut off is sent everything again
+        channels[1].receive(message)
+        channels[0].receive(message)
     assert not refused(here, "x")
     assert not refused(there, "x")
     here.lost("x", "two")
     assert refused(there, "x")
-    for word in there.words():
-        later.hear(word)
+    for message in there.snapshot():
+        channels[2].receive(message)
     assert refused(later, "x")
 
 

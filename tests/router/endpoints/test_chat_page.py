@@ -127,7 +127,7 @@ async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     """This test acts as the instance's agent: the page shows each state once the agent has reported it."""
     worker = await start_worker()
     router = await start_router(worker)
-    links = router.advisor._links = Listening()
+    links = router.advisor.preparer._links = Listening()
     in_dram(router, monkeypatch)
     await page.open(router.url + "/ui")
     await page.until("document.getElementById('model').textContent !== ''")
@@ -141,9 +141,9 @@ async def test_each_state_of_a_hint_is_shown_from_the_key_on(
     last = "(shown.at(-1) ?? '')"
     await page.until(last + ".startsWith('Hint moving')")
     (hint,) = links.hints
-    router.advisor.on_advised(worker.url, Advised(EPOCH, hint.id, "computing", 0, 0))
+    router.advisor.preparer.on_advised(worker.url, Advised(EPOCH, hint.id, "computing", 0, 0))
     await page.until(last + ".startsWith('Hint computing')")
-    router.advisor.on_advised(worker.url, Advised(EPOCH, hint.id, "computed", 16, 16))
+    router.advisor.preparer.on_advised(worker.url, Advised(EPOCH, hint.id, "computed", 16, 16))
     await page.until(last + ".startsWith('Hint ready')")
     shown = await page.evaluate("shown")
     order = ["moving", "computing", "ready"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from router_costs import router_costs
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.router.fleet.standing import Standing
-from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.policies import Instance, Match, PolicyOptions, Prompt, Role, prompt_tree
 from sglang_ext.router.policies.fleet_queries import (
     all_colocated,
@@ -20,7 +20,7 @@ from sglang_ext.router.policies.fleet_queries import (
     named,
 )
 
-COSTS = RouterCosts(CostModel(), lambda: 0.0)
+COSTS = router_costs(CostModel(), lambda: 0.0)
 NAMES = "abcdefgh"
 
 

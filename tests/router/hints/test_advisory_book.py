@@ -13,6 +13,7 @@ from sglang_ext.errors import InternalError
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S, HintBook, HintLimits, Verdict
 from sglang_ext.router.hints.hint import ENDED, TRANSITIONS, Entry, Hint, Place, State
+from sglang_ext.router.hints.remote_hints import RemoteHints
 
 SPACE = ("space",)
 
@@ -46,7 +47,7 @@ def accepted(book: HintBook, id: str, offered: Hint, now: float = 0.0, at: str =
 
 
 def test_a_hint_is_moved_then_ready_then_used() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = accepted(book, "h1", hint(session="s"))
     assert (entry.state, book.promised("one")) == (State.MOVING, 1)
     assert book.arrived(entry, 1.0) == []
@@ -58,7 +59,7 @@ def test_a_hint_is_moved_then_ready_then_used() -> None:
 
 
 def test_a_request_without_a_session_is_known_by_the_longest_conversation_it_continues() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     short = accepted(book, "short", hint(32))
     long = accepted(book, "long", hint(64))
     accepted(book, "other", hint(64, seed=5))
@@ -69,14 +70,14 @@ def test_a_request_without_a_session_is_known_by_the_longest_conversation_it_con
 
 
 def test_another_sessions_request_does_not_take_a_hint() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = accepted(book, "h", hint(session="s"))
     assert claim(book, "a", SPACE, key(64), "t", 0.0) is None
     assert claim(book, "a", SPACE, key(64), None, 0.0) is entry
 
 
 def test_another_tenant_or_namespace_claims_nothing() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = accepted(book, "h", hint(session="s"))
     assert claim(book, "b", SPACE, key(64), "s", 0.0) is None
     assert claim(book, "a", ("elsewhere",), key(64), None, 0.0) is None
@@ -85,7 +86,7 @@ def test_another_tenant_or_namespace_claims_nothing() -> None:
 
 
 def test_the_same_again_lives_longer_and_moves_nothing() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = accepted(book, "h1", hint(ttl_s=10.0))
     again = book.offer("h2", hint(ttl_s=10.0), 5.0)
     assert (again.verdict, again.entry, again.start) == (Verdict.ACCEPTED, entry, False)
@@ -94,7 +95,7 @@ def test_the_same_again_lives_longer_and_moves_nothing() -> None:
 
 
 def test_a_grown_conversation_replaces_the_hint_of_its_session() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     first = accepted(book, "h1", hint(32, session="s"))
     second = accepted(book, "h2", hint(64, session="s"))
     assert first.state is State.CANCELLED
@@ -103,7 +104,7 @@ def test_a_grown_conversation_replaces_the_hint_of_its_session() -> None:
 
 
 def test_a_flood_is_refused_with_the_time_to_come_back() -> None:
-    book = HintBook(HintLimits(per_second=10.0, burst=2))
+    book = HintBook(HintLimits(per_second=10.0, burst=2), RemoteHints())
     answers = [book.offer(str(i), hint(16, seed=i), 0.0) for i in range(3)]
     assert [answer.verdict for answer in answers] == [Verdict.ACCEPTED, Verdict.ACCEPTED, Verdict.REFUSED]
     assert answers[2].retry_after_s == pytest.approx(0.1)
@@ -111,7 +112,7 @@ def test_a_flood_is_refused_with_the_time_to_come_back() -> None:
 
 
 def test_too_many_at_once_are_refused_until_one_ends() -> None:
-    book = HintBook(HintLimits(live=2))
+    book = HintBook(HintLimits(live=2), RemoteHints())
     first = accepted(book, "1", hint(16, seed=1, ttl_s=5.0))
     accepted(book, "2", hint(16, seed=2, ttl_s=9.0))
     refused = book.offer("3", hint(16, seed=3), 1.0)
@@ -121,7 +122,7 @@ def test_too_many_at_once_are_refused_until_one_ends() -> None:
 
 
 def test_what_exceeds_the_budget_is_clipped_then_deferred_then_started() -> None:
-    book = HintBook(HintLimits(moving_tokens=100))
+    book = HintBook(HintLimits(moving_tokens=100), RemoteHints())
     first = accepted(book, "1", hint(64, seed=1))
     clipped = book.offer("2", hint(64, seed=2), 0.0)
     assert clipped.verdict is Verdict.CLIPPED
@@ -138,7 +139,7 @@ def test_what_exceeds_the_budget_is_clipped_then_deferred_then_started() -> None
 
 
 def test_a_hint_larger_than_any_budget_is_clipped_to_it() -> None:
-    book = HintBook(HintLimits(moving_tokens=50))
+    book = HintBook(HintLimits(moving_tokens=50), RemoteHints())
     answer = book.offer("1", hint(64), 0.0)
     assert answer.verdict is Verdict.CLIPPED
     assert answer.entry is not None
@@ -146,7 +147,7 @@ def test_a_hint_larger_than_any_budget_is_clipped_to_it() -> None:
 
 
 def test_an_instance_that_goes_away_takes_its_hints_along() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     here = accepted(book, "1", hint(16, seed=1), at="one")
     there = accepted(book, "2", hint(16, seed=2), at="two")
     assert book.lost("one", 3.0) == [here]
@@ -158,7 +159,7 @@ def test_an_instance_that_goes_away_takes_its_hints_along() -> None:
 
 
 def test_a_pair_is_expected_at_both_and_outlives_the_one_that_decodes() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = book.offer("1", hint(16), 0.0).entry
     assert entry is not None
     book.placed(entry, Place("prefill", "decode"))
@@ -174,7 +175,7 @@ def test_a_pair_is_expected_at_both_and_outlives_the_one_that_decodes() -> None:
 
 
 def test_one_can_ask_for_a_while_what_became_of_it() -> None:
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = accepted(book, "1", hint(ttl_s=5.0))
     assert book.expire(5.0) == [entry]
     assert book.get("1", "a") is entry
@@ -185,7 +186,7 @@ def test_one_can_ask_for_a_while_what_became_of_it() -> None:
 def test_what_has_ended_stays_so() -> None:
     assert not any(state in TRANSITIONS for state in ENDED)
     assert set(TRANSITIONS) | ENDED == set(State)
-    book = HintBook()
+    book = HintBook(HintLimits(), RemoteHints())
     entry = accepted(book, "1", hint())
     book.cancel(entry, 0.0)
     with pytest.raises(InternalError, match="cannot become"):
@@ -199,7 +200,9 @@ class Histories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.book = HintBook(HintLimits(per_second=5.0, burst=8, live=6, moving_tokens=100, ttl_s=20.0))
+        self.book = HintBook(
+            HintLimits(per_second=5.0, burst=8, live=6, moving_tokens=100, ttl_s=20.0), RemoteHints()
+        )
         self.now = 0.0
         self.serial = 0
 
@@ -286,7 +289,7 @@ TestHistories = Histories.TestCase
 
 
 def test_computing_counts_as_moving_and_places_are_counted_by_priority() -> None:
-    book = HintBook(HintLimits(moving_tokens=100))
+    book = HintBook(HintLimits(moving_tokens=100), RemoteHints())
     first = book.offer("1", dataclasses.replace(hint(100), priority=2), 0.0).entry
     assert first is not None
     book.placed(first, Place("one"))

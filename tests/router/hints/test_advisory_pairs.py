@@ -126,12 +126,12 @@ async def test_a_hint_is_ready_when_both_ends_are(start: Any) -> None:
     assert (told["state"], told["moved_tokens"], told["decode_moved_tokens"]) == ("moving", 0, 0)
     advisor, id = cluster.router.advisor, told["id"]
     held = told["tokens"]["dram"]
-    advisor.on_advised(told["instance"], Advised(EPOCH, id, "done", held, held))
+    advisor.preparer.on_advised(told["instance"], Advised(EPOCH, id, "done", held, held))
     seen = await cluster.state(id)
     assert (seen["state"], seen["moved_tokens"], seen["decode_moved_tokens"]) == ("moving", held, 0)
-    advisor.on_advised(cluster.other(told["decode"]), Advised(EPOCH, id, "done", held, held))
+    advisor.preparer.on_advised(cluster.other(told["decode"]), Advised(EPOCH, id, "done", held, held))
     assert (await cluster.state(id))["state"] == "moving", "that one was not asked"
-    advisor.on_advised(told["decode"], Advised(EPOCH, id, "done", held, held - 16))
+    advisor.preparer.on_advised(told["decode"], Advised(EPOCH, id, "done", held, held - 16))
     seen = await cluster.state(id)
     assert (seen["state"], seen["moved_tokens"], seen["decode_moved_tokens"]) == ("ready", held, held - 16)
 
@@ -150,7 +150,7 @@ async def test_an_instance_without_an_agent_is_just_not_asked(start: Any) -> Non
     cluster.links.deaf = {url for url in cluster.workers if cluster.router.fleet.rows[url].role == "decode"}
     told = await hinted(cluster)
     assert cluster.told(Advise) == [told["instance"]]
-    cluster.router.advisor.on_advised(told["instance"], Advised(EPOCH, told["id"], "done", 16, 16))
+    cluster.router.advisor.preparer.on_advised(told["instance"], Advised(EPOCH, told["id"], "done", 16, 16))
     assert (await cluster.state(told["id"]))["state"] == "ready"
     answered = await cluster.ask()
     assert (answered["x-kv-route-reason"], answered["x-kv-instance"]) == ("advised", told["decode"])
@@ -210,13 +210,13 @@ async def test_the_next_that_decodes_brings_up_what_it_holds(start: Any) -> None
     hint = cluster.links.hints()[0]
     cluster.router.trees.confirm(("tokens", None, None, None), hint.tokens, other)
     cluster.router.fleet.lost(gone, "the test says so")
-    cluster.router.advisor.on_lost(gone)
+    cluster.router.advisor.preparer.on_lost(gone)
     assert cluster.told(Advise) == [told["instance"], gone, other]
-    cluster.router.advisor.on_advised(told["instance"], Advised(EPOCH, told["id"], "done", 16, 16))
+    cluster.router.advisor.preparer.on_advised(told["instance"], Advised(EPOCH, told["id"], "done", 16, 16))
     assert (await cluster.state(told["id"]))["state"] == "moving"
-    cluster.router.advisor.on_advised(gone, Advised(EPOCH, told["id"], "done", 16, 16))
+    cluster.router.advisor.preparer.on_advised(gone, Advised(EPOCH, told["id"], "done", 16, 16))
     assert (await cluster.state(told["id"]))["state"] == "moving", "the dead say nothing that counts"
-    cluster.router.advisor.on_advised(other, Advised(EPOCH, told["id"], "done", 16, 16))
+    cluster.router.advisor.preparer.on_advised(other, Advised(EPOCH, told["id"], "done", 16, 16))
     assert (await cluster.state(told["id"]))["state"] == "ready"
 
 
@@ -244,7 +244,7 @@ async def test_a_hint_ends_with_the_last_instance_that_decodes(start: Any) -> No
     cluster = await start(prefill=1, decode=1)
     told = await hinted(cluster)
     cluster.router.fleet.lost(told["decode"], "the test says so")
-    cluster.router.advisor.on_lost(told["decode"])
+    cluster.router.advisor.preparer.on_lost(told["decode"])
     assert (await cluster.state(told["id"]))["state"] == "failed"
     assert cluster.withdrawn() == {told["instance"]}
     cluster.router.advisor.check()

@@ -56,7 +56,7 @@ def test_short_documents_are_bounded_in_number() -> None:
 
 
 def test_each_tenant_has_its_own_names() -> None:
-    book = DocumentBook()
+    book = DocumentBook(DocumentLimits())
     mine, theirs = entry("d", "a"), entry("d", "b")
     assert (book.put(mine), book.put(theirs)) == (None, None)
     assert (book.find("a", "d"), book.find("b", "d"), book.find("c", "d")) == (mine, theirs, None)
@@ -70,7 +70,7 @@ def test_each_tenant_has_its_own_names() -> None:
 
 
 def test_what_has_lived_long_enough_is_forgotten() -> None:
-    book = DocumentBook()
+    book = DocumentBook(DocumentLimits())
     short, long = entry("short", expires=10.0), entry("long", expires=20.0)
     book.put(short)
     book.put(long)
@@ -80,7 +80,7 @@ def test_what_has_lived_long_enough_is_forgotten() -> None:
 
 
 def test_what_was_deleted_is_remembered_until_it_would_have_expired() -> None:
-    book = DocumentBook()
+    book = DocumentBook(DocumentLimits())
     known = entry("d", expires=20.0)
     book.put(known)
     deleted = known.document.deleted(5.0, 5.0)
@@ -97,20 +97,20 @@ def test_what_was_deleted_is_remembered_until_it_would_have_expired() -> None:
 
 
 def test_a_restarted_instance_holds_nothing_back_until_it_is_told() -> None:
-    book = DocumentBook()
+    book = DocumentBook(DocumentLimits())
     known = entry("d", blocks=100, instances=2)
-    known.leases = {"one": Lease(50.0, told=True), "two": Lease(50.0, told=True)}
+    known.leases = {"one": Lease(50.0, sent=True), "two": Lease(50.0, sent=True)}
     book.put(known)
     assert (book.pinned(), book.pinned("one")) == (200, 100)
     book.again("one")
     assert (book.pinned(), book.pinned("one")) == (100, 0)
     assert known.leases["one"].due == 0.0
     book.again_for(known)
-    assert (known.leases["two"].due, known.leases["two"].told) == (0.0, True)
+    assert (known.leases["two"].due, known.leases["two"].sent) == (0.0, True)
 
 
 def test_damage_is_seen() -> None:
-    book = DocumentBook()
+    book = DocumentBook(DocumentLimits())
     known = entry("d")
     book.put(known)
     book.check()

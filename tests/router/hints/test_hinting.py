@@ -56,7 +56,7 @@ class Links:
 
 def link(router: Router) -> Links:
     links = Links()
-    router.advisor._links = links
+    router.advisor.preparer._links = links
     return links
 
 
@@ -134,7 +134,7 @@ async def test_what_is_below_hbm_is_brought_and_the_client_can_see_it(
     streaming = asyncio.create_task(client.get(url, headers={"accept": "text/event-stream"}))
     await asyncio.sleep(0)
     brought = told["tokens"]["dram"]
-    router.advisor.on_advised(worker.url, Advised(EPOCH, told["id"], "done", brought, brought))
+    router.advisor.preparer.on_advised(worker.url, Advised(EPOCH, told["id"], "done", brought, brought))
     async with await waiting as answer:
         ready = await answer.json()
     assert (ready["state"], ready["moved_tokens"]) == ("ready", brought)
@@ -173,7 +173,7 @@ async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
     links.reachable = True
     router.agents.reached(at)
     assert len(links.hints()) == 3
-    router.advisor.on_advised(at, Advised(EPOCH, told["id"], "done", 0, 0))
+    router.advisor.preparer.on_advised(at, Advised(EPOCH, told["id"], "done", 0, 0))
     assert await state() == "ready"
     router.agents.reached(at)
     assert len(links.hints()) == 3, "there is nothing to answer any more"
@@ -196,7 +196,7 @@ async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
         async with client.delete(f"{router.url}/v1/advisory/{told['id']}") as answer:
             assert answer.status == 200
     else:
-        router.advisor.on_lost(worker.url)
+        router.advisor.preparer.on_lost(worker.url)
     assert links.withdrawn() == []
     links.reachable = True
     router.agents.reached("http://another:1")
@@ -301,11 +301,11 @@ async def test_an_instance_that_computes_is_told_of_what_nobody_has(
     told = await advise(client, router, messages=NEXT[:2])
     assert (told["state"], told["tokens"]["hbm"]) == ("moving", 0)
     url = f"{router.url}/v1/advisory/{told['id']}"
-    router.advisor.on_advised(worker.url, Advised(EPOCH, told["id"], "computing", 0, 0))
+    router.advisor.preparer.on_advised(worker.url, Advised(EPOCH, told["id"], "computing", 0, 0))
     async with client.get(url) as answer:
         assert (await answer.json())["state"] == "computing"
     router.advisor.check()
-    router.advisor.on_advised(worker.url, Advised(EPOCH, told["id"], "computed", 64, 0, 64))
+    router.advisor.preparer.on_advised(worker.url, Advised(EPOCH, told["id"], "computed", 64, 0, 64))
     async with client.get(url) as answer:
         ready = await answer.json()
     assert (ready["state"], ready["moved_tokens"], ready["computed_tokens"]) == ("ready", 0, 64)

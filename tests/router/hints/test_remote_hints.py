@@ -7,27 +7,27 @@ import msgspec
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_advisory_book import hint, key
 
-from sglang_ext.router.cluster.broadcast import HintSaid
+from sglang_ext.router.cluster.broadcast import HintStatus
 from sglang_ext.router.hints.advisory_book import ENDED_KEPT_S
 from sglang_ext.router.hints.hint import ENDED, State
-from sglang_ext.router.hints.remote_hints import HintsElsewhere, digest_of
+from sglang_ext.router.hints.remote_hints import RemoteHints, digest_of
 
 SPACE = ("tokens", None, None, None)
 
 
-def said(id: str = "a", stamp: int = 1, tokens: int = 64, **more: object) -> HintSaid:
+def status(id: str = "a", stamp: int = 1, tokens: int = 64, **more: object) -> HintStatus:
     values: dict[str, object] = {
         "router": "r", "id": id, "stamp": stamp, "tenant": "a", "namespace": SPACE, "tokens": tokens,
         "digest": digest_of(key(tokens)), "state": "ready", "age_s": 0.0, "lives_s": 10.0,
         "told": {"id": id}, "instance": "one", **more,
     }  # fmt: skip
-    return msgspec.convert({**values, "type": "hint"}, HintSaid)
+    return msgspec.convert({**values, "type": "hint"}, HintStatus)
 
 
 def test_a_request_is_expected_by_its_session_and_by_the_longest_conversation_it_continues() -> None:
-    copies = HintsElsewhere()
+    copies = RemoteHints()
     for id, tokens, session in (("short", 16, None), ("long", 64, None), ("s", 80, "s"), ("t", 32, "t")):
-        assert copies.learn(said(id, tokens=tokens, session=session), 0.0)
+        assert copies.learn(status(id, tokens=tokens, session=session), 0.0)
     copies.check()
     prompt = key(64) + key(3, 8)
 
@@ -45,26 +45,26 @@ def test_a_request_is_expected_by_its_session_and_by_the_longest_conversation_it
 
 
 def test_an_older_word_changes_nothing_and_what_has_ended_does_not_come_back() -> None:
-    copies = HintsElsewhere()
-    copies.learn(said(stamp=5), 0.0)
-    assert not copies.learn(said(stamp=4, state="moving"), 0.0)
+    copies = RemoteHints()
+    copies.learn(status(stamp=5), 0.0)
+    assert not copies.learn(status(stamp=4, state="moving"), 0.0)
     copy = copies.get("a", "a")
     assert copy.state is State.READY
     assert copies.get("a", "b") is None
     copies.end(copy, State.USED, "here", 1.0)
-    copies.learn(said(stamp=6, state="computing"), 1.0)
+    copies.learn(status(stamp=6, state="computing"), 1.0)
     assert copy.state is State.USED
-    copies.learn(said(stamp=7, state="used", told={"why": "there"}), 1.0)
-    assert copy.told(1.0)["why"] == "there"
-    assert not copies.learn(said("new", state="of a newer release"), 1.0)
+    copies.learn(status(stamp=7, state="used", told={"why": "there"}), 1.0)
+    assert copy.as_json(1.0)["why"] == "there"
+    assert not copies.learn(status("new", state="of a newer release"), 1.0)
     assert copies.get("new") is None
     copies.expire(1.0 + ENDED_KEPT_S)
     assert copies.get("a") is None
 
 
 def test_what_repeats_a_hint_is_told_from_what_follows_it() -> None:
-    copies = HintsElsewhere()
-    copies.learn(said(session="s"), 0.0)
+    copies = RemoteHints()
+    copies.learn(status(session="s"), 0.0)
     for offered, same in (
         (hint(64, session="s", namespace=SPACE), True),
         (hint(80, session="s", namespace=SPACE), False),
@@ -81,8 +81,8 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies = HintsElsewhere()
-        self.newest: dict[str, HintSaid] = {}
+        self.copies = RemoteHints()
+        self.newest: dict[str, HintStatus] = {}
         self.over: set[str] = set()
         self.now = 0.0
 
@@ -97,7 +97,7 @@ class Histories(RuleBasedStateMachine):
     def hears(
         self, id: str, stamp: int, state: State, tokens: int, session: str | None, instance: str | None
     ) -> None:
-        word = said(
+        word = status(
             id, stamp, tokens=tokens, state=state.value, session=session, instance=instance, lives_s=1e6
         )
         self.copies.learn(word, self.now)

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from router_costs import router_costs
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol import agent as agent_messages
@@ -24,7 +25,6 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.fetching import (
     LEAST_WAIT_S,
     MOST_BUSY_S,
@@ -97,7 +97,7 @@ def fetching(
     metrics: RouterMetrics | None = None,
 ) -> Fetching:
     made = channels or Channels()
-    costs = RouterCosts(CostModel(), now, can_fetch=made.can_fetch, can_split=made.can_split)
+    costs = router_costs(CostModel(), now, can_fetch=made.can_fetch, can_split=made.can_split)
     ids = (f"r{number}" for number in count(1))
     return Fetching(made, costs, metrics or RouterMetrics(), new_id=lambda: next(ids))
 
@@ -463,7 +463,7 @@ def test_who_has_it_too_is_asked_for_the_case_that_it_does_not_come() -> None:
 
 def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
     channels = Channels()
-    costs = RouterCosts(CostModel(), lambda: 0.0, can_fetch=channels.can_fetch)
+    costs = router_costs(CostModel(), lambda: 0.0, can_fetch=channels.can_fetch)
     found = Fetching(channels, costs, RouterMetrics())
     waits = []
     for prompts in (0, 1, 1000):

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_costs import router_costs
 
 from sglang_ext.cost_model import Batch, Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
@@ -180,7 +181,7 @@ def instance(name: str, in_flight: int = 0, role: Role = Role.COLOCATED) -> Inst
 
 def test_requests_on_their_way_are_the_queue_until_their_first_byte() -> None:
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     alone = costs.exec_s(instance("a"), 1000, 0)
     with costs.sending("a", 1000, 0, streams=True) as first_byte:
         assert costs.queue_s(instance("a", 1)) == pytest.approx(alone)
@@ -193,7 +194,7 @@ def test_requests_on_their_way_are_the_queue_until_their_first_byte() -> None:
 
 
 def test_a_request_that_fails_leaves_nothing_behind() -> None:
-    costs = RouterCosts(CostModel(), Clock())
+    costs = router_costs(CostModel(), Clock())
     with pytest.raises(RuntimeError), costs.sending("a", 1000, 0, streams=True):
         raise RuntimeError
     assert costs.queue_s(instance("a")) == 0
@@ -214,7 +215,7 @@ DEFAULT = CostModel().exec_s(2000, 0)
 def test_an_uncalibrated_fleet_is_learnt(actual) -> None:
     """Every answer takes ``actual`` times the default cost."""
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     answer(costs, clock, "a", actual * DEFAULT)
     for name in ("a", "b"):
         assert costs.exec_s(instance(name), 2000, 0) == pytest.approx(actual * DEFAULT)
@@ -224,7 +225,7 @@ def test_an_uncalibrated_fleet_is_learnt(actual) -> None:
 
 def test_a_slow_instance_is_told_from_the_others_and_forgiven_in_time() -> None:
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     for _ in range(20):
         for name, times in (("a", 1.0), ("b", 1.0), ("c", 3.0)):
             answer(costs, clock, name, times * DEFAULT)
@@ -238,7 +239,7 @@ def test_a_slow_instance_is_told_from_the_others_and_forgiven_in_time() -> None:
 
 def test_differences_by_chance_do_not_count() -> None:
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     for _ in range(20):
         answer(costs, clock, "a", 0.95 * DEFAULT)
         answer(costs, clock, "b", 1.05 * DEFAULT)
@@ -248,7 +249,7 @@ def test_differences_by_chance_do_not_count() -> None:
 def test_time_in_the_line_teaches_nothing() -> None:
     """Five prompts at once, one after the other as expected: the last waits five times as long."""
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock, batching=lambda name: Batching(chunk=2000))
+    costs = router_costs(CostModel(), clock, batching=lambda name: Batching(chunk=2000))
     with ExitStack() as stack:
         first_bytes = [stack.enter_context(costs.sending("a", 2000, 0, streams=True)) for _ in range(5)]
         for first_byte in first_bytes:
@@ -259,7 +260,7 @@ def test_time_in_the_line_teaches_nothing() -> None:
 
 def test_exec_is_what_a_prompt_adds_to_the_batch_that_waits() -> None:
     clock, model = Clock(), CostModel()
-    costs = RouterCosts(model, clock)
+    costs = router_costs(model, clock)
     alone = costs.exec_s(instance("a"), 1000, 500)
     with ExitStack() as stack:
         for _ in range(3):
@@ -275,7 +276,7 @@ def test_exec_is_what_a_prompt_adds_to_the_batch_that_waits() -> None:
 
 def test_a_long_prompt_is_cut_where_its_instance_cuts() -> None:
     sizes = {"a": Batching(chunk=1000), "b": Batching()}
-    costs = RouterCosts(CostModel(), Clock(), batching=sizes.__getitem__)
+    costs = router_costs(CostModel(), Clock(), batching=sizes.__getitem__)
     cut, whole = (costs.exec_s(instance(name), 4000, 0) for name in "ab")
     assert cut - whole == pytest.approx(3 * 0.02)
 
@@ -283,7 +284,7 @@ def test_a_long_prompt_is_cut_where_its_instance_cuts() -> None:
 def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
     """Others have sent it 6 requests, of which 2 wait with 4,000 tokens; this router has sent it one."""
     clock, model = Clock(), CostModel()
-    costs = RouterCosts(model, clock)
+    costs = router_costs(model, clock)
     with costs.sending("a", 2000, 0, streams=True) as first_byte:
         costs.on_load("a", Load(running=4, queued=3, queued_tokens=6000), 1)
         others = model.passes().adding(2000, 0).adding(2000, 0).seconds
@@ -300,7 +301,7 @@ def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
 
 
 def test_a_price_loads_a_tier_if_that_is_faster_than_computing() -> None:
-    costs, model, there = RouterCosts(CostModel(), Clock()), CostModel(), instance("a")
+    costs, model, there = router_costs(CostModel(), Clock()), CostModel(), instance("a")
 
     def alone(held: Match) -> Way:
         return price_at(2000, there, (), {"a": held}, costs).alone
@@ -318,7 +319,7 @@ def test_a_price_loads_a_tier_if_that_is_faster_than_computing() -> None:
 
 
 def test_what_this_router_knows_of_is_not_counted_twice() -> None:
-    costs = RouterCosts(CostModel(), Clock())
+    costs = router_costs(CostModel(), Clock())
     with costs.sending("a", 1000, 1000, streams=True), costs.sending("a", 1000, 0, streams=True):
         before = costs.queue_s(instance("a", 5))
         costs.on_load("a", Load(running=3, queued=1, queued_tokens=2000), 5)
@@ -330,7 +331,7 @@ def test_what_this_router_knows_of_is_not_counted_twice() -> None:
 def test_prompts_that_are_computed_together_are_taken_together() -> None:
     """Four first bytes at one moment, after half of the time that they would take one after the other."""
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     for _ in range(10):
         with ExitStack() as stack:
             first_bytes = [stack.enter_context(costs.sending("a", 2000, 0, streams=True)) for _ in range(4)]
@@ -343,7 +344,7 @@ def test_prompts_that_are_computed_together_are_taken_together() -> None:
 
 def test_answers_that_do_not_stream_teach_nothing() -> None:
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     with costs.sending("a", 2000, 0, streams=False) as first_byte:
         clock.now += 60.0
         first_byte()
@@ -352,7 +353,7 @@ def test_answers_that_do_not_stream_teach_nothing() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e6)), max_size=40))
 def test_corrections_stay_within_their_bounds(answers) -> None:
-    costs = RouterCosts(CostModel(), Clock())
+    costs = router_costs(CostModel(), Clock())
     for number, (expected, observed) in enumerate(answers):
         costs.observe("ab"[number % 2], expected, observed)
     for name in "abc":
@@ -361,7 +362,7 @@ def test_corrections_stay_within_their_bounds(answers) -> None:
 
 def test_a_single_outlier_is_not_believed_whole() -> None:
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = router_costs(CostModel(), clock)
     for _ in range(50):
         answer(costs, clock, "a", DEFAULT)
     answer(costs, clock, "a", 1000 * DEFAULT)
@@ -372,11 +373,11 @@ def test_a_single_outlier_is_not_believed_whole() -> None:
 
 
 def test_transfers_are_possible_where_they_are() -> None:
-    costs = RouterCosts(CostModel(), Clock())
+    costs = router_costs(CostModel(), Clock())
     assert costs.transfer_s(instance("a"), instance("b"), 100) == float("inf")
     hand_over = costs.transfer_s(instance("p", role=Role.PREFILL), instance("d", role=Role.DECODE), 100)
     assert 0 < hand_over < 1
-    fetching = RouterCosts(CostModel(), Clock(), can_fetch=lambda source, target: True)
+    fetching = router_costs(CostModel(), Clock(), can_fetch=lambda source, target: True)
     # Fetched blocks are in DRAM then.
     load = fetching.load_s(instance("b"), Tier.DRAM, 100)
     assert fetching.transfer_s(instance("a"), instance("b"), 100) == pytest.approx(hand_over + load)

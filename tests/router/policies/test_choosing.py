@@ -4,10 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from router_costs import router_costs
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.router.hints.hint import Place
-from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.placing import Placement, PlacingOptions
 from sglang_ext.router.policies import Instance, Match, PolicyOptions, Reason, Role, policy_named
 from sglang_ext.router.policies.plan import Plan
@@ -62,7 +62,7 @@ def choose(
     trees: Any = SimpleNamespace(
         match=lambda namespace, key: dict(HELD), guess=lambda namespace, key, name: None, block_size=16
     )
-    costs = RouterCosts(MODEL, lambda: 0.0, can_fetch=lambda source, target: linked)
+    costs = router_costs(MODEL, lambda: 0.0, can_fetch=lambda source, target: linked)
     if slow:
         costs.observe_transfer("a", "b", 960, 300.0)
     placing = PlacingOptions(policy=policy_named("prompt-tree"), thresholds=PolicyOptions())
@@ -103,7 +103,7 @@ def test_without_a_hint_the_policy_decides() -> None:
 def test_an_estimate_has_the_instances_computing_and_its_transfers() -> None:
     _, record = choose(linked=False)
     assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, MODEL.exec_s(1000, 0))
-    transfer_s = RouterCosts(MODEL, lambda: 0.0, can_fetch=lambda *_: True).transfer_s(*FLEET, 960)
+    transfer_s = router_costs(MODEL, lambda: 0.0, can_fetch=lambda *_: True).transfer_s(*FLEET, 960)
     _, record = choose()
     assert (record.estimate.transfer_s, record.estimate.exec_s) == (transfer_s, MODEL.exec_s(40, 960))
     _, record = choose(end=UNSENT)

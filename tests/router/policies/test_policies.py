@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_costs import router_costs
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.router.fleet.standing import Standing
-from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.policies import (
     POLICIES,
     Decision,
@@ -34,7 +34,7 @@ OPTIONS = PolicyOptions(
     cache_threshold=0.3, balance_abs_threshold=8, balance_rel_threshold=1.5, tie_tokens=16
 )
 
-COSTS = RouterCosts(CostModel(), lambda: 0.0)
+COSTS = router_costs(CostModel(), lambda: 0.0)
 
 
 def fleet(
