@@ -159,8 +159,8 @@ class RouterConfig(Flagged):
     check: bool = flag(False, "Check the flags, and end: with status 2 where one is wrong.")
     listen_fds: tuple[int, ...] = flag(
         (),
-        "Inherited sockets to accept connections from, bound to --host and --port by whoever starts the "
-        "router and keeps them open when it dies: connections wait there while one router is replaced by "
+        "Inherited sockets to accept connections from, bound to --host and --port by the process that starts "
+        "the router and keeps them open when it dies: connections wait there while one router is replaced by "
         "another.",
         Parser(_descriptors, "FD,..."),
         internal=True,
@@ -248,23 +248,23 @@ class RouterConfig(Flagged):
     )
     cost_profile: str = flag(
         "auto",
-        "What computing takes: a file written by sglang-ext calibrate, auto (the profile that is kept for "
+        "Times of computing: a file written by sglang-ext calibrate, auto (the profile that is kept for "
         "the model, if there is exactly one), or none (defaults).",
         metavar="FILE",
         common=True,
     )
     queue_weight: float = flag(
         1.0,
-        "With --policy cost: what a second of waiting for an instance's other prompts counts (MemServe, "
-        "equation 1, which has 1).",
+        "With --policy cost: the weight of a second of waiting for an instance's other prompts (MemServe, "
+        "equation 1, has 1).",
         NUMBER.not_negative(),
         variable_only=True,
         variable="SGLANG_EXT_ROUTER_QUEUE_WEIGHT",
     )
     exec_weight: float = flag(
         1.5,
-        "With --policy cost: what a second of computing the prompt counts. The paper's equation has 1, the "
-        "request's own time; more than 1 also counts that whoever comes next waits for it.",
+        "With --policy cost: the weight of a second of computing the prompt. The paper's equation has 1, the "
+        "request's own time; more than 1 also counts the wait of the next requests.",
         NUMBER.positive(),
         variable_only=True,
         variable="SGLANG_EXT_ROUTER_EXEC_WEIGHT",
@@ -319,7 +319,7 @@ class RouterConfig(Flagged):
 
     index: str = flag(
         "auto",
-        "Who holds what: exact (what agents tell), approximate (what passes by), or auto (exact for "
+        "The index: exact (reports of agents), approximate (inferred from requests), or auto (exact for "
         "instances that register, approximate for others).",
         one_of(*INDEX_MODES),
         group="Index",
@@ -345,7 +345,7 @@ class RouterConfig(Flagged):
     role_dwell_secs: float = flag(
         60.0,
         "The least time between two such changes, and how far ahead is looked: loads are means over half of "
-        "it, and what is wished has to be so for a sixth of it.",
+        "it, and a change must be due for a sixth of it.",
         SECONDS.positive(),
         within="--role-controller",
         key="dwell",
@@ -399,7 +399,7 @@ class RouterConfig(Flagged):
     )
     queue_policy: str = flag(
         "priority",
-        f"Who is next among those that wait: {', '.join(QUEUE_POLICIES)}, or one's own as "
+        f"Order of waiting requests: {', '.join(QUEUE_POLICIES)}, or one's own as "
         "package.module:function. A full line refuses its last.",
         metavar="NAME",
     )
@@ -424,7 +424,7 @@ class RouterConfig(Flagged):
     )
     shutdown_grace_period_secs: float = flag(
         1.0,
-        "How long running answers may go on when the router is told to stop; then they are cut.",
+        "How long running answers may go on when the router stops; then they are cut.",
         SECONDS.not_negative(),
     )
 
@@ -528,7 +528,7 @@ class RouterConfig(Flagged):
     )
     explain_max_bytes: int = flag(
         32 * MIB,
-        "Memory for recent requests that /explain can tell of.",
+        "Memory for recent requests, for /explain.",
         SIZE,
         within="--memory-limits",
         key="explain",
@@ -561,7 +561,7 @@ class RouterConfig(Flagged):
     )
     index_wait_secs: float = flag(
         15.0,
-        "How long /ready waits at most for instances to tell what they hold. 0 for not at all.",
+        "Longest wait of /ready for the snapshots of instances. 0 for none.",
         SECONDS.not_negative(),
         within="--time-limits",
         key="index-wait",
@@ -590,21 +590,21 @@ class RouterConfig(Flagged):
     )
     tree_ttl_secs: float = flag(
         600.0,
-        "How long a prefix that nobody asks for is believed to stay cached.",
+        "How long an unused prefix is believed to stay cached.",
         SECONDS.positive(),
         within="--time-limits",
         key="prefix-ttl",
     )
     hint_ttl_secs: float = flag(
         120.0,
-        "How long a request is expected that a hint announces, unless the hint says.",
+        "How long an announced request is expected, unless its hint says.",
         SECONDS.positive(),
         within="--time-limits",
         key="hint-ttl",
     )
     document_ttl_secs: float = flag(
         3600.0,
-        "How long a document is kept, unless its registration says.",
+        "How long a document is kept, unless its registration has a time.",
         SECONDS.positive(),
         within="--time-limits",
         key="document-ttl",

@@ -1,4 +1,4 @@
-"""What an HTTP API is to the router: everything in which one differs from another, in one place.
+"""The description of an HTTP API for the router: all differences between APIs, in one place.
 
 A module of this folder describes one API by a `Dialect`, and ``__init__`` lists them. Nothing else knows any
 of them: routes, admission, relaying, hints and ``/openapi.json`` ask the dialect of a request's path.
@@ -36,7 +36,7 @@ class Translation(Protocol):
         """An answer in one piece."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What a piece of a stream amounts to: whole events."""
+        """The whole events of a piece of a stream."""
 
 
 class ModelName:
@@ -125,8 +125,8 @@ class Dialect(ABC):
     """Where prompts stand, for the texts of errors; ``ids_field`` where they are token ids."""
     ids_field: ClassVar[str] = ""
     own_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of a body that clients may set, beside those of ``request_fields.FIELDS``. Others of a name
-    that nobody has judged reach no server."""
+    """Fields of a body that clients may set, beside those of ``request_fields.FIELDS``. Other fields
+    are dropped before the body reaches a server."""
     media_in: ClassVar[tuple[str, ...]] = ()
     """Fields that hold images, videos and sounds."""
     parts_in: ClassVar[tuple[str, ...]] = ()
@@ -214,7 +214,7 @@ class Dialect(ABC):
         """An answer without text, as clients expect it.
 
         Args:
-            name: what makes its id.
+            name: its id is made of this.
             prompt, cached: tokens of the prompt, and how many of them were cached.
         """
 
@@ -228,7 +228,7 @@ class Dialect(ABC):
     stream_type: ClassVar[str] = EVENT_STREAM_TYPE
     """Content type of streams; empty where no answer is one."""
     whole_events: ClassVar[bool] = False
-    """Each event of a stream has the whole answer so far, with the ids of what was generated."""
+    """Each event of a stream has the whole answer so far, with the generated ids."""
     says_usage: ClassVar[re.Pattern[bytes]] = SAYS_USAGE
     """In every event of a stream that ``read`` has to see."""
     splice: ClassVar[type[StreamSplice] | None] = None
@@ -238,15 +238,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, usage: Usage, answer: Any, choices: int) -> None:
-        """Take in what an answer, or an event of a stream, says of tokens. It may be any JSON.
+        """Take in the token counts of an answer, or of an event of a stream. It may be any JSON.
 
         Args:
             choices: answers per prompt.
         """
 
     def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
-        """What answers say was generated, by prompt; of a stream, all its events together. Nothing of what is
-        not all text. They may be any JSON."""
+        """The generated texts of answers, by prompt; of a stream, all its events together. Answers with parts
+        that are no text are left out. They may be any JSON."""
         return {}
 
     def streamed_texts(self, events: Sequence[bytes]) -> Mapping[int, str]:
@@ -268,7 +268,7 @@ class Dialect(ABC):
         """The event that ends a stream whose worker went away; an end mark is left out on purpose."""
         return event(self.error(worker_lost(message)))
 
-    # -- what is told of it -------------------------------------------------------------------------------
+    # -- its description ----------------------------------------------------------------------------------
 
     @property
     def questions(self) -> tuple[Question, ...]:

@@ -1,4 +1,4 @@
-"""Documents in what clients send: one that is registered, and those that a request names. Pure functions.
+"""Documents in the bodies of clients: registrations, and requests that name documents. Pure functions.
 
 A request that names documents is the request with their contents in front of its prompt, in the order named:
 texts joined as they are, token ids and messages one after the other. That composed request is matched,
@@ -59,8 +59,8 @@ MESSAGE_FIELDS: Final = frozenset(
 PART_FIELDS: Final = frozenset(
     ["type", "text", "thinking", "image_url", "video_url", "audio_url", "input_audio", "modalities", "name"]
 )
-"""What SGLang reads of a message, and of a part of its content; ``tests/engine/cache/test_request_fields.py``
-holds both to its classes."""
+"""Fields that SGLang reads of a message, and of a part of its content;
+``tests/engine/cache/test_request_fields.py`` holds both to its classes."""
 _GONE = msgspec.Raw(b"null")
 
 
@@ -73,7 +73,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Annotated[str, msgspec.Meta(max_length=16)]
     """One of ``KINDS``."""
     content: msgspec.Raw
-    """A text, token ids, or messages, as JSON; ``null`` of one that was deleted."""
+    """A text, token ids, or messages, as JSON; ``null`` of a deleted document."""
     expires: float
     """Seconds by the monotonic clock of the router that has it; on the way between two, from now."""
     salt: str | None = None
@@ -83,12 +83,12 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_INSTANCES)] = 1
     """At how many its KV is held back."""
     stamp: int = 0
-    """When it was registered or deleted, in milliseconds since the epoch, later than what it replaces: the
+    """Time of registration or deletion, in milliseconds since the epoch, later than its predecessor's: the
     newest of an id counts, however the routers' clocks differ."""
 
     @property
     def ids(self) -> tuple[str, str]:
-        """(Scope, id): what no other document has."""
+        """(Scope, id), unique among documents."""
         return self.scope, self.id
 
     def __hash__(self) -> int:
@@ -110,7 +110,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.content == _GONE
 
     def deleted(self, now: float, wall: float) -> Document:
-        """What says so, for a while.
+        """The record of its deletion, which is kept for a while.
 
         Args:
             now, wall: seconds, of the monotonic clock and since the epoch.
@@ -122,7 +122,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def after(self, former: Document | None) -> Document:
-        """The same, registered later than the one that it replaces."""
+        """The same document, registered later than its predecessor."""
         if former is None or former.stamp < self.stamp:
             return self
         return msgspec.structs.replace(self, stamp=former.stamp + 1)
@@ -189,11 +189,11 @@ def take_document(
 
 
 def check_document_size(size: int, field: str | None = None) -> None:
-    """Refuse what is too long.
+    """Refuse a registration or a content that is too long.
 
     Args:
         size: in bytes, of a registration or of a content as JSON.
-        field: the one that has the content, where it is known.
+        field: the field that has the content, if it is known.
 
     Raises:
         RequestRefused: 413.

@@ -208,7 +208,7 @@ def _sum(total: int | None, value: Any) -> int | None:
     return total if tokens is None else (total or 0) + tokens
 
 
-# -- what a body must look like -----------------------------------------------------------------------
+# -- checks of bodies ----------------------------------------------------------------------------------
 
 
 def has_media(payload: Json) -> bool:

@@ -1,4 +1,4 @@
-"""Hints in what clients send: the advisory request itself, and what stands for one elsewhere. Pure functions.
+"""Hints in the bodies of clients: advisory requests, and their equivalents in other APIs. Pure functions.
 
 - ``POST /v1/advisory``: ours; a session, or the conversation so far;
 - OpenAI's ``prompt_cache_options`` with ``prewarm``: the request itself is only a hint, with its ``ttl``;
@@ -27,7 +27,7 @@ _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """What an advisory request says, checked.
+    """The checked contents of an advisory request.
 
     job: the conversation so far, as a request that ends with it would send it; None when only a session is
     named. session: as the client calls it.
@@ -110,7 +110,7 @@ def _ttl(value: object) -> float | None:
 
 
 def prefetch_actions(payload: Json) -> Iterator[Json]:
-    """Bodies of advisory requests in a ``kv_hints`` envelope; what is none of ours is for others."""
+    """Bodies of advisory requests in a ``kv_hints`` envelope; actions of other types are left out."""
     envelope = payload.get("kv_hints")
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
     for action in actions if isinstance(actions, list) else ():

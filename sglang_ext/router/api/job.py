@@ -1,4 +1,4 @@
-"""What a checked request looks like: its prompts, and what keeps each apart from equal ones."""
+"""A checked request: its prompts, and the fields that keep each apart from equal prompts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PromptInput(msgspec.Struct, frozen=True):
     """A digest of the images, videos and sounds that come beside it: of the same words about another picture,
     no KV is expected."""
     namespace: tuple[str | None, ...] = ()
-    """What keeps it apart from equal prompts: (adapter, extra_key, cache_salt)."""
+    """(adapter, extra_key, cache_salt), which keep it apart from equal prompts."""
     max_new_tokens: int | None = None
 
     @property
@@ -81,7 +81,7 @@ _SESSION = "session "
 
 
 def session_key(name: str) -> str:
-    """What stands for a session of SGLang's where routers know responses by their ids."""
+    """The name of a SGLang session among the response ids of routers."""
     return _SESSION + name
 
 

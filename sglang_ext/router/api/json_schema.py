@@ -70,7 +70,7 @@ ROUTING: Final[Json] = {
     | {"description": "As extra_key. Set by the router for tenants, who must not send it."},
     "priority": whole() | {"description": "Larger goes first. At most the API key's own."},
 }
-"""Fields by which a request is told apart, and goes before others."""
+"""Fields for the identity and the priority of a request."""
 DOCUMENTS: Final[Json] = {
     "document_ids": {"type": ["array", "null"], "items": TEXT, "description": "/v1/documents"}
 }

@@ -1,4 +1,4 @@
-"""What a model can take."""
+"""The limits of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ModelKind(enum.Enum):
-    """What a server makes of a prompt. SGLang ends a server that is asked for the other."""
+    """The output of a server: generated tokens or embeddings. A request for the other kind ends SGLang."""
 
     GENERATES = "generates text"
     POOLS = "embeds, classifies or scores"
@@ -16,7 +16,7 @@ class ModelKind(enum.Enum):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the model can take."""
+    """The limits of a model's prompts."""
 
     vocab_size: int
     context_length: int

@@ -2,7 +2,7 @@
 
 SGLang turns a body into one of ``/v1/chat/completions`` and serves that. The same is done here
 (``messages_as_chat``), so that a conversation has the same tokens whichever way it comes, and prompts are
-routed as well as chat's. What depends on the server's reasoning parser is not repeated: such requests are
+routed as well as chat's. Requests that depend on the server's reasoning parser are not translated: they are
 matched by their text.
 """
 
@@ -191,7 +191,7 @@ def _conversation_schema() -> Json:
     }
 
 
-# -- what a body must look like -----------------------------------------------------------------------
+# -- checks of bodies ----------------------------------------------------------------------------------
 
 
 def check_conversation(payload: Json) -> None:

@@ -226,7 +226,7 @@ def _result_parts(block: Json) -> list[Json]:
 
 
 def _results(block: Json) -> list[Any]:
-    """What a tool answered, as the contents of ``tool`` messages. References to tools have messages of their
+    """The answer of a tool, as the contents of ``tool`` messages. References to tools have messages of their
     own, as templates look for them at the beginning of one."""
     content = block.get("content")
     if not isinstance(content, list):
@@ -253,7 +253,7 @@ class MessageAnswer:
     """Translates one answer; for a stream, piece by piece.
 
     Args:
-        model: what the client named.
+        model: the name that the client used.
     """
 
     def __init__(self, model: str) -> None:
@@ -384,7 +384,7 @@ class MessageAnswer:
 
 
 def _error(status: int, answer: Any) -> Json:
-    """A worker's error; what its server failed by is not told."""
+    """A worker's error, without the cause in its server."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     message = error.get("message") if isinstance(error, dict) else error
     if status >= 500 or not isinstance(message, str):
@@ -393,7 +393,7 @@ def _error(status: int, answer: Any) -> Json:
 
 
 def _usage(usage: Any, *, output: bool) -> Json:
-    """Anthropic's usage: what was cached is not part of ``input_tokens``."""
+    """Anthropic's usage: cached tokens are not part of ``input_tokens``."""
     usage = usage if isinstance(usage, dict) else {}
     prompt = usage.get("prompt_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -1,4 +1,4 @@
-"""What OpenAI's chat completions and completions have in common: their answers are lists of choices."""
+"""The common part of OpenAI's chat completions and completions: their answers are lists of choices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TEXTS = ("content", "reasoning_content", "text")
 
 
 class Splice(StreamSplice):
-    """Of events that have what is new of each choice.
+    """For events that have the new part of each choice.
 
-    Texts are compared by characters: what stands where the streams meet may be half a word, and where a
-    character is cut in two, the instances hold it back until it is whole.
+    Texts are compared by characters: the streams may meet within a word. An instance holds a character that
+    is cut in two back until it is whole.
     """
 
     def __init__(self, reader: StreamReader) -> None:
@@ -69,7 +69,7 @@ class Splice(StreamSplice):
 
 
 def _parts(event: Json) -> Iterator[tuple[Json, Json]]:
-    """(choice, what holds its text) of an event."""
+    """(choice, the object that holds its text) of an event."""
     for choice in event.get("choices") or ():
         yield choice, choice["delta"] if isinstance(choice.get("delta"), dict) else choice
 
@@ -81,7 +81,7 @@ class OpenAiDialect(Dialect):
     tells_tiers = (b'"sglext":{', b'"choices":[]')
     splice = Splice
     answer_object: ClassVar[str]
-    """What answers call themselves."""
+    """The ``object`` of answers."""
     id_prefix: ClassVar[str]
     kinds: ClassVar[Mapping[str, str]]
     """Of the fields of a body that are checked: see ``validation.kinds``."""
@@ -112,7 +112,7 @@ class OpenAiDialect(Dialect):
                 usage.cached_tokens = sum(usage.tiers.values())
 
     def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
-        # Choices with tool calls or reasoning are left out: their text is not what the model generated.
+        # Choices with tool calls or reasoning are left out: their text lacks parts of the generated one.
         texts: dict[int, str] = {}
         mixed: set[int] = set()
         for answer in answers:
@@ -144,7 +144,7 @@ class OpenAiDialect(Dialect):
         }
 
     def empty_choice(self) -> Json:
-        """What a choice without text has."""
+        """The fields of a choice without text."""
         raise NotImplementedError
 
 

@@ -23,7 +23,7 @@ def take_prompts(
     """One prompt or an array of them, and whether it is an array: a batch.
 
     Args:
-        what: what the field may be, for the text of an error.
+        what: the allowed kinds, for the text of an error.
         texts, ids: whether prompts may be texts, and arrays of token ids.
         allow_empty: texts may be empty.
     """
@@ -85,7 +85,7 @@ _NAMES_SPACES = frozenset({"lora_path", "extra_key", "cache_salt"})
 
 
 def namespaces(source: Json, count: int, adapter: str | None = None) -> list[tuple[str | None, ...]]:
-    """What keeps each prompt of a batch apart from equal ones: (adapter, extra_key, cache_salt).
+    """(adapter, extra_key, cache_salt), which keep each prompt of a batch apart from equal ones.
 
     Args:
         adapter: the LoRA adapter that the model's name asks for, which goes before ``lora_path``.

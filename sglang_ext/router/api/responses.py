@@ -152,7 +152,7 @@ class Responses(Dialect):
 RESPONSES = Responses()
 
 
-# -- what a body must look like -----------------------------------------------------------------------
+# -- checks of bodies ----------------------------------------------------------------------------------
 
 
 def _check_input(payload: Json) -> None:

@@ -18,7 +18,7 @@ def event(value: Any, name: str = "") -> bytes:
 
 
 def parsed(data: bytes | str) -> Any:
-    """The JSON of an event or an answer; None of what is none."""
+    """The JSON object of an event or an answer; None if it has none."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -59,7 +59,7 @@ class EventSplitter:
         ):
             events = chunk[6:-2].split(b"\n\ndata: ")
             if chunk.count(b"\n") == 2 * len(events):
-                return events  # what workers send nearly always: whole events of one line
+                return events  # nearly always: workers send whole events of one line
         events = []
         if self._after_cr and chunk:
             self._after_cr = False
@@ -99,7 +99,7 @@ class EventSplitter:
         self._skipping = True
         self._data.clear()
         self._size = 0
-        # What is left of the line must not look like an empty line when it ends.
+        # The rest of the line must not look like an empty line when it ends.
         self._line[:] = b":"
 
 
@@ -119,7 +119,7 @@ class EventFilter:
         self._held = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take the next piece; return what is to be passed on of it and of what was held back."""
+        """Take the next piece; return the bytes to pass on, of it and of earlier pieces."""
         if self._held:
             chunk = self._held + chunk
             self._held = b""
@@ -132,6 +132,6 @@ class EventFilter:
         return b"\n\n".join(event for event in events if not all(mark in event for mark in self._marks))
 
     def end(self) -> bytes:
-        """What is held back; nothing comes any more."""
+        """The bytes that are still held back, after the last piece."""
         held, self._held = self._held, b""
         return held

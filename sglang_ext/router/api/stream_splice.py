@@ -1,7 +1,7 @@
-"""Where a stream goes on at another instance: what the client has of it is left out, and nothing else.
+"""Continues a stream at another instance: exactly the part that the client has is left out.
 
-The other instance makes the answer from its beginning. What does not begin as the client's part does is no
-continuation, and refused.
+The other instance generates the answer from its beginning. An answer that does not begin with the client's
+part is no continuation, and is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from sglang_ext.router.api.usage import StreamReader
 
 
 class NoContinuation(PeerError):
-    """The other instance's answer is not the one that the client has the beginning of."""
+    """The other instance's answer does not begin with the client's part."""
 
 
 class StreamSplice(ABC):
-    """Takes the other instance's stream, and gives what the client lacks.
+    """Takes the other instance's stream, and returns the part that the client lacks.
 
     Args:
-        reader: has read what the client has, which are whole events.
+        reader: has read the client's part, which is made of whole events.
     """
 
     def __init__(self, reader: StreamReader) -> None:
@@ -30,8 +30,8 @@ class StreamSplice(ABC):
 
     @staticmethod
     def obstacle(reader: StreamReader) -> str:
-        """Why a stream cannot be gone on with, from what was sent of it; empty when it can, ``again`` when it
-        can be soon."""
+        """Why a stream cannot be continued after the part that was sent; empty if it can, ``again`` if it can
+        be soon."""
         return "too much of the answer was sent" if reader.too_long else ""
 
     def feed(self, chunk: bytes) -> bytes:
@@ -50,7 +50,7 @@ class StreamSplice(ABC):
 
     @abstractmethod
     def kept(self, event: dict[str, Any], data: bytes) -> bytes | None:
-        """What the client lacks of an event; None of one that it has.
+        """The part of an event that the client lacks; None if it has the event.
 
         Args:
             data: the event as it came.
@@ -65,12 +65,12 @@ class StreamSplice(ABC):
         """The other stream has ended.
 
         Raises:
-            NoContinuation: before it had what the client has.
+            NoContinuation: it is shorter than the client's part.
         """
         if not self.complete:
             raise NoContinuation("the answer of the other instance ends before the client's part of it")
 
 
 def another_answer() -> NoContinuation:
-    """What is raised where the other instance says something else."""
+    """The error for an answer that differs from the client's part."""
     return NoContinuation("the other instance goes on with another answer")

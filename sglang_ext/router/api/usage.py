@@ -1,7 +1,7 @@
-"""What an answer says of tokens: read from a copy of the bytes that pass, never delaying them.
+"""Token counts of answers, read from a copy of the passing bytes without delaying them.
 
-Everything here is best effort: an answer that cannot be read is passed on all the same, and counted as
-saying nothing.
+Everything here is best effort: an answer that cannot be read is passed on all the same, and counted as one
+without token counts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sglang_ext.stages import StageTimes
 from sglang_ext.tiers import Tier, tiers_below
 
 MAX_TEXT_BYTES = 1 << 20
-"""Events of a stream that are kept to learn what was generated."""
+"""Most events of a stream that are kept for their generated text."""
 DURABILITY = "durability_end"
 """In ``cached_tokens_details``: see `engine/tiers/acked_answers.py`."""
 _ID = re.compile(rb'"id"\s*:\s*"([\x21\x23-\x5b\x5d-\x7e]{1,200})"')
 _MEMORY = {"device": Tier.HBM, "host": Tier.DRAM}
-"""What SGLang calls tiers in ``cached_tokens_details``; all below are its ``storage``."""
+"""SGLang's names of tiers in ``cached_tokens_details``; all below are its ``storage``."""
 
 
 class Usage(msgspec.Struct):
@@ -38,13 +38,13 @@ class Usage(msgspec.Struct):
     stages: StageTimes | None = None
     """How long it spent in each stage at its instances, where they tell; of a batch, the longest."""
     durability: str | None = None
-    """With what its end was told where that waits for the disk; of a batch, the first that is not durable."""
+    """The reported durability, if its end waits for the disk; of a batch, the first that is not durable."""
     response_id: str | None = None
     """The name under which the worker keeps the answer, where it does."""
     output_keys: dict[int, bytes] = {}
     """Index of the prompt -> its generated tokens, encoded; where there is one choice per prompt."""
     output_texts: Mapping[int, str] = {}
-    """Index of the prompt -> what was generated, where only its text is told."""
+    """Index of the prompt -> generated text, if the answer has no ids."""
 
     def add_tiers(self, details: Any) -> None:
         """Take in SGLang's ``cached_tokens_details``."""
@@ -69,7 +69,7 @@ class Usage(msgspec.Struct):
 
 
 def count(value: Any) -> int | None:
-    """A number of tokens; None of what is none."""
+    """A number of tokens; None for other JSON."""
     return value if type(value) is int and value >= 0 else None
 
 
@@ -81,7 +81,7 @@ def answer_id(data: bytes) -> str | None:
 
 
 class ReadsAnswers(Protocol):
-    """What of a `Dialect` is needed to read its answers."""
+    """The part of a `Dialect` that reads its answers."""
 
     whole_events: ClassVar[bool]
     says_usage: ClassVar[re.Pattern[bytes]]
@@ -133,7 +133,7 @@ class StreamReader:
 
     @property
     def kept_bytes(self) -> int:
-        """What ``output_texts`` has to look at."""
+        """Bytes that ``output_texts`` has to parse."""
         return self._size
 
     @property
@@ -167,8 +167,8 @@ class StreamReader:
                 self.dialect.read(self.usage, parsed(data), self._choices)
 
     def first(self, chunk: bytes) -> Usage:
-        """What the first piece says already, so that it can be told in the head of the answer; ``feed`` is
-        still to be called with it."""
+        """The usage in the first piece, for the headers of the answer. ``feed`` must still be called with the
+        piece."""
         usage = Usage()
         for data in EventSplitter().feed(chunk)[:1]:
             if self._whole_events or self._says_usage.search(data):
@@ -176,7 +176,7 @@ class StreamReader:
         return usage
 
     def output_texts(self) -> Mapping[int, str]:
-        """What was generated, by choice, where only its text is told; nothing of very long answers.
+        """The generated text by choice, if the answer has no ids; empty for very long answers.
 
         Parses every event, so it is called off the event loop, when the stream has ended.
         """

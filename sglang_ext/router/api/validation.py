@@ -1,7 +1,7 @@
-"""Checks that every kind of request shares: JSON, the kinds of its fields, and what the model can take.
+"""Checks that every kind of request shares: JSON, the kinds of its fields, and the limits of the model.
 
-A check raises ``RequestRefused`` with a sentence that names the field, what is wrong with it and what it
-may be. What SGLang itself answers with a 400 is left to SGLang, unless the router has to look anyway.
+A check raises ``RequestRefused`` with a sentence that names the field, the mistake and the allowed values.
+Mistakes that SGLang answers with a 400 are left to SGLang, unless the router has to look anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_CHOICES = 4096
 LARGE_JSON_BYTES = 1 << 20
 MAX_CONTAINERS = 1 << 17
 """Objects and arrays of a body: each can be two bytes long, and takes a hundred bytes of memory and a
-microsecond of everybody's time, as nothing else runs while it is parsed."""
+microsecond of the event loop's time."""
 MAX_VALUES = 1 << 22
 """Elements of a body's objects and arrays, each of which takes about a tenth of that."""
 
@@ -60,7 +60,7 @@ def parse_json_object(body: bytes) -> Json:
             f"the request body must be a JSON object, not {json_type(value)}", code="invalid_json"
         )
     if containers > MAX_DEPTH:
-        # orjson reads what is nested deeper than it writes, and parts of many bodies are written again.
+        # orjson reads deeper nesting than it writes, and parts of many bodies are written again.
         try:
             orjson.dumps([[[[value]]]])
         except orjson.JSONEncodeError:
@@ -71,10 +71,10 @@ def parse_json_object(body: bytes) -> Json:
 
 
 def _containers(body: bytes) -> int:
-    """How many objects and arrays a body has at most; one that would take out of proportion long to parse is
-    refused.
+    """The most objects and arrays that a body can have; a body with too many would take too long to parse and
+    is refused.
 
-    What is counted may stand in strings, too; a text with so many brackets is longer than most contexts.
+    Brackets in strings count, too; a text with so many of them is longer than most contexts.
     """
     containers = _count(body, b"{") + _count(body, b"[")
     # A body of no more bytes has no more values: counting takes as long as parsing.
@@ -104,7 +104,7 @@ def _count(body: bytes, what: bytes) -> int:
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls the type of ``value``, with its article."""
+    """JSON's name of the type of ``value``, with its article."""
     names: Mapping[type, str] = {
         dict: "an object", list: "an array", str: "a string", bool: "a boolean",
         int: "an integer", float: "a number", type(None): "null",
@@ -246,7 +246,7 @@ def take_objects(source: Json, name: str, what: str, *, needed: bool = True) -> 
     """A field that is an array of objects.
 
     Args:
-        what: what it is an array of, for the text of an error.
+        what: the name of its elements, for the text of an error.
         needed: of one at least.
     """
     value = source.get(name)
@@ -263,7 +263,7 @@ def take_objects(source: Json, name: str, what: str, *, needed: bool = True) -> 
 
 
 def take_parts(content: Any, field: str, what: str = "parts") -> Iterator[tuple[str, Json]]:
-    """(field, part) of the parts of a message's content; none of one that is a text."""
+    """(field, part) of the parts of a message's content; none for a text."""
     if type(content) is str:
         return
     if type(content) is not list:
@@ -350,7 +350,7 @@ SAMPLING: Final = kinds(
 def check_fields(
     source: Json, fields: Mapping[str, str], limits: Limits, prefix: str = "", *, coerces: bool = True
 ) -> None:
-    """Check the kinds of fields (null counts as absent), and what would bring a stock scheduler down.
+    """Check the kinds of fields (null counts as absent), and values that would crash a stock scheduler.
 
     Args:
         coerces: the server takes values of other types as pydantic coerces them.
@@ -378,7 +378,7 @@ def check_fields(
 
 
 def _check_exact(value: Any, kind: str, field: str) -> None:
-    """Refuse what a check would coerce."""
+    """Refuse values that a check would coerce."""
     kept = type(value)
     if kind == "number" and type(coerced_number(value)) is not kept:
         raise wrong(field, "a number", value)
@@ -426,7 +426,7 @@ def check_ids(value: Any, field: str, vocab_size: int | None) -> array[int]:
 
 
 def fits(tokens: int, max_new_tokens: int | None, limits: Limits) -> bool:
-    """Whether a prompt and what is to be generated fit into the context, by SGLang's own rule."""
+    """Whether a prompt and its answer fit into the context, by SGLang's own rule."""
     length = limits.context_length
     return limits.truncates or (tokens < length and tokens + (max_new_tokens or 0) <= length)
 

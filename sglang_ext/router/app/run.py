@@ -284,7 +284,7 @@ async def _stand_by(router: Router, descriptor: int, ends: Iterable[asyncio.Futu
         loop.remove_reader(descriptor)
     if told.done():
         if not told.result():
-            raise PeerError("whoever had this router stand by is gone")
+            raise PeerError("the process that had this router stand by is gone")
         await router.take_over()
         logger.info("took over at %s", router.url)
     told.cancel()

@@ -145,7 +145,7 @@ class Link:
             data = TO_AGENT.encode(message)
         except InternalError as error:
             # The message is larger than the limit. The instance works without it.
-            logger.warning("%s is not told: %s", self.name, error)
+            logger.warning("a message to %s is not sent: %s", self.name, error)
             return False
         sent: asyncio.Future[Any] = self._socket.send(data, zmq.DONTWAIT)
         if not sent.done():
@@ -227,7 +227,7 @@ class Link:
                 message = FROM_AGENT.decode(frames[0])
             except WireError as error:
                 self.counters.bad += 1
-                self._broken(f"sent what is no message: {error}")
+                self._broken(f"sent a malformed message: {error}")
                 continue
             self._take(message)
             # Requests go between two messages, however many there are.

@@ -133,7 +133,7 @@ class Agents(AgentChannels):
                 self.index.began(name, bytes.fromhex(registration.epoch), None)
         if registration.block_size != self.index.block_size:
             logger.warning(
-                "%s has blocks of %d tokens, the index of %d: it is not told what %s holds. Start the router "
+                "%s has blocks of %d tokens, the index of %d: reports of %s are not used. Start the router "
                 "with --block-size %d",
                 name, registration.block_size, self.index.block_size, name, registration.block_size,
             )  # fmt: skip

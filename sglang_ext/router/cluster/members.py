@@ -225,7 +225,7 @@ class Members:
         """
         if not registration.agent or self.links.beat(row.name) is not None:
             return ""
-        problem = f"its agent at {registration.agent} is not heard"
+        problem = f"its agent at {registration.agent} sends no messages"
         if row.state in (State.NEW, State.DOWN) and row.why:
             problem = f"{row.why}; {problem}"
         if self._unreachable.get(registration.instance) != problem:
@@ -337,7 +337,7 @@ class Members:
             self.links.connect(after.url, after.registration)
         if after.intent is Intent.GO:
             self.drains.setdefault(after.url, self.clock.monotonic())
-            self.fleet.drain(after.url, "somebody wishes it to go")
+            self.fleet.drain(after.url, "it was asked to drain")
             self._on_drain(after.url)
         else:
             self.drains.pop(after.url, None)
@@ -410,7 +410,7 @@ class Members:
             self._dead.pop(member.instance, None)
             self._unreachable.pop(member.instance, None)
             if not self.serves(member.url):
-                self._part(member.url, "nothing was heard of it for long")
+                self._part(member.url, "it has sent nothing for long")
 
     def _status(self) -> RouterStatus:
         seen = {}

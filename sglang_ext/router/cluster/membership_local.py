@@ -115,7 +115,7 @@ class LocalMembership:
         """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
 
     def __repr__(self) -> str:
-        return f"LocalMembership({self._folder}, {len(self._heard)} heard, {len(self._hearers)} hear us)"
+        return f"LocalMembership({self._folder}, reads {len(self._heard)}, read by {len(self._hearers)})"
 
     # -- the contract ---------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class LocalMembership:
         if len(body) < MAX_FRAME:
             return [_frame(kind, body)]
         self.unsent += 1
-        logger.warning("other routers are not told %d bytes of kind %r: too large", len(body), kind)
+        logger.warning("%d bytes of kind %r are not sent to other routers: too large", len(body), kind)
         return []
 
     def _tell_all(self, kind: bytes, body: bytes) -> None:
@@ -351,7 +351,7 @@ class LocalMembership:
 
     def _refuse(self, name: str, why: str) -> None:
         self.refused += 1
-        logger.warning("what router %s says is left out: %s", name, why)
+        logger.warning("a message of router %s is dropped: %s", name, why)
 
     def _take(self, name: str, kind: bytes, body: bytes, hearing: _Hearing) -> None:
         if (listener := self._listener) is None:
@@ -410,7 +410,7 @@ def _open_private(folder: Path) -> int:
         return directory
     os.close(directory)
     raise ConfigError(
-        f"others can enter {folder}, and whoever does decides where prompts are sent",
+        f"others can enter {folder}, and could decide where prompts are sent",
         field="--cluster",
         hint=f"Make it your own: chmod 700 {folder}",
     )

@@ -219,7 +219,7 @@ class RedisMembership:
         if len(body) > MAX_MESSAGE_BYTES:
             self.unsent += 1
             logger.warning(
-                "other routers are not told a %s of %d bytes: at most %d go through Redis",
+                "a %s of %d bytes is not sent to other routers: at most %d go through Redis",
                 *(type(message).__name__, len(body), MAX_MESSAGE_BYTES),
             )
             return
@@ -317,7 +317,7 @@ class RedisMembership:
         self._error = str(error)[:500] or type(error).__name__
         if self._connected or not self._settled.is_set():
             where = address_of(self._url)
-            logger.warning("%s is lost, this router goes on with what it knows: %s", where, self._error)
+            logger.warning("%s is lost, this router goes on with its own records: %s", where, self._error)
             self._since = self._clock.monotonic()
             self.losses += 1
         self._connected = False

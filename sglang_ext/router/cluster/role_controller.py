@@ -145,7 +145,7 @@ class RoleController:
             return
         name = self._who(wished.role, now)
         if name is None:
-            self._said = f"nobody can become {wished.role}"
+            self._said = f"no instance can become {wished.role}"
             return
         if self.mode == "dry-run":
             self._said = f"dry run: {name} would become {wished.role}"

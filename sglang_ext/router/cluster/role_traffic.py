@@ -147,7 +147,7 @@ class RoleTraffic:
     def loads(self, prefill: int, decode: int) -> RoleLoads | str:
         """The load, for so many instances of each role; or why it is not known."""
         if self.answers < FEWEST:
-            return f"{self.answers} answers have told their stages yet, and {FEWEST} are needed"
+            return f"{self.answers} answers have reported their stages so far, and {FEWEST} are needed"
         if self._weight < 0.5:
             return "not seen for long enough yet"
         arrivals, tokens = self._arrivals / self._weight, self._tokens / self._weight

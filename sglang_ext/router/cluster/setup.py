@@ -49,7 +49,7 @@ def check_cluster(url: str, name: str, password_file: str | None, is_loopback: C
         raise ConfigError(
             f"{parts.hostname} is another machine, and no password is given",
             field="--cluster",
-            hint="Whoever writes there decides where prompts are sent: set requirepass in Redis, and give "
+            hint="Its writers decide where prompts are sent: set requirepass in Redis, and give "
             "--cluster-password-file",
         )
 

@@ -150,8 +150,8 @@ class StockLink:
     async def _run(self) -> None:
         if self.source.replay is None:
             logger.warning(
-                "%s publishes KV events without a replay_endpoint: what it held before, and what gets lost, "
-                "is inferred from requests",
+                "%s publishes KV events without a replay_endpoint: its earlier KV, and lost events, are "
+                "inferred from requests",
                 self._name,
             )
             self._go_on_from(0, partial=True)
@@ -162,7 +162,7 @@ class StockLink:
         except* _Unwanted:
             if not self._index.reports(self._name):
                 logger.warning(
-                    "%s has so many pages that their names do not fit into the index: what it holds is "
+                    "%s has so many pages that their names do not fit into the index: its KV is "
                     "inferred from requests. Give it larger pages, or the router more --memory-limits tree",
                     self._name,
                 )

@@ -195,7 +195,8 @@ class Homes:
         self._homes.pop((scope, response_id))
 
     def get(self, scope: str, response_id: str) -> str | None:
-        """The instance that keeps a response; None for an unknown one, or another tenant's."""
+        """The instance that keeps a response; None if the response is unknown or belongs to another
+        tenant."""
         if (found := self._homes.get((scope, response_id))) is not None:
             return found
         session = session_of_key(response_id)

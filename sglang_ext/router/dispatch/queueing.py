@@ -22,7 +22,8 @@ from sglang_ext.own_functions import SortKey, order_named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
 RECHECK_S = 0.25
-"""Interval of checks whether the fleet has grown; an ended request wakes the next at once."""
+"""Interval at which waiting requests check whether the fleet has grown; an ended request wakes them at
+once."""
 
 
 MOST_GONE = 64

@@ -94,7 +94,7 @@ class Relay:
         self._clock = clock
         self._mover = mover
         self._suspects = suspects
-        self._learning = Tasks(lambda error: logger.error("cannot learn what was generated", exc_info=error))
+        self._learning = Tasks(lambda error: logger.error("cannot learn generated tokens", exc_info=error))
         self._on_background = on_background
         self._on_learnt = on_learnt
         self._explains = explains
@@ -379,9 +379,9 @@ class Relay:
                 learn(at_once)
                 return
         except Exception:
-            logger.exception("cannot learn what was generated")
+            logger.exception("cannot learn generated tokens")
             return
-        self._learning.start(learn_later(), name="learn what was generated")
+        self._learning.start(learn_later(), name="learn generated tokens")
 
     async def stop(self) -> None:
         """Cancel the tasks that outlive their answers."""

@@ -242,7 +242,7 @@ def check_size(hint: Hint, limits: Limits) -> None:
     """Refuse a hint that stands for no request, or is too long for a message to an instance."""
     if len(hint.key) > MAX_PROMPT_BYTES:
         raise RequestRefused(
-            f"the hint has {hint.tokens} tokens, and instances can be told of "
+            f"the hint has {hint.tokens} tokens, and a message to an instance has room for "
             f"{MAX_PROMPT_BYTES // TOKEN_BYTES}; announce a shorter beginning of the prompt",
             code="hint_too_long",
         )

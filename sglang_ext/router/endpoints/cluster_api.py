@@ -104,8 +104,8 @@ class ClusterApi:
             )
         if self._key is not None and registration.agent and not registration.agent_key:
             raise RequestRefused(
-                f"{registration.agent} asks for no key, and this cluster has one: anybody there could speak "
-                "for the instance. Start it with --kv-cluster-key-file",
+                f"{registration.agent} asks for no key, and this cluster has one: any process there could "
+                "speak for the instance. Start it with --kv-cluster-key-file",
                 status=403,
                 param="agent_key",
                 code="no_agent_key",

@@ -1,15 +1,15 @@
-"""All hints that were given: budgets, repetition, expiry, and which requests are expected where.
+"""All hints of one router: budgets, repetition, expiry, and the requests that each instance expects.
 
-A hint (Symphony's advisory request, section 3.2) says that a session will soon send a request. It costs the
-cluster something before anybody knows whether the request will come, so what a tenant can cause with hints
-is bounded: how many per second, how many at once, how many tokens being moved at once. A hint beyond a bound
-never harms anybody:
+A hint (Symphony's advisory request, section 3.2) announces a session's next request. It causes work before
+the request has arrived, and the request may never come. So each tenant has limits: hints per second, hints at
+once, and tokens being moved at once. A hint beyond a limit is:
 
-- beyond the rate, beyond the hints at once, or beyond the memory for their prompts: refused, with the time
-  after which to try again;
-- more tokens than the budget has left: clipped to a leading part, which is what is useful by itself;
-- nothing left of the budget: deferred, and started when another one ends;
-- the same again: the first one lives longer, and nothing is moved twice.
+- refused, with the time after which to try again, if it exceeds the rate, the hints at once, or the memory
+  for their prompts;
+- clipped to a leading part, which is useful by itself, if it has more tokens than the budget has left;
+- deferred until another one ends, if the budget is used up.
+
+A repeated hint prolongs the first one, and no KV is moved twice.
 
 Places (``hint``) count as load at every instance that takes part, or all hints of one moment would choose the
 same one; those of high priority are counted by themselves.
@@ -37,9 +37,9 @@ from sglang_ext.router.tenancy.rate import TokenBucket
 
 MAX_TTL_S = 3600.0
 REPEATED = "repeated"
-"""The reason of an answer to a hint that was there already."""
+"""The reason of the answer to a repeated hint."""
 ENDED_KEPT_S = 60.0
-"""How long one can ask what became of a hint that has ended."""
+"""Time for which the outcome of an ended hint can be queried."""
 LENGTHS_TRIED = 64
 """A prompt is looked for at so many lengths, the longest first, so that a flood of hints costs it nothing."""
 BEGIN_BYTES = 64
@@ -48,7 +48,7 @@ DIGEST_BYTES = 16
 
 
 class Verdict(enum.StrEnum):
-    """What the client is told at once."""
+    """The immediate answer to the client."""
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"
@@ -74,7 +74,7 @@ class HintLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the book says to a hint.
+    """The book's answer to a hint.
 
     entry: None when refused. start: whether the caller has to start moving now. retry_after_s: of a refusal.
     replaced: a hint of the same session that has ended with this.
@@ -138,7 +138,7 @@ class HintBook:
     # -- hints ------------------------------------------------------------------------------------
 
     def offer(self, id: str, hint: Hint, now: float) -> Answer:
-        """A hint has come; ``id`` is its name from here on, unless it repeats another."""
+        """Take a hint; ``id`` is its name from here on, unless it repeats another."""
         before = self._same(hint)
         answer = self._offer(id, hint, now)
         if before is not None and before.state in ENDED and before.ended_at == now:
@@ -157,7 +157,7 @@ class HintBook:
             if same.hint.key.startswith(hint.key):
                 self.repeated(same, earliest, expires)
                 return Answer(_verdict_of(same), REPEATED, same)
-            # The conversation has grown meanwhile: what is there already is found and not moved again.
+            # The conversation has grown meanwhile: KV that was brought up already is not moved again.
             self._end(same, State.CANCELLED, now, "followed by a longer one of the same session")
         if (full := self._too_many(hint)) is not None:
             live = self._live.get(hint.tenant, {})
@@ -234,7 +234,7 @@ class HintBook:
         return self.startable()
 
     def computing(self, entry: Entry) -> None:
-        """What there was is there, and the rest is computed."""
+        """All cached KV has been brought up, and the instance computes the rest."""
         if entry.state is State.MOVING:
             self._move_on(entry, State.COMPUTING)
 
@@ -301,8 +301,8 @@ class HintBook:
         return here + self._remote.promised(instance, least)
 
     def lost(self, instance: str, now: float) -> list[Entry]:
-        """``instance`` is gone. Returns the hints that were placed there, which have failed. Those whose
-        requests it was only to decode have not: see ``decoding_at``."""
+        """``instance`` is gone. Returns the hints whose requests it was to get first, which have failed.
+        Hints whose requests it was only to decode live on: see ``decoding_at``."""
         gone = [entry for entry in self.live() if entry.instance == instance]
         for entry in gone:
             self._end(entry, State.FAILED, now, f"{instance} went away")
@@ -315,7 +315,8 @@ class HintBook:
     # -- time -------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Entry]:
-        """End what was not used in time, and forget what has ended long ago. Returns what has expired."""
+        """End hints that were not used in time, and drop those that ended long ago. Returns the expired
+        ones."""
         late: list[Entry] = []
         if now >= self._next_expiry:
             late = [entry for entry in self.live() if entry.expires <= now]
@@ -336,7 +337,7 @@ class HintBook:
         return self._entries.get(id)
 
     def live(self) -> Iterator[Entry]:
-        """What has not ended."""
+        """Hints that have not ended."""
         for entries in list(self._live.values()):
             yield from list(entries.values())
 

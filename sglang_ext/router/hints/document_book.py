@@ -1,13 +1,13 @@
-"""All documents of one router: whose they are, what they may take, where their KV is held back, until when.
+"""All documents of one router: their owners, budgets, and the instances that retain their KV.
 
-A document (MemServe, table 2: an index by document beside tokens and sessions) counts against two budgets,
-its tenant's and that of all, with its blocks times the instances that are to hold them back; a short one
-counts as ``LEAST_BLOCKS``, so that the budgets bound how many there are. It counts against two more with the
-memory that it takes in each router. What is beyond a budget is refused: a document that was taken is held
-back until it expires. That one was deleted is remembered for minutes, in a table of its own.
+A document (MemServe, table 2: an index by document beside tokens and sessions) counts against two budgets of
+blocks, its tenant's and the one of all tenants: its blocks times the instances that retain them. A short one
+counts as ``LEAST_BLOCKS``, so that the budgets bound the number of documents. Two more budgets bound the
+memory of documents in each router. A document beyond a budget is refused; an accepted one is retained until
+it expires. Deleted documents are remembered for minutes, in a table of their own.
 
-At each instance the KV is held back as that of an announced session is (``engine/tiers/retention.py``), under
-a lease that the router renews: a router that dies leaves nothing behind.
+At each instance the KV is retained like an announced session's (``engine/tiers/retention.py``), under a lease
+that the router renews: the leases of a router that dies run out.
 
 Pure: no I/O and no clock. ``now`` is seconds of a clock that does not go back.
 """
@@ -23,11 +23,11 @@ from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.tenancy.bounded import ENTRY_BYTES, Bounded, size_of
 
 LEASE_S = 60.0
-"""For which an instance is told to hold a document back."""
+"""Time for which an instance retains a document after a message."""
 RENEW_S = 20.0
-"""After which it is told again, and brings back what it had to give up."""
+"""After which the message is repeated, and the instance brings evicted KV up again."""
 RETRY_S = 1.0
-"""After which an instance that was not reached is told again."""
+"""After which the message to an instance that could not be reached is repeated."""
 LEAST_BLOCKS = 32
 MOST_DELETED = 1024
 MOST_DELETED_IN_ALL = 8192
@@ -48,10 +48,10 @@ class DocumentLimits:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """What one instance was told of a document."""
+    """One instance's lease of a document."""
 
     due: float = 0.0
-    """When it is to be told again."""
+    """Time of the next message to the instance."""
     sent: bool = False
 
 
@@ -61,20 +61,20 @@ class DocumentEntry:
 
     document: Document
     pin: str
-    """Under which instances know it."""
+    """Its name at instances."""
     hint: Hint | None = None
-    """What they are told; None while its tokens are not known."""
+    """Its content as a hint; None while its tokens are not known."""
     encoded_by: object = None
-    """The tokenizer that made them, and what of it is trusted."""
+    """The tokenizer of the hint, and its trusted parts."""
     why: str = ""
-    """Why nothing is held back, for people."""
+    """Why its KV is not retained, for people."""
     leases: dict[str, Lease] = field(default_factory=dict)
     """By instance."""
     requests: int = 0
 
     @property
     def ids(self) -> tuple[str, str]:
-        """(Scope, id): what no other document has."""
+        """(Scope, id), unique among documents."""
         return self.document.ids
 
 
@@ -95,7 +95,7 @@ class DocumentBook:
             owner=lambda ids: ids[0],
             owner_entries=MOST_DELETED,
         )
-        """Of which it is known that they were deleted: another router may not have heard of it."""
+        """Deleted documents: another router may still announce one of them."""
 
     def cost(self, entry: DocumentEntry) -> int:
         """Blocks that it counts for."""
@@ -148,12 +148,12 @@ class DocumentBook:
         return self._entries.pop(deleted.ids, None)
 
     def newest(self, ids: tuple[str, str]) -> Document | None:
-        """What is known of a document last, that it was deleted included."""
+        """The newest record of a document, a deletion included."""
         entry = self._entries.get(ids)
         return self.deleted.get(ids) if entry is None else entry.document
 
     def documents(self) -> list[Document]:
-        """All that routers tell each other."""
+        """All records that routers share, deletions included."""
         return [*(entry.document for entry in self), *self.deleted.values()]
 
     def find(self, scope: str, id: str) -> DocumentEntry | None:
@@ -171,7 +171,7 @@ class DocumentBook:
             del self._entries[entry.ids]
 
     def expire(self, now: float) -> list[DocumentEntry]:
-        """Forget what has lived long enough, and return it."""
+        """Drop expired documents, and return them."""
         late = [entry for entry in self if entry.document.expires <= now]
         for entry in late:
             self.remove(entry)
@@ -180,18 +180,18 @@ class DocumentBook:
         return late
 
     def again(self, instance: str) -> None:
-        """An instance was started anew, or is reached again: it is to be told all that it holds back."""
+        """An instance has restarted, or is reached again: repeat the messages for all its leases."""
         for entry in self:
             if instance in entry.leases:
                 entry.leases[instance] = Lease()
 
     def again_for(self, entry: DocumentEntry) -> None:
-        """There may be more of it to be held back: its instances are to be told again."""
+        """More of a document's KV may exist now: repeat the messages to its instances."""
         for lease in entry.leases.values():
             lease.due = 0.0
 
     def pinned(self, instance: str | None = None) -> int:
-        """Blocks that instances were told to hold back; that one was."""
+        """Blocks retained at all instances, or at one of them."""
         return sum(
             self._blocks(entry)
             for entry in self

@@ -1,10 +1,10 @@
-"""Documents: named prefixes whose KV is held back at instances (MemServe, table 2).
+"""Documents: named prefixes whose KV is retained at instances (MemServe, table 2).
 
 A client registers a document; requests of the same tenant name it, and the router puts its content in front
 of their prompts (``api/documents``). From there on such a request is any other: it goes where the index finds
-its tokens. Here the KV is kept from going: each chosen instance is told of the document as of an announced
-session (``advising``), again and again while the document lives, so that it comes back after pressure, after
-a restart (from disk), and is computed ahead where instances may.
+its tokens. To retain the KV, the router sends the document to each chosen instance like an announced session
+(``advising``), and repeats the message while the document lives. So the KV is brought up again after
+pressure or after a restart (from disk), and instances that compute ahead compute it.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ logger = logging.getLogger("router.documents")
 TICK_S = 0.5
 MAX_COMPOSING_BYTES = 512 << 20
 """Of all requests that name documents and are being answered, with the contents of these."""
-NOT_TOKENS = "its tokens are not known here, so no instance can be told of it"
+NOT_TOKENS = "its tokens are not known here, so it cannot be sent to instances"
 
 
 class Documents:
     """Takes documents, puts them into requests, and has their KV held back.
 
     Args:
-        book: which there are.
-        fleet: who can hold them back.
-        trees: who holds what of them.
-        tokenizers: say whether tokens are still the model's.
+        book: all documents and their budgets.
+        fleet: the instances.
+        trees: the index of their prefixes.
+        tokenizers: show whether tokens are still the model's.
         encoder: makes the hint of a document's content.
         links: to the agents.
         fetching: has instances fetch from each other.
@@ -95,7 +95,7 @@ class Documents:
     ) -> None:
         self.book = book
         self.changed: Signal[[Document]] = Signal()
-        """A client has registered or deleted one here; for the other routers."""
+        """A client has registered or deleted a document here; for the other routers."""
         self._fleet = fleet
         self._trees = trees
         self._tokenizers = tokenizers
@@ -121,7 +121,7 @@ class Documents:
     # -- documents --------------------------------------------------------------------------------
 
     async def encoded(self, document: Document, budget: Budget | None = None) -> DocumentEntry:
-        """What can be taken of a document.
+        """A document with its tokens, ready for ``take``.
 
         Args:
             budget: pays for tokenizing it.
@@ -168,7 +168,7 @@ class Documents:
             self._put(entry)
 
     def all(self) -> list[Document]:
-        """Every document, and every one that was deleted: what routers tell each other."""
+        """All records of documents that routers share, deletions included."""
         return self.book.documents()
 
     def _put(self, entry: DocumentEntry) -> None:
@@ -191,7 +191,7 @@ class Documents:
         """A caller's document.
 
         Raises:
-            RequestRefused: 404, for one that is not known, or is another tenant's.
+            RequestRefused: 404: the document is unknown, or another tenant's.
         """
         entry = self.book.find(caller.scope, id)
         if entry is None or entry.document.expires <= self._clock.monotonic():
@@ -210,7 +210,7 @@ class Documents:
         self.changed(deleted)
 
     def as_json(self, entry: DocumentEntry) -> Json:
-        """What a client is told of its document."""
+        """A document for its client."""
         document, hint = entry.document, entry.hint
         view: dict[str, Any] = {
             "id": document.id,
@@ -260,7 +260,7 @@ class Documents:
         return with_documents(dialect, payload, found)
 
     def ended(self, record: Record) -> None:
-        """A request has ended: give back the memory held for what it names."""
+        """A request has ended: release the memory of the documents that it names."""
         if (note := record.documents) is not None:
             self._composing.give(note.composed_bytes)
             note.composed_bytes = 0
@@ -358,7 +358,7 @@ class Documents:
                 assert isinstance(hint.namespace, tuple)
                 plan = gathering_plan(hint.tokens, name, fleet, matches, self._costs)
                 spans = self._fetching.export(plan, hint.namespace, hint.key, entry.pin)
-            # Also what nobody is known to hold: the instance may have it on its disk, or compute it.
+            # KV that the index does not have is named, too: the instance may have it on disk, or compute it.
             lease.sent = self._links.send(name, hint.as_advise(entry.pin, ttl_s, spans))
             lease.due = now + (RENEW_S if lease.sent else RETRY_S)
 
@@ -374,7 +374,7 @@ class Documents:
             self._withdraw(entry, list(entry.leases))
 
     async def tick(self) -> None:
-        """Forget what has expired, and hold back the rest."""
+        """Drop expired documents, and renew the leases of the others."""
         self._expire()
         for entry in self.book:
             hint = entry.hint

@@ -1,7 +1,7 @@
-"""One hint: what it says, the states of its life, and where its request is expected.
+"""One hint: its contents, the states of its life, and the place where its request is expected.
 
-What was promised to a request is a *place*: the instance where its KV is being brought, and beside one that
-only prefills the instance that will decode.
+A *place* is the instance where the KV of an expected request is being brought up; if that is a prefill
+instance, it includes the instance that will decode.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class State(enum.StrEnum):
     MOVING = "moving"
     """The instance brings the KV in."""
     COMPUTING = "computing"
-    """All that there was is there, and the instance computes the rest while it is idle."""
+    """All cached KV is in HBM, and the instance computes the rest while it is idle."""
     READY = "ready"
-    """All is where it should be; the request can come."""
+    """All KV is in place for the request."""
     USED = "used"
     """The request has come."""
     EXPIRED = "expired"
@@ -46,12 +46,12 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.COMPUTING: frozenset({State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
     State.READY: frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
 }
-"""State -> states that may follow. What has ended stays so."""
+"""State -> states that may follow. Ended states have no successor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request is expected. decode: the instance that decodes, where ``instance`` only prefills."""
+    """Where a request is expected. decode: the decode instance, if ``instance`` is a prefill instance."""
 
     instance: str
     decode: str | None = None
@@ -86,18 +86,18 @@ class Hint:
         return self.dropped_tokens or len(self.key) // TOKEN_BYTES
 
     def without_key(self) -> Hint:
-        """What is kept of a hint that has ended."""
+        """An ended hint as it is kept, without its prompt."""
         return dataclasses.replace(self, key=b"", dropped_tokens=self.tokens)
 
     @property
     def is_sendable(self) -> bool:
-        """Whether instances can be told of it: of tokens, of the model itself."""
+        """Whether it can be sent to instances: a hint of tokens, without an adapter."""
         return isinstance(self.namespace, tuple) and self.namespace[:2] == ("tokens", None)
 
     def as_advise(
         self, id: str, ttl_s: float, spans: tuple[FetchSpan, ...] = (), earliest_s: float = 0.0
     ) -> Advise:
-        """What an instance is told of it, under a name of the router's. Seconds are from now on."""
+        """The message to an instance, with the router's id of the hint. Seconds are from now on."""
         assert isinstance(self.namespace, tuple)
         _, _, extra_key, salt = self.namespace
         ttl_s, earliest_s = (min(max(0.0, seconds), MAX_SECONDS) for seconds in (ttl_s, earliest_s))
@@ -127,7 +127,7 @@ class Entry:
     ready_at: float | None = None
     ended_at: float | None = None
     ended_from: State | None = None
-    """What it was when it ended."""
+    """Its state before it ended."""
 
     @property
     def instance(self) -> str | None:

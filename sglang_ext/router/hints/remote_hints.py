@@ -1,7 +1,8 @@
-"""Hints that other routers have taken: a request that comes here finds them, and they count for limits here.
+"""Copies of the hints of other routers, for requests that arrive here and for the limits of tenants.
 
-Each router has a copy of every hint that another one has taken. The request claims it wherever it comes; who
-took the hint is told, and ends it. Of the announced conversation a copy has a digest and the length.
+Each router has a copy of every other router's hints. A request claims its hint at whichever router it
+arrives; the router that has taken the hint then gets a message and ends it. A copy has the digest and the
+length of the announced conversation.
 
 Pure: no I/O and no clock; ``now`` is seconds of any clock that does not go back.
 """
@@ -28,7 +29,7 @@ DIGEST_BYTES = 16
 
 
 def digest_of(key: bytes) -> str:
-    """By which routers know a conversation that they do not have."""
+    """The digest by which routers compare conversations without their tokens."""
     return hashlib.blake2b(key, digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -59,7 +60,7 @@ class RemoteHint:
         return self.status.tokens == hint.tokens and self.status.digest == digest_of(hint.key)
 
     def as_json(self, now: float) -> dict[str, Any]:
-        """What a client is told of it."""
+        """The hint for clients."""
         left = round(max(0.0, self.expires - now), 3)
         return {**self.status.view, "state": self.state.value, "expires_in_s": left}
 
@@ -88,7 +89,7 @@ class RemoteHints:
     def __repr__(self) -> str:
         return f"RemoteHints({len(self)} live, {len(self._copies)} known)"
 
-    # -- what others say ------------------------------------------------------------------------------------
+    # -- messages of other routers --------------------------------------------------------------------------
 
     def learn(self, status: HintStatus, now: float) -> bool:
         """Another router says how a hint of its own is; True when it was not known."""
@@ -110,7 +111,7 @@ class RemoteHints:
         if is_live:
             self._leave(before)
         before.status, before.expires = status, now + status.lives_s
-        if state in ENDED or is_live:  # what has ended here does not come back by an older word
+        if state in ENDED or is_live:  # an older message does not revive a hint that has ended here
             before.state = state
         if before.state in ENDED:
             before.ended_at = now if before.ended_at is None else before.ended_at
@@ -134,7 +135,7 @@ class RemoteHints:
         copy.expires = max(copy.expires, expires)
 
     def expire(self, now: float) -> None:
-        """End what was not used in time, and forget what has ended long ago."""
+        """End copies that were not used in time, and drop those that ended long ago."""
         if now < self._next_look:
             return
         self._next_look = math.inf
@@ -159,7 +160,7 @@ class RemoteHints:
         return copy if copy is not None and tenant in (None, copy.status.tenant) else None
 
     def all(self) -> Iterator[RemoteHint]:
-        """Every copy, of what has ended, too."""
+        """Every copy, those of ended hints included."""
         return iter(list(self._copies.values()))
 
     def same(self, hint: Hint) -> RemoteHint | None:

@@ -1,4 +1,4 @@
-"""Which prompt each session sent last, and what was answered: what a hint that names only a session means."""
+"""The last prompt and answer of each session, for hints that name only the session."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SessionMemory:
         self._known.put(session, (namespace, key))
 
     def find(self, session: str) -> Known | None:
-        """What the session's next request will continue, if it is known."""
+        """The conversation that the session's next request will continue; None for an unknown session."""
         return self._known.use(session)
 
     def forget(self, session: str) -> None:

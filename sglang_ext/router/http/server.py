@@ -158,7 +158,7 @@ class HttpServer:
             state = self._state
             idle = not state.connections and not state.active
             if state.bodies.used < 0 or (idle and state.bodies.used):
-                raise InternalError(f"nobody's bodies are held: {state.bodies}")
+                raise InternalError(f"bodies without a request are held: {state.bodies}")
 
     def __repr__(self) -> str:
         if self._state is None:

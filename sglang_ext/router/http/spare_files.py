@@ -44,7 +44,7 @@ class SpareFiles:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._spare:
                 raise
-        logger.warning("no open files are left (ulimit -n): one that was kept aside is used")
+        logger.warning("no open files are left (ulimit -n): a spare one is used")
         os.close(self._spare.pop())
         return act()
 

@@ -564,7 +564,7 @@ class Index(PromptTrees):
             known.replica.check()
             place = self._trees[known.role]
             if known.replica.named and known.replica.holder in place.live.keys() - place.name_tellers.keys():
-                raise AssertionError(f"{name} tells of names, and is not asked for them")
+                raise AssertionError(f"{name} reports names, and was not asked for them")
             if name not in self._stock and known.size_bytes != known.replica.size_bytes:
                 raise AssertionError(f"{name} takes {known.replica.size_bytes} bytes, not {known.size_bytes}")
         if self._replica_bytes != sum(known.size_bytes for known in self._known.values()):

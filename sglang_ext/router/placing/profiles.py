@@ -53,7 +53,7 @@ def cost_model_for(model: str, folder: Path | None = None) -> CostModel:
         )  # fmt: skip
     else:
         logger.info(
-            "no cost profile of %s is kept: calculating with defaults, corrected by what is seen: %s. "
+            "no cost profile of %s is kept: calculating with defaults, corrected by observations: %s. "
             "`sglang-ext calibrate` measures", model, defaults(),
         )  # fmt: skip
     return CostModel()

@@ -222,6 +222,6 @@ class QueueEstimate:
         if self._line and not self._group:
             raise InternalError("prompts wait, and nothing is computed")
         if any(entry.began is None for entry in self._group) or any(e.began is not None for e in self._line):
-            raise InternalError("a prompt is not where it says")
+            raise InternalError("a prompt is in the wrong list")
         if abs(self._group_s - self._seconds(self._group)) > 1e-6 * max(1.0, self._group_s):
-            raise InternalError(f"what is left of the group is not {self._group_s} s")
+            raise InternalError(f"the rest of the group does not take {self._group_s} s")

@@ -95,7 +95,7 @@ ROUTER: Final = MetricTable("router", (
     # The cluster
     Metric(
         "instance_requests", GAUGE, "requests", ("instance", "state"),
-        "Requests that an instance says it has",
+        "Requests that an instance reports",
     ),
     Metric(
         "tier_blocks", GAUGE, "blocks", ("instance", "tier", "what"),
@@ -130,7 +130,7 @@ ROUTER: Final = MetricTable("router", (
     Metric("kv_event_batches", GAUGE, "batches", ("instance",), "Batches of KV events taken in"),
     Metric(
         "kv_event_losses", GAUGE, "losses", ("instance",),
-        "How often KV events were lost and all they had told dropped",
+        "How often KV events were lost, and the index of their instance was dropped",
     ),
     # Choosing, fetching, moving and spilling
     Metric(
@@ -163,7 +163,7 @@ ROUTER: Final = MetricTable("router", (
     Metric("broken_streams", COUNTER, "streams", (), "Streams whose worker went away in mid-answer"),
     Metric(
         "spills", COUNTER, "prefixes", ("how",),
-        "Prefixes that a full instance was about to evict and another was told to keep, by how that "
+        "Prefixes that a full instance was about to evict and another was asked to keep, by how that "
         "ended; no-room, tenant-budget: how often one was left where it was",
     ),
     Metric("spilled_tokens", COUNTER, "tokens", (), "Tokens whose KV another instance keeps since then"),

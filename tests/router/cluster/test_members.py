@@ -249,7 +249,7 @@ def test_an_instance_that_is_not_reached_back_is_told_so_and_so_is_the_log(
     for _ in range(2):
         problem = rig.members.register(again).problem
         assert "the name is not known" in problem
-        assert "tcp://node7:5000 is not heard" in problem
+        assert "tcp://node7:5000 sends no messages" in problem
     said = [record.message for record in caplog.records if "reached back" in record.message]
     assert len(said) == 1
     assert "--kv-announce-host" in said[0]

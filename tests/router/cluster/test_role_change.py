@@ -297,7 +297,7 @@ async def test_who_refuses_is_left_in_peace(start_rig: Any, client: Any) -> None
         rig.workers[name].role_refusals = ["not today"] * 9
     async with load(rig, client, LONG_PROMPTS):
         await rig.eventually(lambda: rig.counted("prefill", "refused", why="prefill") == 2)
-        await rig.eventually(lambda: "nobody can become prefill" in status_of(rig))
+        await rig.eventually(lambda: "no instance can become prefill" in status_of(rig))
     assert [worker.targets.count("/pd_role_switch") for worker in rig.workers.values()] == [0, 1, 1]
     assert rig.roles == ["decode", "decode", "prefill"]
 
@@ -308,7 +308,7 @@ async def test_only_servers_that_can_change_are_asked_and_off_is_off(start_rig: 
     assert "role controller" not in status_of(off)
     rig = await start_rig("pde", switches=False, role_controller="on", role_dwell_secs=1.0)
     async with load(rig, client, LONG_PROMPTS):
-        await rig.eventually(lambda: "nobody can become prefill" in status_of(rig))
+        await rig.eventually(lambda: "no instance can become prefill" in status_of(rig))
     assert not any("/pd_role_switch" in worker.targets for worker in rig.workers.values())
 
 

@@ -57,7 +57,7 @@ _COUNTS: Final = ("load_duration", "prompt_eval_count", "prompt_eval_duration", 
 
 
 class OllamaDialect(RewrittenDialect):
-    """What both APIs have in common."""
+    """The common part of both APIs."""
 
     stream_type = STREAM_TYPE
 
@@ -97,7 +97,7 @@ class OllamaAnswer:
 
     Args:
         dialect: of the client.
-        model: what the answer calls it.
+        model: its name in the answer.
     """
 
     def __init__(self, dialect: OllamaDialect, model: str) -> None:
@@ -174,7 +174,7 @@ class OllamaChat(OllamaDialect):
             "messages": messages,
             "stream": stream,
             **({"stream_options": {"include_usage": True}} if stream else {}),
-            "separate_reasoning": False,  # SGLang's answer has what the model wrote, thoughts included
+            "separate_reasoning": False,  # SGLang's answer has all generated text, thoughts included
             "max_tokens": options.pop("num_predict", MAX_NEW_TOKENS),
             **_SAMPLED,
             **options,
@@ -244,7 +244,7 @@ _SCHEMA: Final[Json] = {
 }
 
 
-# -- what a body must look like -----------------------------------------------------------------------
+# -- checks of bodies ----------------------------------------------------------------------------------
 
 
 def _check(payload: Json) -> None:
