@@ -13,7 +13,7 @@ from sglang_ext.router.http.types import RequestRefused
 def take_prompts(
     value: Any,
     field: str,
-    what: str,
+    expected: str,
     limits: Limits,
     *,
     texts: bool = True,
@@ -23,7 +23,7 @@ def take_prompts(
     """One prompt or an array of them, and whether it is an array: a batch.
 
     Args:
-        what: the allowed kinds, for the text of an error.
+        expected: the allowed kinds, for the text of an error.
         texts, ids: whether prompts may be texts, and arrays of token ids.
         allow_empty: texts may be empty.
     """
@@ -32,7 +32,7 @@ def take_prompts(
             raise empty(field)
         return [PromptInput(text=value)], False
     if type(value) is not list:
-        raise wrong(field, what, value)
+        raise wrong(field, expected, value)
     if not value:
         raise empty(field)
     first = type(value[0])

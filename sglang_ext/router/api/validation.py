@@ -242,18 +242,18 @@ def check_name(value: str, field: str, most: int = MAX_NAME_CHARACTERS) -> None:
         )
 
 
-def take_objects(source: Json, name: str, what: str, *, needed: bool = True) -> list[Json]:
+def take_objects(source: Json, name: str, expected: str, *, needed: bool = True) -> list[Json]:
     """A field that is an array of objects.
 
     Args:
-        what: the name of its elements, for the text of an error.
-        needed: of one at least.
+        expected: the name of its elements, for the text of an error.
+        needed: refuse a missing or empty field.
     """
     value = source.get(name)
     if value is None and not needed:
         return []
     if type(value) is not list:
-        raise wrong(name, what, value)
+        raise wrong(name, expected, value)
     if not value and needed:
         raise empty(name)
     for index, item in enumerate(value):

@@ -52,7 +52,7 @@ WHOLE_EVENT_S: Final = 1.0
 
 
 class AnswerMoved(ConnectionLost):
-    """Another instance has taken over the answer from the one that was being read."""
+    """Another instance has taken over the answer that was being read."""
 
 
 class OpenAnswer:
