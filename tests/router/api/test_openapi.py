@@ -11,6 +11,7 @@ import pytest
 import requests
 from api_fuzz import BROKEN, fuzz, is_ours, operations, send_broken
 
+from sglang_ext.flags.help import Removed
 from sglang_ext.router import RouterConfig
 from sglang_ext.router.endpoints.openapi import description
 
@@ -105,13 +106,15 @@ async def test_a_bug_would_be_found(start_worker, start_router, monkeypatch: pyt
 
 
 def test_every_flag_has_a_home_in_the_documentation() -> None:
-    """docs/router.md names every flag of the router."""
+    """docs/router.md names every flag of the router, and none that is refused naming another."""
     from pathlib import Path
 
-    flags = {option for action in RouterConfig.parser()._actions for option in action.option_strings} - {
-        "-h",
-        "--help",
-    }
+    flags, removed = set[str](), set[str]()
+    for action in RouterConfig.parser()._actions:
+        (removed if isinstance(action, Removed) else flags).update(action.option_strings)
+    flags -= {"-h", "--help"}
     text = (Path(__file__).parents[3] / "docs" / "router.md").read_text(encoding="utf-8")
     named = set(re.findall(r"--[a-z][a-z-]*", text))
     assert flags - named == set()
+    assert removed
+    assert removed & named == set()
