@@ -94,7 +94,7 @@ async def test_a_session_counts_until_nothing_was_sent_in_it_for_its_time_out(
 ) -> None:
     clock = FakeClock()
     monkeypatch.setattr(
-        "sglang_ext.router.app.wiring.OpenSessions", lambda _, **limits: OpenSessions(clock, **limits)
+        "sglang_ext.router.app.endpoint_parts.OpenSessions", lambda _, **limits: OpenSessions(clock, **limits)
     )
     router = await start_router(worker, client_sessions=1, session_timeout_secs=1000.0)
     _, name = await post(client, router, "/open_session", OPEN)
