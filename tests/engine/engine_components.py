@@ -181,7 +181,7 @@ class ComponentRank:
         self.shelves = {part: Shelf(self.store, self.holders[part], self.arenas[part]) for part in parts}
         copiers = {part: PoolCopier(self.pools[part].geometry, self.arenas[part]) for part in parts}
         self.mover = ThreadMover(ComponentCopier(copiers, self.layers.parts), self.layers.n_layers)
-        self.gate = LayerGate(self.mover)
+        self.gate = LayerGate(self.mover, self.layers.n_layers)
         self.kvcache.register_layer_transfer_counter(self.gate)
         self.disks: dict[Component, DiskTier] = {}
         if disks is not None:

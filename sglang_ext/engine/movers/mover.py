@@ -419,10 +419,16 @@ class LayerGate:
     SGLang carries a batch's ``hicache_consumer_index`` to the forward pass and calls ``set_consumer`` with
     it: here, the ticket of the newest load that this batch may depend on. The forward pass of layer i then
     waits for layer i of the loads up to that ticket, and for no later load.
+
+    Args:
+        mover: makes the loads.
+        num_layers: of this rank. Before it replays a prefill as one CUDA graph, which calls no
+            ``wait_until``, SGLang waits for the last of them.
     """
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Mover, num_layers: int) -> None:
         self._mover = mover
+        self.num_layers = num_layers
         self._ticket = NOTHING_TO_WAIT_FOR
 
     def set_consumer(self, ticket: int) -> None:

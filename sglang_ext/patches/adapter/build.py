@@ -163,7 +163,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             stream = mode == "null" or config.transfer_mode != "push-by-layer"
             promotions = promotions_from(disk, below, config, tree, dram, holder, arena, ranks, stream=stream)
             answers = acked_by(disk, below, config, tree, write_down, ranks)
-        gate = LayerGate(mover)
+        gate = LayerGate(mover, layer_map([pool]).n_layers)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     transfers, addresses = _transfers_of(ctx, config, pool, arena, identity if fetches else None, epoch)
