@@ -60,6 +60,10 @@ class InternalError(SglangExtError):
     actor = Actor.US
 
 
+class OutOfStepError(InternalError):
+    """The ranks of an instance have taken different decisions, and would answer wrongly from here on."""
+
+
 class PeerError(SglangExtError):
     """Another process failed, or refused, or cannot be reached."""
 

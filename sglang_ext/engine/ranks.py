@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from sglang_ext.errors import InternalError
+from sglang_ext.errors import OutOfStepError
 
 Least = Callable[[Sequence[int]], Sequence[int]]
 """The smallest of the ranks' numbers at each place; 64 bits each. Every rank calls it at once."""
@@ -82,7 +82,7 @@ class Ranks:
         """Agree, and act. Once per pass of the scheduler's loop, on every rank.
 
         Raises:
-            InternalError: the ranks are out of step, and would answer wrongly from here on.
+            OutOfStepError: another rank has other parts or numbers.
         """
         self.passes += 1
         parts = self._parts
@@ -115,7 +115,7 @@ class Ranks:
         self.vectors += 1
         agreed = iter(self._least(vector))
         if next(agreed) != -next(agreed):
-            raise InternalError(
+            raise OutOfStepError(
                 f"the ranks of this instance are out of step: in pass {self.passes}, another rank has other "
                 f"things to decide than {lengths} numbers of {len(self._parts)} parts"
             )

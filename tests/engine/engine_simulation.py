@@ -241,7 +241,7 @@ class Rank:
                     ranks,
                     stream=scenario.stream,
                 )
-            gate = gate_class(self.mover)
+            gate = gate_class(self.mover, geometry.n_layers)
             self.pools.kvcache.register_layer_transfer_counter(gate)
 
         moved_by = None if transfers is None else transfers(self)

@@ -3,7 +3,7 @@
 An exception that reached the scheduler would end it, and with it every request of the server. A lookup that
 fails finds nothing, and KV that cannot be inserted stays with its request. Loads into HBM, eviction, locks
 and the return of slots are not guarded: a server that reads KV before it is there, or whose accounts of
-slots are wrong, must not go on.
+slots are wrong, must not go on. For the same reason ranks that are out of step end the server.
 
 The ranks of a server have the same requests in the same order, so that a fault that a request causes is the
 same on each of them.
@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from types import TracebackType
+
+from sglang_ext.errors import OutOfStepError
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class CacheFaults:
         return f"CacheFaults({dict(self.counts)})"
 
     def guard(self, call: str) -> Guard:
-        """A context that logs and counts exceptions, and lets none out unless ``strict``."""
+        """A context that logs and counts exceptions. Unless ``strict``, only `OutOfStepError` leaves it."""
         return Guard(self, call)
 
     def note(self, call: str, error: BaseException) -> None:
@@ -65,7 +67,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception) or self._faults.strict:
+        if self._faults.strict or isinstance(error, OutOfStepError) or not isinstance(error, Exception):
             return False
         self._faults.note(self._call, error)
         return True

@@ -9,6 +9,7 @@ import pytest
 from engine_simulation import Rank, Scenario
 
 from sglang_ext.engine.cache.faults import MOST_LOGGED, CacheFaults
+from sglang_ext.errors import OutOfStepError
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -97,3 +98,14 @@ def test_many_faults_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> No
             raise OSError("placed by a test")
     assert faults.counts == {"touch_prefix": 3 * MOST_LOGGED}
     assert len(caplog.records) == MOST_LOGGED + 2
+
+
+def test_ranks_out_of_step_end_the_server(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def each_pass() -> None:
+        raise OutOfStepError("placed by a test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.ranks, "each_pass", each_pass)
+        with pytest.raises(OutOfStepError):
+            rank.cache.check_hicache_events()
+    assert not rank.cache.faults.counts

@@ -19,7 +19,7 @@ from engine_simulation import Rank, Scenario, Traffic, finish
 from sglang_ext.engine.ranks import Part, Ranks
 from sglang_ext.engine.retraction import Retraction, Running, Verdict, Wanting, weigh
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.errors import InternalError
+from sglang_ext.errors import OutOfStepError
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
 
@@ -343,7 +343,7 @@ def test_a_second_comparison_in_a_pass_is_found() -> None:
 
 def test_ranks_out_of_step_say_so() -> None:
     """One rank has a decision pending that the other does not have."""
-    with pytest.raises(InternalError, match="out of step: in pass"):
+    with pytest.raises(OutOfStepError, match="out of step: in pass"):
         serve(SCENARIOS[0], seed=3, steps=120, also=lambda rank, number: Silent(number), check=True)
 
 
