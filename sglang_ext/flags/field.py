@@ -199,7 +199,10 @@ class Flag:
         if not self.settings:
             value = self.given(args)
             return {} if value is None else {self.field: value}
-        return {name: value for part in getattr(args, self.dest, None) or () for name, value in part.items()}
+        given = getattr(args, self.dest, None)
+        if given is None or isinstance(given, list):
+            return {name: value for part in given or () for name, value in part.items()}
+        return {self.field: given}  # a program has set it, without a command line
 
     def given(self, args: argparse.Namespace) -> Any:
         """The value in parsed arguments; None for none.
