@@ -1,7 +1,7 @@
-"""What the user can set for the shared cache of one server, as flags and as environment variables.
+"""Settings of one server's shared cache, as flags and as environment variables.
 
 ``dram_size`` is ``--kv-dram-size`` on the command line and ``SGLANG_EXT_KV_DRAM_SIZE`` in the environment,
-which is for those who start ``sglang.Engine`` and have no command line.
+for programs that start ``sglang.Engine`` and have no command line.
 """
 
 from __future__ import annotations
@@ -470,7 +470,7 @@ class KvConfig(Flagged):
 
     @property
     def acked_behind(self) -> int | None:
-        """Of each conversation, how many answers need not be durable when the end of the newest is told; None
+        """Of each conversation, how many answers need not be durable when the end of the newest is sent; None
         where no end waits for that.
         """
         word, _, behind = self.durability.partition(":")

@@ -107,8 +107,8 @@ SENTENCE_ENDS = re.compile(r"(?<=[.!?;:])\s+|\n\s*\n")
 MOST_RIDDLES = {
     f"sglang_ext/{folder}": 0
     for folder in (
-        *("calibration", "cluster", "cost_model", "disagg", "engine", "mempool", "migrate", "protocol"),
-        *("radix_global", "router", "testing", "tiered_store"),
+        *("calibration", "cluster", "cost_model", "disagg", "engine", "flags", "mempool", "migrate"),
+        *("protocol", "radix_global", "router", "testing", "tiered_store"),
     )
 }
 """Folder -> riddles that its prose still has. A number may only fall."""

@@ -39,7 +39,7 @@ class Flag:
     several: str = ""
     """``append``: the flag may be given several times; ``*``: it takes any number of values."""
     collect: Callable[[Sequence[Any]], Any] = tuple
-    """What becomes of the values of a flag that takes several."""
+    """Makes the field's value from the values of a flag that takes several."""
     shown: str | None = None
     """Instead of the default, for people."""
     group: str = ""
@@ -50,7 +50,7 @@ class Flag:
     """There is a second flag that names a file with the value, ``--api-key-file``."""
     positional: bool = False
     bare: str = ""
-    """What the flag says when it is given without a value; empty where it needs one."""
+    """The value of the flag when it is given without one; empty where it needs one."""
     common: bool = False
     """``--help`` shows it; the others are shown by ``--help all``."""
     internal: bool = False
@@ -236,7 +236,7 @@ def flag(
         default: the default, or ``REQUIRED``.
         help: in sentences, without the default.
         parser: text to value; by the field's type where it is None.
-        metavar: what stands for the value, unless the parser knows.
+        metavar: stands for the value in ``--help``; by default the parser's.
         factory: makes the default where it can be changed.
         about: more attributes of :class:`Flag`.
     """

@@ -172,7 +172,7 @@ class Flagged:
 
     @classmethod
     def given(cls, args: argparse.Namespace) -> dict[str, Any]:
-        """What was given on the command line, by field.
+        """The values given on the command line, by field.
 
         Raises:
             ConfigError: a file that is named cannot be used.

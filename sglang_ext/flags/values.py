@@ -90,9 +90,9 @@ def parse_words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Parser:
-    """Text to value, and what stands for the value in ``--help``.
+    """Text to value, and the word for the value in ``--help``.
 
-    ``parse`` raises ``ValueError`` with a sentence that says what is accepted.
+    ``parse`` raises ``ValueError`` with a sentence that names the accepted values.
     """
 
     parse: Callable[[str], Any]
