@@ -1,4 +1,4 @@
-"""Patches fit the installed SGLang, and one that does not is refused with everything a user needs."""
+"""Patches fit the installed SGLang; the start refuses a patch that does not fit, with its reason and way out."""
 
 from __future__ import annotations
 

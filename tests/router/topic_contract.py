@@ -1,4 +1,4 @@
-"""The conformance suite of topics: what ``cluster/broadcast.py`` promises of each state that routers share.
+"""The conformance suite of topics: the promises of ``cluster/broadcast.py`` for each state that routers share.
 
 A subclass makes a topic at one router (``make``), changes its state (``change``), and reads it (``state``).
 """
@@ -44,7 +44,7 @@ class Site:
 
 
 class TopicContract:
-    """What every topic does."""
+    """The tests that every topic passes."""
 
     survives: ClassVar[bool] = True
     """Whether the state of a router that is gone still counts."""
