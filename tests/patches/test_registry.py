@@ -1,4 +1,4 @@
-"""Patches fit the installed SGLang; the start refuses a patch that does not fit, with its reason and way out."""
+"""Patches fit the installed SGLang; a patch that does not fit is refused with its reason and a way out."""
 
 from __future__ import annotations
 

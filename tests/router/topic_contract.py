@@ -1,4 +1,4 @@
-"""The conformance suite of topics: the promises of ``cluster/broadcast.py`` for each state that routers share.
+"""The conformance suite of topics: the promises of ``cluster/broadcast.py`` for state that routers share.
 
 A subclass makes a topic at one router (``make``), changes its state (``change``), and reads it (``state``).
 """

@@ -87,7 +87,7 @@ class SharedHints:
         self._channel.publish(message)
 
     def on_message(self, message: HintStatus | HintTaken | HintRepeated) -> None:
-        """Take in the status of another router's hint, or the use or repetition of a hint by another router."""
+        """Take in the status of another router's hint, or its use or repetition of a hint."""
         advisor, now = self._advisor, self._clock.monotonic()
         if isinstance(message, HintStatus):
             if advisor.remote.learn(message, now) and message.age_s < NEW_S:
