@@ -7,7 +7,8 @@ ranks' numbers at each place, and the parts act on the agreed numbers (`Part.act
 order.
 
 The number of values that a part proposes depends only on state that all ranks share: on the operations it
-has submitted, not on their results. The vector's first two numbers reveal ranks that are out of step.
+has submitted, not on their results. The vector's first two numbers reveal ranks that are out of step, or that
+have added their parts in different orders.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Ranks:
         self._least = least
         self._check = check
         self._parts: tuple[Part, ...] = ()
+        self._order = 0
+        """Checksum of the classes of the parts, in the order in which they were added."""
         self._riders: list[Part] = []
         self.passes = 0
         self.vectors = 0
@@ -70,13 +73,21 @@ class Ranks:
         rides: the part's numbers are compared in passes in which other parts propose some, and alone are no
         reason for a collective.
         """
-        self._parts += (part,)
+        self._have((*self._parts, part))
         if rides:
             self._riders.append(part)
 
     def remove(self, part: Part) -> None:
         """Stop asking a part."""
-        self._parts = tuple(known for known in self._parts if known is not part)
+        self._have(tuple(known for known in self._parts if known is not part))
+
+    def _have(self, parts: tuple[Part, ...]) -> None:
+        self._parts = parts
+        self._order = zlib.crc32(repr(self._names).encode())
+
+    @property
+    def _names(self) -> list[str]:
+        return [type(part).__name__ for part in self._parts]
 
     def each_pass(self) -> None:
         """Agree, and act. Once per pass of the scheduler's loop, on every rank.
@@ -108,7 +119,7 @@ class Ranks:
     def _compare(self, said: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         assert self._least is not None
         lengths = [len(numbers) for numbers in said]
-        step = zlib.crc32(repr((self.passes, lengths)).encode())
+        step = zlib.crc32(repr((self.passes, self._order, lengths)).encode())
         vector = [step, -step, *itertools.chain.from_iterable(said)]
         size = max(_SMALLEST_VECTOR, 1 << (len(vector) - 1).bit_length())
         vector += [0] * (size - len(vector))
@@ -117,6 +128,6 @@ class Ranks:
         if next(agreed) != -next(agreed):
             raise OutOfStepError(
                 f"the ranks of this instance are out of step: in pass {self.passes}, another rank has other "
-                f"things to decide than {lengths} numbers of {len(self._parts)} parts"
+                f"things to decide than {lengths} numbers of {len(self._parts)} parts, {self._names}"
             )
         return [list(itertools.islice(agreed, length)) for length in lengths]

@@ -130,6 +130,10 @@ class Silent:
         pass
 
 
+class Other(Silent):
+    """Another part that proposes as many."""
+
+
 class RankThread(threading.Thread):
     """One rank's scheduler process."""
 
@@ -345,6 +349,14 @@ def test_ranks_out_of_step_say_so() -> None:
     """One rank has a decision pending that the other does not have."""
     with pytest.raises(OutOfStepError, match="out of step: in pass"):
         serve(SCENARIOS[0], seed=3, steps=120, also=lambda rank, number: Silent(number), check=True)
+
+
+def test_ranks_that_added_their_parts_in_different_orders_say_so() -> None:
+    """As many numbers at each place of the vector, but for different parts."""
+    with pytest.raises(InternalError, match="out of step: in pass"):
+        serve(
+            SCENARIOS[0], seed=3, steps=120, also=lambda rank, number: (Silent, Other)[number](1), check=True
+        )
 
 
 @pytest.mark.long
