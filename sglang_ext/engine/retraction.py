@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.resume import lost_by_retraction
 
@@ -205,7 +206,7 @@ class RetractionCounters:
     error: int = 0
 
 
-class Retraction:
+class Retraction(Planner):
     """Measures decode steps for the decision, alike on all ranks of an instance. In the scheduler's thread.
 
     Each rank measures its own decode steps. Several ranks agree on one duration in the pass after the first

@@ -22,6 +22,7 @@ from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
+from sglang_ext.engine.planners import Planner
 from sglang_ext.errors import InternalError
 from sglang_ext.tasks import Tasks
 
@@ -64,7 +65,7 @@ class LoopThread:
             self.loop.close()
 
 
-class TransferThread:
+class TransferThread(Planner):
     """The endpoint of one rank, on a thread of its own. Started by the constructor; `close` ends it.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from engine_movers import HandMover
 from engine_pools import PoolKind, Pools, WrongKvError, block_words, node_chains
 from engine_scheduler import Settings, SimulatedScheduler, token_at
@@ -19,17 +20,24 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
+from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
+from sglang_ext.engine.tiers.load_policy import Unmeasured
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
 from sglang_ext.engine.tiers.write_down import WriteDown
@@ -245,25 +253,40 @@ class Rank:
             self.pools.kvcache.register_layer_transfer_counter(gate)
 
         moved_by = None if transfers is None else transfers(self)
+        peer_kv = None if peers is None or moved_by is None else peers(self, moved_by)
+        hbm_tier = HbmTier(
+            self.store, self.hbm, self.pools.allocator, slot_ops(torch.device("cpu")), self.write_down
+        )
+        loading = None
+        bringing: tuple[Planner | None, ...] = ()
+        if self.write_down is not None:
+            loading = Loading.over(
+                self.store,
+                hbm_tier,
+                self.write_down,
+                self.promotions,
+                peer_kv,
+                self.weights,
+                ranks,
+                always=not scenario.weigh,
+            )
+            tell = None if self.router_commands is None else self.router_commands.reply_to_hint
+            advice = Advice(loading.prefetcher, tell, peers=peer_kv, priority_sign=priority_sign)
+            bringing = loading.prefill_clock, loading.load_back, loading.prefetcher
+            bringing += (advice,) if takes_hints else ()
+        wait = scenario.settings.retract_wait
+        retraction = None if wait is None else Retraction(wait, ranks)
+        on = (peer_kv, moved_by, *bringing, self.write_down, self.promotions, retraction, self.feed)
         parts = CacheParts(
             self.store,
-            self.hbm,
-            self.write_down,
-            self.promotions,
-            retraction=None
-            if scenario.settings.retract_wait is None
-            else Retraction(scenario.settings.retract_wait, ranks),
-            transfers=moved_by,
-            peers=None if peers is None or moved_by is None else peers(self, moved_by),
-            feed=self.feed,
-            tell=None if self.router_commands is None else self.router_commands.reply_to_hint,
+            hbm_tier,
+            [planner for planner in on if planner is not None],
+            speeds=Unmeasured() if loading is None else loading.speeds,
             load_min_tokens=scenario.load_min_tokens,
-            load_always=not scenario.weigh,
             weights=self.weights,
             ranks=ranks,
             commands=commands,
             priority_sign=priority_sign,
-            takes_hints=takes_hints,
             check=check,
         )
         host = SglangHost(self.pools.allocator)
@@ -318,8 +341,6 @@ class Rank:
         """End the mover and give the arena back."""
         self.cache.release_host_resources()
         if self.feed is not None:
-            if not self.feed.closed:
-                self.feed.close()
             assert self.cache.command_queue is not None
             self.cache.command_queue.close()
         if self.arena is not None:
@@ -492,7 +513,7 @@ class Traffic:
 
     def _hint(self, scheduler: SimulatedScheduler) -> None:
         """Announce a prompt that will be sent soon, or never."""
-        prefetcher = scheduler.cache.prefetcher
+        prefetcher = scheduler.cache.find(Prefetcher)
         assert prefetcher is not None
         rnd = self._hints
         prefetcher.expire(self._passes)
@@ -585,10 +606,11 @@ def finish(rank: Rank) -> None:
         rank.check()
     else:
         raise AssertionError(f"the scheduler does not become idle: {rank.cache!r}")
-    if rank.cache.prefetcher is not None:
-        rank.cache.prefetcher.clear()
+    prefetcher = rank.cache.find(Prefetcher)
+    if prefetcher is not None:
+        prefetcher.drop_in_flight()
     if rank.promotions is not None:
-        rank.promotions.settle()
+        rank.promotions.drop_in_flight()
     rank.settle()
     rank.check()
     assert rank.cache.protected_size() == 0, "a lock was left behind"

@@ -9,7 +9,12 @@ from typing import Any
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.cache.rank_cache import RankCache
 from sglang_ext.engine.metric_table import cache_table, weighed
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.rank_metrics import RankMetrics
+from sglang_ext.engine.retraction import Retraction
+from sglang_ext.engine.tiers.acked_answers import AckedAnswers
+from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.engine.tiers.load_report import LoadDecisions
 from sglang_ext.mempool.store import Call
 from sglang_ext.tiers import Tier
@@ -45,29 +50,39 @@ class CacheMetrics:
             self._metrics.set("capacity_blocks", capacity, tier.name)
         self._show_dram(cache)
         self._show_promotions(cache)
-        if cache.load_back is not None:
-            self._decide(Tier.DRAM, cache.load_back.decisions)
-        if cache.retraction is not None:
-            counted = dataclasses.asdict(cache.retraction.counters)
-            tokens = {name: counted.pop(f"{name}_tokens") for name in ("found", "recomputed")}
-            self._events("retractions", counted)
-            self._events("retracted_tokens", tokens)
-        if cache.answers is not None:
-            self._events("acked_answers", cache.answers.counters)
-            while cache.answers.waits:
-                self._metrics.observe("durability_wait_seconds", cache.answers.waits.popleft())
+        load_back = cache.find(LoadBack)
+        if load_back is not None:
+            self._decide(Tier.DRAM, load_back.decisions)
+        self._show_retraction(cache.find(Retraction))
+        self._show_answers(cache.find(AckedAnswers))
         if cache.peers is not None:
             self._events("peers", cache.peers.fetches.counts())
             self._events("peers", dataclasses.asdict(cache.peers.exports.counters))
             self._events("peers", dataclasses.asdict(cache.peers.spans.counters))
             self._events("fetched_bytes", cache.peers.transport_bytes)
-        if cache.prefetcher is not None:
-            self._events("prefetches", cache.prefetcher.counters)
-            self._metrics.set("announced_prompts", len(cache.prefetcher.retention))
-            self._metrics.set("deferred_prompts", cache.prefetcher.resting)
-            self._events("announced_blocks", {"given_up": cache.prefetcher.retention.given_up})
-        if cache.advice is not None and cache.advice.computes is not None:
-            self._events("announced_blocks", {"computed": cache.advice.computes.blocks})
+        self._show_prefetches(cache.find(Prefetcher), cache.find(Advice))
+
+    def _show_retraction(self, retraction: Retraction | None) -> None:
+        if retraction is not None:
+            counted = dataclasses.asdict(retraction.counters)
+            tokens = {name: counted.pop(f"{name}_tokens") for name in ("found", "recomputed")}
+            self._events("retractions", counted)
+            self._events("retracted_tokens", tokens)
+
+    def _show_answers(self, answers: AckedAnswers | None) -> None:
+        if answers is not None:
+            self._events("acked_answers", answers.counters)
+            while answers.waits:
+                self._metrics.observe("durability_wait_seconds", answers.waits.popleft())
+
+    def _show_prefetches(self, prefetcher: Prefetcher | None, advice: Advice | None) -> None:
+        if prefetcher is not None:
+            self._events("prefetches", prefetcher.counters)
+            self._metrics.set("announced_prompts", len(prefetcher.retention))
+            self._metrics.set("deferred_prompts", prefetcher.resting)
+            self._events("announced_blocks", {"given_up": prefetcher.retention.given_up})
+        if advice is not None and advice.computes is not None:
+            self._events("announced_blocks", {"computed": advice.computes.blocks})
 
     def _show_dram(self, cache: RankCache) -> None:
         write_down = cache.write_down

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from sglang_ext.engine.planners import Planner
 from sglang_ext.protocol.agent import FromAgent, NamesRemoved, NamesStored, PlacementEvent
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
@@ -73,7 +74,7 @@ class Ended:
 Entry: TypeAlias = Changed | LeftOut | Began | Part | Ended
 
 
-class PlacementFeed:
+class PlacementFeed(Planner):
     """See the module's docstring.
 
     Args:
@@ -128,16 +129,27 @@ class PlacementFeed:
         if self._asked or self._walks:
             self._snapshots(IDLE_SECONDS if idle else 0.0)
 
-    def clear(self, weights: int | None = None) -> None:
-        """Publish that no block in memory will match any more. weights: their new generation, if it is one.
+    def each_pass(self) -> None:
+        self.publish()
+
+    def idle_pass(self) -> None:
+        self.publish(idle=True)
+
+    def weights_changed(self, generation: int) -> None:
+        self._weights = generation
+        self.before_clear()
+
+    def check(self) -> None:
+        self.log.check()
+
+    def before_clear(self) -> None:
+        """Publish that no block in memory will match any more.
 
         Called before anything is taken out of the tree. Published at once: a server that is paused has no
         passes.
         """
         if self.closed:
             return
-        if weights is not None:
-            self._weights = weights
         self.log.clear(self._weights_name(self._weights))
         self.publish()
 
@@ -250,6 +262,8 @@ class PlacementFeed:
 
     def close(self) -> None:
         """Publish nothing more. In the scheduler's thread; the agent's has ended."""
+        if self.closed:
+            return
         self.log.close()
         self.closed = True
         os.close(self.wakeup)

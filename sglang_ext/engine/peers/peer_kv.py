@@ -14,6 +14,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
 from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
@@ -37,7 +38,7 @@ class Link(ExportLink, Reads, Protocol):
     def close(self) -> None: ...
 
 
-class PeerKv:
+class PeerKv(Planner):
     """See the module's docstring. All methods run in the scheduler's thread.
 
     Args:
@@ -156,7 +157,7 @@ class PeerKv:
         """Whether a request with this prompt is to wait."""
         return self.fetches.waits(namespace, key)
 
-    def report(self) -> None:
+    def each_pass(self) -> None:
         """Report the results of fetches, and of spans that are not computed. Once per pass."""
         self.spans.drain()
         for result in self.fetches.take_results():
@@ -176,15 +177,15 @@ class PeerKv:
         """Bytes that were read from peers, by transport."""
         return self._link.transport_bytes
 
-    def clear(self) -> None:
-        """The cache is about to be emptied."""
+    def drop_in_flight(self) -> None:
+        """Give up fetches, spans and exports."""
         self.fetches.settle()
         self.spans.clear()
         self.exports.clear()
 
     def close(self) -> None:
         """End. DRAM is still there."""
-        self.clear()
+        self.drop_in_flight()
         self._link.close()
 
     def __repr__(self) -> str:

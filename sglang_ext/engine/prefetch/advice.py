@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, TypedDict
 
 from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.protocol.agent import (
     Advise,
@@ -24,6 +25,7 @@ from sglang_ext.protocol.agent import (
     ToAgent,
     Withdraw,
 )
+from sglang_ext.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,6 @@ class Brings(Protocol):
 
     def cancel(self, id: str) -> bool: ...
 
-    def expire(self, now: float) -> None: ...
-
     def take_ended(self) -> list[PrefetchResult]: ...
 
 
@@ -98,7 +98,7 @@ class Computes(Protocol):
     def blocks(self) -> int: ...
 
 
-class Advice:
+class Advice(Planner):
     """See the module's docstring.
 
     Args:
@@ -128,9 +128,12 @@ class Advice:
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
 
-    def expire(self, at: float) -> None:
-        """Drop the hints that have expired. at: rank 0's time."""
-        self._brings.expire(at)
+    def takes_command(self, message: Message, at: float) -> bool:
+        """Carry out a router's command; see `handle_command`."""
+        if isinstance(message, ToAgent):
+            self.handle_command(message, at)
+            return True
+        return False
 
     def handle_command(self, message: ToAgent, at: float) -> None:
         """Carry out a command, unless no part that is configured here handles its kind.
@@ -184,7 +187,7 @@ class Advice:
             "until": at + message.ttl_s,
         }
 
-    def drain(self) -> None:
+    def each_pass(self) -> None:
         """Pass the results of ended prefetches on, and go on with the prompts to compute. Once per pass."""
         ended = self._brings.take_ended()
         if self.computes is not None:
@@ -210,7 +213,7 @@ class Advice:
         """Whether the next passes of an idle scheduler have something to do."""
         return self.computes is not None and self.computes.busy
 
-    def clear(self) -> None:
-        """The cache is about to be emptied."""
+    def drop_in_flight(self) -> None:
+        """Compute nothing more ahead."""
         if self.computes is not None:
             self.computes.clear()

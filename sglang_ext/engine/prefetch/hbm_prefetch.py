@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.due_times import MoveRate, latest_starts
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -117,7 +118,7 @@ class _Piece:
         self.reservation.gives_way = True
 
 
-class Prefetcher:
+class Prefetcher(Planner):
     """See the module's docstring.
 
     Args:
@@ -276,7 +277,7 @@ class Prefetcher:
 
     # -- going on -------------------------------------------------------------------------------
 
-    def drain(self) -> None:
+    def each_pass(self) -> None:
         """Take the next step, once per pass of the scheduler's loop. Does not wait.
 
         Pieces enter the tree only here: in the middle of an admission, a new piece would change the prefix
@@ -417,12 +418,20 @@ class Prefetcher:
         return self._clock.monotonic() >= self.next_due - AWAKE_S
 
     @property
+    def alarm(self) -> float:
+        return min(self.retention.next_expiry, self.next_due)
+
+    @property
+    def moves_alarm(self) -> bool:
+        return self.next_due < math.inf
+
+    @property
     def resting(self) -> int:
         """Prompts that wait until they are due."""
         return sum(not each.due for each in self._waiting)
 
-    def clear(self) -> None:
-        """Drop every prompt: the cache is about to be emptied."""
+    def drop_in_flight(self) -> None:
+        """Drop every prompt."""
         while self._waiting:
             self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:

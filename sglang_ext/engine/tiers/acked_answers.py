@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.retention import path_of
@@ -96,7 +97,7 @@ class Acked:
         }
 
 
-class AckedAnswers:
+class AckedAnswers(Planner):
     """See the module's docstring.
 
     Args:
@@ -144,7 +145,7 @@ class AckedAnswers:
         return f"AckedAnswers(pending={len(self._pending)}, held={len(self._held)}, {dict(self.counters)})"
 
     @property
-    def holding(self) -> bool:
+    def busy(self) -> bool:
         """Whether ends are held back."""
         return bool(self._held)
 

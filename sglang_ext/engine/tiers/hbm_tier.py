@@ -39,7 +39,7 @@ class HbmTier:
         self._tree = store.tree
         self._hbm = self.holder = hbm
         self._allocator = allocator
-        self._slots = slots
+        self.slots = slots
         self._below = below
         self.retention = None if below is None else below.dram.retention
         """Blocks that are held back for announced requests."""
@@ -160,7 +160,7 @@ class HbmTier:
             self.evict(blocks * step - self.free)
         fits = min(blocks, self.free // step) * step
         slots = self.take_free(fits) if fits else None
-        return self._slots.keep(self._slots.join([]) if slots is None else slots)
+        return self.slots.keep(self.slots.join([]) if slots is None else slots)
 
     def count(self, places: Any) -> int:
         """The number of blocks at these slots."""
@@ -173,11 +173,11 @@ class HbmTier:
     def give_back(self, places: Any) -> None:
         """Return slots, in the form in which the tree keeps them, to SGLang."""
         if len(places) and self._allocator is not None:
-            self._allocator.free_segment(self._slots.join([places]), start_pos=0)
+            self._allocator.free_segment(self.slots.join([places]), start_pos=0)
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The slots of a path."""
-        return self._slots.keep(self._slots.join(parts))
+        return self.slots.keep(self.slots.join(parts))
 
     def clear(self) -> None:
         """Drop every block from the tree. SGLang empties its pools itself."""

@@ -9,6 +9,7 @@ import torch
 
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.movers.slots import SlotOps
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_policy import DramPolicy
@@ -27,7 +28,7 @@ class Streams(Protocol):
     def stream(self, handle: Hashable, slots: Any) -> None: ...
 
 
-class LoadBack:
+class LoadBack(Planner):
     """Starts loads, and tracks the loads that the batch being formed has to wait for.
 
     Args:

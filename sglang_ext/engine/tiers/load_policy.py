@@ -131,6 +131,15 @@ class Speeds(Protocol):
         """To compute ``tokens`` after ``context``; None when unknown."""
 
 
+class Unmeasured:
+    """The speeds where nothing is measured: all unknown."""
+
+    bytes_per_second: float | None = None
+
+    def seconds(self, tokens: int, context: int) -> float | None:
+        return None
+
+
 class AgreedSpeeds:
     """The ranks' measurements, the smallest at each place, so that all ranks decide alike at any time.
 

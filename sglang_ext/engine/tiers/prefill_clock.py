@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.load_policy import PrefillCost
 
 _MOST_IN_FLIGHT = 8
@@ -15,7 +16,7 @@ _SMOOTHING = 0.1
 """Weight of the newest request."""
 
 
-class PrefillClock:
+class PrefillClock(Planner):
     """Times prefill batches from the start of their forward pass to their result.
 
     With overlap, a batch is formed before the result of the one before is processed: while that one runs on a
@@ -39,7 +40,7 @@ class PrefillClock:
         ranks; None before the first such request.
         """
 
-    def begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         """A batch was formed and is about to run.
 
         Args:
@@ -56,7 +57,7 @@ class PrefillClock:
             self._begun = self._clock.monotonic()
         self._in_flight.append(None if loads else (tokens, pairs))
 
-    def ended(self) -> None:
+    def prefill_ended(self) -> None:
         """The result of the oldest batch is there."""
         if not self._in_flight:
             return

@@ -21,11 +21,12 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.block_names import Names, pack_names
 from sglang_ext.engine.tiers.direct_loads import DirectLoad, DirectLoads
@@ -91,7 +92,7 @@ class Promotion:
     """Its forward pass is reading the blocks, which must not be given back before it has ended."""
 
 
-class Promotions:
+class Promotions(Planner):
     """See the module's docstring.
 
     Args:
@@ -480,7 +481,7 @@ class Promotions:
     def reading(self) -> bool:
         return bool(self._wanted or self._under_way)
 
-    def settle(self) -> None:
+    def drop_in_flight(self) -> None:
         """Give up every promotion under way and every lock held for a request."""
         self._streams.clear()
         self._wanted.clear()
@@ -499,7 +500,7 @@ class Promotions:
 
     def clear(self) -> None:
         """Give up all promotions, and clear the disk tier."""
-        self.settle()
+        self.drop_in_flight()
         self._tier.clear()
 
     def close(self) -> None:
@@ -514,6 +515,12 @@ class Promotions:
     def stats(self) -> dict[Tier, TierStats]:
         """The contents and events of each tier below memory."""
         return {part.tier: part.stats() for part in self._tier.parts}
+
+    def blocks(self) -> Mapping[Tier, tuple[int, int]]:
+        return {
+            tier: (stats.blocks, stats.limit_bytes // self.block_bytes)
+            for tier, stats in self.stats().items()
+        }
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""

@@ -11,8 +11,9 @@ With a disk, a complete block goes on to it before its lock ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
@@ -20,7 +21,7 @@ from sglang_ext.radix_global.observer import CopyObserver, Unobserved
 from sglang_ext.tiers import Tier
 
 
-class WriteDown:
+class WriteDown(Planner):
     """See the module's docstring. Called by the scheduler thread only.
 
     Args:
@@ -121,6 +122,21 @@ class WriteDown:
             return False
         self._tree.lock(node, self._dram)
         return disk.submit(node, blocks)
+
+    # -- as a planner -------------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        self.dram.copies.settle()
+
+    def check(self) -> None:
+        self.dram.check()
+
+    def close(self) -> None:
+        """Finish every copy under way, down to the disk, and end."""
+        self.dram.close()
+
+    def blocks(self) -> Mapping[Tier, tuple[int, int]]:
+        return {Tier.DRAM: (self.dram.used_blocks, self.dram.n_blocks)}
 
     # -- both ---------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def attach_agent(
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
     """
-    feed = cache.feed
+    feed = cache.find(PlacementFeed)
     assert config.router is not None
     assert feed is not None
     key = _key_of(config)

@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
@@ -239,8 +239,3 @@ class ComputeAhead:
 
     def __repr__(self) -> str:
         return f"ComputeAhead({len(self._jobs)} prompts, {self.blocks} blocks so far)"
-
-
-def compute_ahead(cache: Any) -> ComputeAhead:
-    """A `ComputeAhead` for a cache that prefetches."""
-    return ComputeAhead(cache.tree, cache.hbm, cache.hbm_tier, cache.prefetcher, cache.namespace, cache.host)

@@ -11,7 +11,6 @@ All methods run in the scheduler's thread.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
-from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand, TakeBack
+from sglang_ext.engine.movers.slots import slot_ops
+from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand
+from sglang_ext.engine.retraction import Retraction
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
+from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.migration import Migration
@@ -89,13 +92,12 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         host: SglangHost,
         router_commands: RouterCommands | None = None,
     ) -> None:
-        # A prefetcher that computes ahead asks for it while it is made.
         self.host = host
         RankCache.__init__(self, parts, params.token_to_kv_pool_allocator, params.page_size)
         StoragePrefetch.__init__(
             self,
-            parts.promotions,
-            parts.peers,
+            self.promotions,
+            self.peers,
             parts.weights.namespace,
             self.faults,
             priority_sign=parts.priority_sign,
@@ -106,9 +108,11 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         """SGLang's, once it is there: see `meet`."""
         self.migration = Migration(self, router_commands)
         """Stops requests that go on elsewhere, and goes on with such."""
-        self.retracting = None if parts.retraction is None else Retracting(self, parts.retraction)
+        retraction = self.find(Retraction)
+        self.retracting = None if retraction is None else Retracting(self, retraction)
         """Has running requests give way to others."""
         self.priority_sign = parts.priority_sign
+        self._load_back = self.find(LoadBack)
         self._load_min_tokens = parts.load_min_tokens
         self.root_node = _RootView(self.tree)
         if params.enable_metrics:
@@ -127,11 +131,10 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             token_to_kv_pool_allocator=allocator,
             page_size=page_size,
         )
-        return cls(
-            params,
-            CacheParts(Store(RadixTree(block_size, policy=policy)), Holder.of("simulated", 0, Tier.HBM)),
-            SglangHost(allocator),
-        )
+        store = Store(RadixTree(block_size, policy=policy))
+        slots = slot_ops(torch.device("cpu" if allocator is None else allocator.device))
+        hbm_tier = HbmTier(store, Holder.of("simulated", 0, Tier.HBM), allocator, slots, None)
+        return cls(params, CacheParts(store, hbm_tier), SglangHost(allocator))
 
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there, which it makes after its cache."""
@@ -156,7 +159,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             self.matched(params.req)
         node, path, blocks = self.store.match(namespace, encode_tokens(key.token_ids, key.limit))
         hbm = self.hbm
-        streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
+        streamed = 0 if self._load_back is None else self._load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
             # Who has the last node has all before it: the usual case, and the one that has to be fast.
             return self.found([n.placements[hbm] for n in path], node, node, 0)
@@ -343,11 +346,11 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     def start_load(self, node: Node, promised: int, req: Req) -> tuple[torch.Tensor | None, Node]:
         """Start loading what ``match_prefix`` found in DRAM. All of it, or nothing: then it is computed."""
-        return (None, node) if self.load_back is None else self.load_back.start(node, promised, req)
+        return (None, node) if self._load_back is None else self._load_back.start(node, promised, req)
 
     def ready_to_load_host_cache(self) -> int:
         """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
-        return self.load_back.ready() if self.load_back is not None else NOTHING_TO_WAIT_FOR
+        return self._load_back.ready() if self._load_back is not None else NOTHING_TO_WAIT_FOR
 
     def pass_begins(self, reqs: Sequence[Req]) -> None:
         """A prefill batch is about to run."""
@@ -364,7 +367,8 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         what has completed on every rank."""
         with self.faults.guard("each_pass"):
             self.each_pass()
-        if self.prefetcher is not None and self.prefetcher.next_due < math.inf:
+        # `alarm` looks at every hint, so it is asked for only where this pass may have changed it.
+        if any(planner.moves_alarm for planner in self.planners):
             self._tell_time()
 
     def handle_command(self, payload: bytes, at: float) -> None:
@@ -375,8 +379,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             at: rank 0's time, by which everything expires.
         """
         self.migration.tickets.expire(at)
-        if self.advice is not None:
-            self.advice.expire(at)
+        self.expire(at)
         if payload:
             try:
                 self._carry_out(RANK_COMMANDS.decode(payload), at)
@@ -387,17 +390,15 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
     def _carry_out(self, message: RankCommand, at: float) -> None:
         if self.listeners.takes_command(message) or self.migration.takes_command(message, at):
             return
-        if self.advice is not None and not isinstance(message, TakeBack):
-            self.advice.handle_command(message, at)
+        for planner in self.planners:
+            if planner.takes_command(message, at):
+                return
 
     def _tell_time(self) -> None:
         """Have rank 0 tell its time when something is to expire, or becomes due."""
         if self.command_queue is None:
             return
-        alarm = self.migration.tickets.next_expiry
-        if self.prefetcher is not None:
-            alarm = min(alarm, self.prefetcher.retention.next_expiry, self.prefetcher.next_due)
-        self.command_queue.broadcast_time_at(alarm)
+        self.command_queue.broadcast_time_at(min(self.migration.tickets.next_expiry, self.alarm))
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

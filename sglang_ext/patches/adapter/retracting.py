@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Protocol
 
 from sglang_ext.engine.retraction import Retraction, Running, Wanting, Why, obstacle
-from sglang_ext.engine.tiers.load_policy import AgreedSpeeds
+from sglang_ext.engine.tiers.load_policy import Speeds
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 
@@ -40,7 +40,7 @@ class RetractsFrom(Protocol):
     tree: RadixTree
     hbm: Holder
     block_size: int
-    speeds: AgreedSpeeds | None
+    speeds: Speeds
     priority_sign: int
 
     def namespace_of(self, req: Any) -> Hashable | None: ...
@@ -160,12 +160,11 @@ class Retracting:
         pinned = sum(node.blocks for node in in_hbm if not node.locks.get(cache.hbm)) * cache.block_size
         most = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
         needs = len(tokens) - held + pinned + most + adder.per_req_token_overhead
-        speeds = cache.speeds
         return Wanting(
             priority=self._priority(req),
             tokens=needs + 1 - adder.rem_total_tokens,  # SGLang wants one more than it needs
             rows=rows,
-            compute_s=None if speeds is None else speeds.seconds(len(tokens) - known, known),
+            compute_s=cache.speeds.seconds(len(tokens) - known, known),
         )
 
     def _facts(self, adder: Any, reqs: Sequence[Any]) -> list[Running]:

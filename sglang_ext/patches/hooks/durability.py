@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from sglang_ext.engine.cache.listeners import Listener
-from sglang_ext.engine.tiers.acked_answers import Acked
+from sglang_ext.engine.tiers.acked_answers import Acked, AckedAnswers
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
@@ -38,11 +38,13 @@ class HeldEnds(Listener):
     """The finished requests whose end was not sent yet.
 
     Args:
-        cache: ours, with `answers`.
+        cache: ours.
+        answers: of the cache.
     """
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, answers: AckedAnswers) -> None:
         self._cache = cache
+        self._answers = answers
         self._held: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -51,7 +53,7 @@ class HeldEnds(Listener):
     def request_ended(self, req: Any, tokens: Any) -> None:
         if _promises(req):
             namespace = self._cache.namespace(req.extra_key, req.cache_salt)
-            setattr(req, _ACKED, self._cache.answers.ended(namespace, encode_tokens(tokens)))
+            setattr(req, _ACKED, self._answers.ended(namespace, encode_tokens(tokens)))
 
     def passing(self, reqs: Sequence[Any]) -> list[Any]:
         """The requests whose output may be sent now; the others are kept until then."""
@@ -62,9 +64,9 @@ class HeldEnds(Listener):
             return True
         acked: Acked | None = getattr(req, _ACKED, None)
         if acked is None:
-            acked = self._cache.answers.uncached()
+            acked = self._answers.uncached()
             setattr(req, _ACKED, acked)
-        if self._cache.answers.may_tell(acked):
+        if self._answers.may_tell(acked):
             self._held.pop(req.rid, None)
             return True
         if req.rid not in self._held:
@@ -96,8 +98,9 @@ def _held_ends(part: Any) -> HeldEnds | None:
 def after_running_status(_result: None, scheduler: Any) -> None:
     """After ``init_running_status``."""
     cache: Any = called_cache(scheduler)
-    if cache is not None and cache.answers is not None:
-        PROCESS.held_ends = HeldEnds(cache)
+    answers = None if cache is None else cache.find(AckedAnswers)
+    if answers is not None:
+        PROCESS.held_ends = HeldEnds(cache, answers)
         cache.listeners.add(PROCESS.held_ends)
 
 

@@ -184,7 +184,6 @@ def test_a_command_wakes_an_idle_scheduler(
 class Bringer:
     asked: list[tuple[Any, ...]] = field(default_factory=list)
     ended: list[PrefetchResult] = field(default_factory=list)
-    now: float = 0.0
 
     def expect(self, id: str, tokens: bytes, **terms: Any) -> None:
         self.asked.append(("expect", id, tokens, *terms.values()))
@@ -195,9 +194,6 @@ class Bringer:
     def cancel(self, id: str) -> bool:
         self.asked.append(("cancel", id))
         return True
-
-    def expire(self, now: float) -> None:
-        self.now = now
 
     def take_ended(self) -> list[PrefetchResult]:
         ended, self.ended = self.ended, []
@@ -212,8 +208,6 @@ def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
     advice.handle_command(hint, 100.0)
     advice.handle_command(Withdraw("h1"), 101.0)
     assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant", 3, 107.0, 102.5), ("cancel", "h1")]
-    advice.expire(101.0)
-    assert brings.now == 101.0
     advice.priority_sign = -1
     advice.handle_command(hint, 102.0)
     assert brings.asked[-1] == ("prefetch", "h1", tokens, "lora", "tenant", -3, 109.0, 104.5)
@@ -223,7 +217,7 @@ def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
 def test_bytes_that_are_no_command_change_nothing_but_the_time(payload: bytes) -> None:
     """Rank 0's time comes with every command, and alone, as no bytes."""
     with closing(Rank(SCENARIOS[0], routed=True, takes_hints=True)) as rank:
-        advice = rank.cache.advice
+        advice = rank.cache.find(Advice)
         assert advice is not None
         rank.cache.handle_command(RANK_COMMANDS.encode(Advise("h", encode_tokens([1] * 64), ttl_s=7.0)), 5.0)
         assert advice._brings.retention.next_expiry == 12.0
@@ -236,11 +230,11 @@ def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
     brings = Bringer(ended=[result])
     told: list[PrefetchResult] = []
     advice = Advice(brings, told.append)
-    advice.drain()
-    advice.drain()
+    advice.each_pass()
+    advice.each_pass()
     assert told == [result]
     silent = Bringer(ended=[result])
-    Advice(silent).drain()
+    Advice(silent).each_pass()
     assert silent.ended == []
 
 
@@ -308,11 +302,11 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
         PrefetchResult("h1", PrefetchEnd.DONE, 0, 0),
         PrefetchResult("h2", PrefetchEnd.DONE, 0, 0),
     ]
-    advice.drain()
+    advice.each_pass()
     assert [(result.id, result.end.value) for result in told] == [("h1", "computing"), ("h2", "done")]
     assert computer.taken == [(PrefetchResult("h1", PrefetchEnd.DONE, 0, 0), tokens, None, "tenant", 2)]
     computer.ended = [PrefetchResult("h1", PrefetchEnd.COMPUTED, 3, 0, computed=3)]
-    advice.drain()
+    advice.each_pass()
     assert told[-1].end is PrefetchEnd.COMPUTED
     advice.handle_command(Withdraw("h1"), 0.0)
     assert computer.taken[-1] == ("cancel", "h1")

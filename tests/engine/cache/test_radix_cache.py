@@ -586,7 +586,7 @@ def test_the_idle_check_runs_only_when_asked_for_and_after_a_change(make_rank: M
             super().check()
 
     for check, expected in ((False, 0), (True, 1)):
-        parts = CacheParts(rank.store, rank.hbm, rank.write_down, check=check)
+        parts = CacheParts(rank.store, rank.cache.hbm_tier, rank.cache.planners, check=check)
         cache = Counting(rank.pools.params(), parts, SglangHost(rank.pools.allocator))
         cache.sanity_check()
         cache.sanity_check()

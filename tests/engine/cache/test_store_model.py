@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES, block_keys, encode_tokens
@@ -138,9 +139,10 @@ class StoreModel(RuleBasedStateMachine):
     @rule(session=st.integers(0, 3), blocks=st.integers(1, 24))
     def hint(self, session: int, blocks: int) -> None:
         assert self.rank is not None
-        assert self.rank.cache.prefetcher is not None
+        prefetcher = self.rank.cache.find(Prefetcher)
+        assert prefetcher is not None
         tokens = [(session * 31 + i * i) % 5 for i in range(blocks * BLOCK)]
-        self.rank.cache.prefetcher.prefetch(f"s{session}", tokens)
+        prefetcher.prefetch(f"s{session}", tokens)
 
     @rule(passes=st.integers(1, 6))
     def idle(self, passes: int) -> None:

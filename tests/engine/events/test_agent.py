@@ -80,7 +80,7 @@ async def test_a_router_knows_what_an_instance_holds(key: ClusterKey | None) -> 
         assert side.match([1] * 12) == Match(8, own=False)
         instance.tree.evict(instance.hbm, 2)
         await until(lambda: side.match([1] * 12) == Match(8, own=True, below={Tier.DRAM: 4}), instance)
-        instance.feed.clear()
+        instance.feed.before_clear()
         instance.tree.drop_holder(instance.hbm)
         instance.tree.drop_holder(instance.dram)
         await until(lambda: side.match([1] * 12) is None, instance)
@@ -153,7 +153,7 @@ async def test_a_disk_is_told_by_name_and_found_after_what_is_in_memory() -> Non
         await until(lambda: side.match(tokens, mine) == Match(8, own=False, below={Tier.DISK: 4}), instance)
         (gone,) = side.index.history(mine, encode_tokens(tokens))
         assert (gone.instance, gone.tier, gone.tokens) == (NAME, "disk", 12)
-        instance.feed.clear(1)
+        instance.feed.weights_changed(1)
         await until(lambda: side.match(tokens, mine) is None, instance)
 
 

@@ -15,6 +15,7 @@ from engine_simulation import SCENARIOS, Rank, Traffic
 from sglang_ext.addresses import SystemNetwork, place
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import AgentFacts
+from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens, tenant_salt
 from sglang_ext.patches.adapter.build_agent import SchedulerGauges, attach_agent, naming_of
@@ -79,8 +80,9 @@ async def test_a_router_follows_a_simulated_server() -> None:
             req = rank.serve([3] * 40) if rank.scheduler.idle else None
             replica = router.trees.replica(name)
             assert replica is not None
-            assert rank.cache.feed is not None
-            truth = rank.cache.feed.log
+            feed = rank.cache.find(PlacementFeed)
+            assert feed is not None
+            truth = feed.log
 
             def as_told() -> bool:
                 rank.cache.check_hicache_events()
@@ -93,7 +95,7 @@ async def test_a_router_follows_a_simulated_server() -> None:
                 namespace = ("tokens", None, None, None)
                 assert router.trees.match(namespace, encode_tokens([3] * 40))[name].tokens >= 36
             rank.cache.listeners.before_end()
-            assert rank.cache.feed.closed
+            assert feed.closed
             rank.check()
     finally:
         rank.close()

@@ -104,7 +104,7 @@ class FollowedRank(Rank):
 
     def check(self) -> None:
         super().check()
-        feed = self.cache.feed
+        feed = self.cache.find(PlacementFeed)
         assert feed is not None
         feed.publish()
         self.follower.follow()

@@ -21,6 +21,7 @@ from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import Least
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import encode_tokens
@@ -65,7 +66,7 @@ class Server:
 
     @classmethod
     def of(cls, rank: Rank, told_of: list[FetchResult]) -> Server:
-        peers, prefetcher = rank.cache.peers, rank.cache.prefetcher
+        peers, prefetcher = rank.cache.peers, rank.cache.find(Prefetcher)
         assert peers is not None
         assert prefetcher is not None
         link: Any = peers._link
@@ -73,7 +74,7 @@ class Server:
 
     def told(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes; an export is made in the same pass."""
-        self.advice.expire(0.0)
+        self.rank.cache.expire(0.0)
         self.advice.handle_command(message, 0.0)
         if isinstance(message, Export):
             self.rank.ranks.each_pass()

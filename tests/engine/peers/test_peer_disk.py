@@ -23,6 +23,7 @@ from peer_rig import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Advise, Export, Fetch
 from sglang_ext.testing.fakes import FakeClock
@@ -145,7 +146,7 @@ def test_a_hint_brings_it_from_a_peers_disk_to_hbm(make_server: MakeServer) -> N
     owner.told(Export("export", key))
     reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     pass_both(owner, reader)
-    prefetcher = reader.rank.cache.prefetcher
+    prefetcher = reader.rank.cache.find(Prefetcher)
     assert prefetcher is not None
 
     def brought() -> bool:

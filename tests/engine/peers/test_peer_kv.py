@@ -41,6 +41,7 @@ from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.peers.fetch_link import USE, arena_pool, peer_name
 from sglang_ext.engine.peers.fetches import FetchEnd
 from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens
@@ -185,7 +186,7 @@ def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
     owner.told(Export("export", key))
     reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     fetched(reader)
-    prefetcher = reader.rank.cache.prefetcher
+    prefetcher = reader.rank.cache.find(Prefetcher)
     assert prefetcher is not None
 
     def brought() -> bool:
@@ -204,7 +205,7 @@ def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer)
     reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     reader.told(Withdraw("hint"))
     fetched(reader)
-    prefetcher = reader.rank.cache.prefetcher
+    prefetcher = reader.rank.cache.find(Prefetcher)
     assert prefetcher is not None
     assert not prefetcher.busy
 
@@ -510,7 +511,7 @@ def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     fetched(reader)
     reader.told(Advise("hint", encode_tokens(tokens), spans=spans((owner.link.address,), "export")))
     reader.told(Fetch("r2", encode_tokens(tokens), spans(("a:1", "b:2"), "export")))
-    reader.peers.report()
+    reader.peers.each_pass()
     assert [(each.id, each.ahead, each.how.value, each.tokens) for each in told] == [
         ("r1", False, "done", 20 * BLOCK),
         ("hint", True, "needless", 0),

@@ -10,7 +10,7 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from prefetch_rig import in_hbm, leave_hbm, prompt
 
-from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
+from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.compute_ahead import MOST_WAITING, ComputeAhead
 
@@ -45,7 +45,7 @@ class Rig:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        prefetcher = rank.cache.prefetcher
+        prefetcher = rank.cache.find(Prefetcher)
         assert prefetcher is not None
         self.prefetcher = prefetcher
         self.host = Host(rank)

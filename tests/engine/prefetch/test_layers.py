@@ -50,8 +50,9 @@ def rank() -> Iterator[Rank]:
 
 
 def prefetcher_of(rank: Rank) -> Prefetcher:
-    assert rank.cache.prefetcher is not None
-    return rank.cache.prefetcher
+    found = rank.cache.find(Prefetcher)
+    assert found is not None
+    return found
 
 
 def region_of(rank: Rank) -> LayerRegion:

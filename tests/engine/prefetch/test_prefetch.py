@@ -55,8 +55,9 @@ def make_rank() -> Iterator[MakeRank]:
 
 
 def prefetcher_of(rank: Rank) -> Prefetcher:
-    assert rank.cache.prefetcher is not None
-    return rank.cache.prefetcher
+    found = rank.cache.find(Prefetcher)
+    assert found is not None
+    return found
 
 
 def in_dram(rank: Rank, *prompts: list[int]) -> Rank:
@@ -570,7 +571,7 @@ def test_a_request_that_comes_while_the_disk_is_read_shares_the_read(make_rank: 
     rank.serve(tokens)
     leave_memory(rank)
     prefetcher_of(rank).prefetch("s", tokens)
-    prefetcher_of(rank).drain()
+    prefetcher_of(rank).each_pass()
     req = rank.serve(tokens)
     assert rank.promotions is not None
     assert rank.promotions.counters.promoted == 20
@@ -606,7 +607,7 @@ def test_only_so_many_may_wait(make_rank: MakeRank) -> None:
     assert [(r.id, r.end) for r in prefetcher.take_ended()] == [
         (str(number), PrefetchEnd.DROPPED) for number in range(3)
     ]
-    prefetcher.clear()
+    prefetcher.drop_in_flight()
     assert not prefetcher.busy
 
 
@@ -618,7 +619,7 @@ def test_prompts_of_one_tenant_push_out_no_others(make_rank: MakeRank) -> None:
         prefetcher.prefetch(str(number), prompt(number, 1), cache_salt="a", extra_key=str(number), priority=9)
     ended = [each.id for each in prefetcher.take_ended()]
     assert ended == [str(number) for number in range(4)], "a has all other places"
-    prefetcher.clear()
+    prefetcher.drop_in_flight()
 
 
 def test_a_flush_in_the_middle_leaves_nothing(make_rank: MakeRank) -> None:

@@ -73,7 +73,7 @@ def test_an_end_is_told_when_prompt_and_answer_are_on_disk_and_not_before(setup:
         step()
         assert not setup.answers.may_tell(answer)
         assert not setup.on_disk(answer)
-    assert setup.answers.holding
+    assert setup.answers.busy
     setup.clock.advance(0.5)
     setup.to_disk()
     setup.passes()
@@ -84,7 +84,7 @@ def test_an_end_is_told_when_prompt_and_answer_are_on_disk_and_not_before(setup:
         "durability_tokens": 12,
         "durability_wait_us": 500_000,
     }
-    assert not setup.answers.holding
+    assert not setup.answers.busy
     assert list(setup.answers.waits) == [0.5]
     assert setup.answers.counters == {AckEnd.DURABLE: 1}
 
@@ -178,7 +178,7 @@ def test_an_end_is_told_late_rather_than_never_and_looked_after_all_the_same(set
     setup.clock.advance(0.2)
     assert setup.answers.may_tell(answer)
     assert answer.told is AckEnd.LATE
-    assert not setup.answers.holding
+    assert not setup.answers.busy
     setup.to_disk()
     setup.passes()
     assert answer.outcome is AckEnd.DURABLE

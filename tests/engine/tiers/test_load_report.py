@@ -19,6 +19,7 @@ from sglang_ext.engine.tiers.load_report import (
     begin_report,
     details_of,
 )
+from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.tiers import Tier
 
 BLOCK, BYTES = 16, 1 << 16
@@ -173,9 +174,10 @@ def test_a_dram_hit_that_is_slower_than_computing_is_computed() -> None:
         rank.tier.copies.settle()
         for number in (1, 2):
             rank.serve([number * 100 + n for n in range(150)])
-        assert rank.cache.prefill_clock is not None
+        clock = rank.cache.find(PrefillClock)
+        assert clock is not None
         for _ in range(50):
-            rank.cache.prefill_clock._cost.observe(1000, 0.0, 0.001)
+            clock._cost.observe(1000, 0.0, 0.001)
         assert rank.mover is not None
         rank.mover.load_bytes_per_second = 1e3  # type: ignore[misc]
         req = rank.serve(prompt)

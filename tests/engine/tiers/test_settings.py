@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from engine_movers import HandMover, until
@@ -16,7 +15,11 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_disk_writes import BLOCK, LAYOUT, Setup
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.opening import open_disk
@@ -228,14 +231,16 @@ def test_a_layer_cache_that_cannot_be_leaves_the_directory_free(
 def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> None:
     with closing(Rank(WITH_DISK, priority_sign=sign, takes_hints=True)) as rank:
         cache = rank.cache
-        assert cache.prefetcher is not None
-        assert cache.advice is not None
+        prefetcher = cache.find(Prefetcher)
+        assert prefetcher is not None
+        advice = cache.find(Advice)
+        assert advice is not None
         rank.serve(PROMPT)
         rank.settle()
-        retention = cache.prefetcher.retention
-        cache.advice.handle_command(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7), 0.0)
+        retention = prefetcher.retention
+        advice.handle_command(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7), 0.0)
         assert [hint.priority for hint in retention._hints.values()] == [7 * sign]
-        cache.advice.clear()
+        advice.drop_in_flight()
         assert rank.promotions is not None
         wanted: list[int] = []
         begin = rank.promotions.begin
@@ -253,6 +258,15 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> No
 # -- reasons to keep an idle scheduler awake --------------------------------------------------------
 
 
+class _Planner(Planner):
+    def __init__(self, *, busy: bool) -> None:
+        self._busy = busy
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
+
 def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> None:
     with closing(Rank(WITH_DISK, routed=True)) as rank:
         cache = rank.cache
@@ -260,8 +274,9 @@ def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> N
         rank.settle()
         assert not cache.keeps_awake
         cache.evict(EvictParams(num_tokens=rank.pools.tokens))
-        assert cache.prefetcher is not None
-        cache.prefetcher.prefetch("soon", encode_tokens(PROMPT[:40]))
+        prefetcher = cache.find(Prefetcher)
+        assert prefetcher is not None
+        prefetcher.prefetch("soon", encode_tokens(PROMPT[:40]))
         assert cache.keeps_awake
         for _ in range(50):
             rank.scheduler.step()
@@ -269,14 +284,13 @@ def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> N
             if not cache.keeps_awake:
                 break
         assert not cache.keeps_awake
-        assert not cache.prefetcher.busy
-        for part in ("peers", "advice"):
-            setattr(cache, part, SimpleNamespace(busy=True))
-            assert cache.keeps_awake
-            setattr(cache, part, SimpleNamespace(busy=False))
-            assert not cache.keeps_awake
-            setattr(cache, part, None)
-        feed = cache.feed
+        assert not prefetcher.busy
+        quiet = cache.planners
+        for busy in (True, False):
+            cache.planners = (*quiet, _Planner(busy=busy))
+            assert cache.keeps_awake is busy
+        cache.planners = quiet
+        feed = cache.find(PlacementFeed)
         assert feed is not None
         feed.snapshot(1)
         assert cache.keeps_awake

@@ -263,7 +263,7 @@ def test_a_flush_survives_a_fault_that_is_not_the_disks(caplog: pytest.LogCaptur
         (promotion,) = rank.promotions._under_way.values()
         until(lambda: promotion.load.over, "the end of the load")
         used = rank.tier.used_blocks
-        rank.promotions.settle()
+        rank.promotions.drop_in_flight()
         assert "in a way that is not the disk's" in caplog.text
         assert rank.tier.used_blocks == used - BLOCKS
         assert not any(node.locks for node in rank.tree.nodes())

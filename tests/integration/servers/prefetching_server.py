@@ -17,10 +17,10 @@ from hooked_server import serve
 def listen(folder: Path) -> None:
     """Look for files in each pass of this process's scheduler."""
     from sglang_ext.engine.prefetch.advice import Advice
-    from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
+    from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher, PrefetchResult
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
-    events, drain = GlobalRadixCache.check_hicache_events, Advice.drain
+    events, each_pass = GlobalRadixCache.check_hicache_events, Advice.each_pass
 
     def tell(ended: PrefetchResult) -> None:
         told = folder / f"{ended.id}.part"
@@ -28,19 +28,20 @@ def listen(folder: Path) -> None:
         told.rename(folder / f"{ended.id}.told")
 
     def check_hicache_events(self: GlobalRadixCache) -> None:
-        assert self.prefetcher is not None
+        prefetcher = self.find(Prefetcher)
+        assert prefetcher is not None
         for path in folder.glob("*.ask"):
-            self.prefetcher.prefetch(path.stem, json.loads(path.read_text()))
+            prefetcher.prefetch(path.stem, json.loads(path.read_text()))
             path.unlink()
         events(self)
 
     def told(self: Advice) -> None:
         for ended in self._brings.take_ended():
             tell(ended)
-        drain(self)
+        each_pass(self)
 
     GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
-    Advice.drain = told  # type: ignore[method-assign]
+    Advice.each_pass = told  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

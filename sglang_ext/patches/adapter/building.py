@@ -1,0 +1,277 @@
+"""The parts that the planners of a rank's cache share, each made when it is first asked for."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from sglang_ext.config import KvConfig
+from sglang_ext.disagg.numa import place_arena
+from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.engine.cache.loading import Loading
+from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.model_identity import weights_digest
+from sglang_ext.engine.movers.slots import slot_ops
+from sglang_ext.engine.peers.fetch_link import arena_pool
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.planners import P, Planner
+from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
+from sglang_ext.engine.tiers.opening import open_below
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.write_down import WriteDown
+from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.engine.weights import Weights
+from sglang_ext.keys import Namespace
+from sglang_ext.mempool.store import Store
+from sglang_ext.patches.adapter.build_disk import (
+    RankFacts,
+    disk_below,
+    identity_of,
+)
+from sglang_ext.patches.adapter.build_transfers import (
+    accelerator_place,
+    endpoint_config,
+    hands_over,
+    kv_namespace,
+    may_fetch,
+    on_all_ranks_or_none,
+    start_fetching,
+    start_transfers,
+)
+from sglang_ext.patches.adapter.hbm import EnginePool
+from sglang_ext.patches.adapter.own_requests import SglangHost
+from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiers import Tier
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+
+Builders: TypeAlias = Mapping[type[Planner], Callable[["Building"], Planner | None]]
+"""The builder of each planner; it returns None where the flags turn the mechanism off."""
+
+
+class Building:
+    """A rank's cache while it is put together: each part is made when it is first asked for.
+
+    All ranks ask in the same order, because some parts compare numbers or addresses between the ranks.
+
+    Args:
+        ctx: SGLang's.
+        config: of the server.
+        builders: of the planners.
+    """
+
+    def __init__(self, ctx: TreeCacheBuildContext, config: KvConfig, builders: Builders) -> None:
+        self.ctx, self.config = ctx, config
+        self.instance = str(config.instance_id)
+        self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
+        # One rank's number for all: an instance has one epoch.
+        (self.epoch,) = self.ranks.at_once([secrets.randbits(63)])
+        self.store = Store(RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy)))
+        self.hbm, self.dram_holder = self.holder(Tier.HBM), self.holder(Tier.DRAM)
+        self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        self.pool = EnginePool.of(
+            self.kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=ctx.params.page_size
+        )
+        self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+        self.host = SglangHost(ctx.params.token_to_kv_pool_allocator)
+        self.commands = RankCommandQueue() if ctx.tp_rank == 0 and ctx.params.pp_rank == 0 else None
+        self.priority_sign = -1 if _small_priorities_first() else 1
+        self.fetches = may_fetch(config, adapters=uses_adapters())
+        self._builders = builders
+        self._made: dict[type[Planner], Planner | None] = {}
+
+    def __repr__(self) -> str:
+        return f"Building({self.instance}, {list(self._made.values())})"
+
+    def holder(self, tier: Tier) -> Holder:
+        """A tier of this instance in this epoch."""
+        return Holder.of(self.instance, self.epoch, tier)
+
+    def find(self, kind: type[P]) -> P | None:
+        """The planner of a kind; None where its mechanism is off."""
+        if kind not in self._made:
+            self._made[kind] = self._builders[kind](self)
+        found = self._made[kind]
+        assert found is None or isinstance(found, kind)
+        return found
+
+    @cached_property
+    def disk(self) -> BlockTier | None:
+        """All tiers below memory, as one."""
+        if not self.config.dram_size:
+            return None
+        return open_below(self.config, self.instance, self.shard, self.pool.geometry.layout)
+
+    @cached_property
+    def identity(self) -> Namespace | None:
+        """The namespace of KV that leaves this process; None where none does."""
+        if not self.fetches and self.disk is None:
+            return None
+        return identity_of(self.ctx, self.pool.geometry, self.shard)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The generation of weights in use."""
+        if self.identity is None:
+            return Weights()
+        runner = self.ctx.tp_worker.model_runner
+        return Weights(self.identity.weights_version, lambda: weights_digest(runner.model))
+
+    @cached_property
+    def arena(self) -> DramArena | None:
+        """The memory of the DRAM tier."""
+        if not self.config.dram_size:
+            return None
+        place = accelerator_place(self.ctx.server_args.device).numa
+        return DramArena(
+            self.pool.geometry.layout,
+            self.config.dram_size,
+            name=f"dram {self.instance} tp{self.ctx.tp_rank}",
+            place=partial(place_arena, self.config.numa, place),
+        )
+
+    @cached_property
+    def below(self) -> DiskWrites | None:
+        """Takes blocks on from DRAM to the disk."""
+        if self.disk is None or self.identity is None or self.arena is None:
+            return None
+        return disk_below(
+            self.disk,
+            self.config,
+            RankFacts(self.instance, self.epoch, adapters=uses_adapters()),
+            self.identity,
+            self.store.tree,
+            self.dram_holder,
+            self.arena,
+            self.ranks,
+            self.weights,
+        )
+
+    @cached_property
+    def router_commands(self) -> RouterCommands | None:
+        """Replies to routers; in rank 0."""
+        feed = self.find(PlacementFeed)
+        if feed is None or self.commands is None:
+            return None
+        return RouterCommands(self.commands, self.epoch.to_bytes(16, "big"), feed.post)
+
+    @cached_property
+    def hbm_tier(self) -> HbmTier:
+        """The cache's slots of the pool."""
+        allocator = self.ctx.params.token_to_kv_pool_allocator
+        slots = slot_ops(torch.device(allocator.device))
+        return HbmTier(self.store, self.hbm, allocator, slots, self.find(WriteDown))
+
+    @cached_property
+    def loading(self) -> Loading | None:
+        """Brings KV from DRAM to HBM."""
+        write_down = self.find(WriteDown)
+        if write_down is None:
+            return None
+        return Loading.over(
+            self.store,
+            self.hbm_tier,
+            write_down,
+            self.find(Promotions),
+            self.find(PeerKv),
+            self.weights,
+            self.ranks,
+            always=self.config.load_policy == "always",
+        )
+
+    @cached_property
+    def transfers_and_endpoints(self) -> tuple[TransferThread | None, tuple[str, ...]]:
+        """The transfer thread, and the addresses of all ranks' transfer threads."""
+        identity = self.identity if self.fetches else None
+        return _transfers_of(self.ctx, self.config, self.pool, self.arena, identity, self.epoch)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where peers read the ranks' DRAM; none where they may not."""
+        return () if self.find(PeerKv) is None else self.transfers_and_endpoints[1]
+
+    @property
+    def splits(self) -> bool:
+        """Whether spans of a prompt are computed here for peers."""
+        write_down = self.find(WriteDown)
+        streams = write_down is not None and write_down.dram.copies.streams
+        return streams and self.ctx.server_args.disaggregation_mode == "null"
+
+
+def _transfers_of(
+    ctx: TreeCacheBuildContext,
+    config: KvConfig,
+    pool: EnginePool,
+    arena: DramArena | None,
+    identity: Namespace | None,
+    epoch: int,
+) -> tuple[TransferThread | None, tuple[str, ...]]:
+    """The transfer thread of a rank that fetches, whose KV is of an identity then, or hands over; and where
+    all ranks are asked. None where one that only fetches cannot listen.
+
+    Raises:
+        ConfigError: it hands over, and cannot.
+    """
+    handing_over = hands_over(ctx.server_args)
+    fetching = identity is not None and arena is not None
+    if not fetching and not handing_over:
+        return None, ()
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    endpoint = endpoint_config(
+        config,
+        ctx.server_args,
+        kv_namespace(kvcache, ctx.model_config),
+        epoch=epoch.to_bytes(16, "big"),
+        rank=ctx.tp_rank,
+    )
+    dram: PoolSpec | None = None
+    if arena is not None and (fetching or config.pd_caching == "3"):
+        dram = arena_pool(arena, pool.geometry, identity.digest().hex() if identity is not None else "")
+    transfers: TransferThread | None
+    if handing_over or dram is None:
+        transfers = start_transfers(endpoint, config, pool, dram)
+    else:
+        transfers = start_fetching(endpoint, dram)
+    return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
+
+
+def _small_priorities_first() -> bool:
+    from sglang.srt.runtime_context import get_schedule
+
+    return bool(get_schedule().schedule_low_priority_values_first)
+
+
+def uses_adapters() -> bool:
+    from sglang.srt.runtime_context import get_lora
+
+    lora = get_lora()
+    return bool(lora.enable_lora or lora.lora_paths)
+
+
+def least_over(group: Any) -> Least | None:
+    """How the ranks of ``group`` compare their numbers; None where there is one."""
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return None
+
+    def least(numbers: Sequence[int]) -> Sequence[int]:
+        vector = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(vector, op=torch.distributed.ReduceOp.MIN, group=group)
+        found: list[int] = vector.tolist()
+        return found
+
+    return least
