@@ -353,7 +353,7 @@ def test_ranks_out_of_step_say_so() -> None:
 
 def test_ranks_that_added_their_parts_in_different_orders_say_so() -> None:
     """As many numbers at each place of the vector, but for different parts."""
-    with pytest.raises(InternalError, match="out of step: in pass"):
+    with pytest.raises(OutOfStepError, match="out of step: in pass"):
         serve(
             SCENARIOS[0], seed=3, steps=120, also=lambda rank, number: (Silent, Other)[number](1), check=True
         )
