@@ -180,32 +180,32 @@ class TestPrefillClock:
     def test_batches_that_overlap_are_timed_together(self, apart_s: float) -> None:
         cost, clock = PrefillCost(), FakeClock()
         timer = PrefillClock(cost, clock)
-        timer.begins([(100, 0)], loads=False)
+        timer.prefill_begins([(100, 0)], loads=False)
         clock.advance(1.0)
-        timer.begins([(100, 0)], loads=False)  # formed before the first one's result is processed
+        timer.prefill_begins([(100, 0)], loads=False)  # formed before the first one's result is processed
         clock.advance(3.0 - apart_s)
-        timer.ended()
+        timer.prefill_ended()
         clock.advance(apart_s)
-        timer.ended()
+        timer.prefill_ended()
         assert cost.batches == 1
         assert cost.seconds(100, 0) == pytest.approx(2.0)
 
     def test_batches_without_an_end_are_timed_all_the_same(self) -> None:
         cost, clock = PrefillCost(), FakeClock()
         timer = PrefillClock(cost, clock)
-        timer.begins([(100, 0)], loads=False)
+        timer.prefill_begins([(100, 0)], loads=False)
         for _ in range(40):
-            timer.begins([(100, 0)], loads=False)
+            timer.prefill_begins([(100, 0)], loads=False)
             clock.advance(2.0)
-            timer.ended()
+            timer.prefill_ended()
         assert cost.batches == 5
         assert cost.seconds(100, 0) == pytest.approx(2.0)
 
     def test_batches_that_wait_for_loads_teach_nothing(self) -> None:
         cost, clock = PrefillCost(), FakeClock()
         timer = PrefillClock(cost, clock)
-        timer.begins([(100, 0)], loads=True)
+        timer.prefill_begins([(100, 0)], loads=True)
         clock.advance(5.0)
-        timer.ended()
-        timer.ended()  # of a batch that was not announced
+        timer.prefill_ended()
+        timer.prefill_ended()  # of a batch that was not announced
         assert cost.batches == 0
