@@ -34,7 +34,7 @@ ROLES: Final[Mapping[str, RoleName]] = {"null": "colocated", "prefill": "prefill
 
 
 class SchedulerGauges:
-    """What the agent says of the server with every heartbeat.
+    """The server's load, which the agent sends with every heartbeat.
 
     Reads the scheduler's lists from another thread: their lengths are whatever they are at that moment.
     """
@@ -178,7 +178,7 @@ class _Registered(Listener):
 
 
 def naming_of(names: BlockNames) -> Naming:
-    """What names of blocks on disk are made from, as routers are told it."""
+    """The parts of the names of blocks on disk, as routers receive them."""
     identity = names.identity
     return Naming(
         identity.model,

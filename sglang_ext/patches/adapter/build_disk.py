@@ -34,7 +34,7 @@ _LOAD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What names depend on. adapters: whether LoRA is on."""
+    """Facts about the rank that names of blocks depend on. adapters: whether LoRA is on."""
 
     instance: str
     epoch: int
@@ -42,7 +42,7 @@ class RankFacts:
 
 
 def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = True) -> Namespace:
-    """What all KV of this rank has in common with KV that may take its place.
+    """The properties that all KV of this rank shares with KV that may take its place.
 
     weights: read them all, which is what tells them apart; without, the identity is for people.
     """
@@ -73,7 +73,7 @@ def disk_below(
     ranks: Ranks,
     weights: Weights,
 ) -> DiskWrites:
-    """What takes blocks on from DRAM to ``disk``."""
+    """The writes that take blocks on from DRAM to ``disk``."""
     holder = Holder.of(facts.instance, facts.epoch, Tier.DISK)
     names = BlockNames(
         identity, tree.block_size, holder, f"{facts.epoch:x}", adapters=facts.adapters, weights=weights
@@ -108,7 +108,7 @@ def promotions_from(
     *,
     stream: bool,
 ) -> Promotions:
-    """What brings blocks back from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
+    """Promotions from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
     stream = stream and dram_tier.copies.streams and config.disk_admission == "first-layer"
     policy = DiskPolicy(
         config.block_size,
@@ -134,10 +134,10 @@ def promotions_from(
 def acked_by(
     disk: BlockTier, below: DiskWrites, config: KvConfig, tree: RadixTree, write_down: WriteDown, ranks: Ranks
 ) -> AckedAnswers | None:
-    """What knows which answers are durable, where their ends wait for that.
+    """The record of durable answers, where the ends of answers wait for the disk; None elsewhere.
 
     Raises:
-        ConfigError: what is on ``disk`` would not be found after a restart.
+        ConfigError: blocks on ``disk`` would not be found after a restart.
     """
     if config.acked_behind is None:
         return None

@@ -110,8 +110,8 @@ def accelerator_place(device: str, root: Path = SYS) -> Place:
 
 
 def kv_namespace(kvcache: Any, model_config: Any) -> str:
-    """What servers that exchange KV must share from start to end, however each cuts the model: configuration
-    and dtype. Their weights may change (``pd_setup.weights_of``).
+    """The properties that servers must share to exchange KV, however each cuts the model: configuration and
+    dtype. Their weights may change (``pd_setup.weights_of``).
     """
     return f"{config_digest(model_config.hf_config)} {kv_dtype(model_config, kvcache.dtype)}"
 
@@ -125,7 +125,8 @@ def start_transfers(
     """The transfer thread of a rank that hands over: over the engine's pool, and DRAM beside it.
 
     Raises:
-        ConfigError: the pool is on a device, and the layout `aggregated`. What ``Endpoint.start`` raises.
+        ConfigError: the pool is on a device, and the layout `aggregated`. Also the errors of
+            ``Endpoint.start``.
     """
     pools = [pool.spec(POOL), *([dram] if dram is not None else ())]
     staging = staging_of(config, pool.pages, pool.kind)
@@ -203,7 +204,7 @@ def make_peers(
     tell: Callable[[FetchResult], None] | None = None,
     host: SpanHost | None = None,
 ) -> PeerKv:
-    """What a rank of an instance with so many endpoints exports and fetches with; see `PeerKv`."""
+    """The `PeerKv` of a rank whose instance has so many endpoints."""
     return PeerKv(
         write_down.dram.store.tree,
         write_down,

@@ -222,7 +222,7 @@ def _transfers_of(
     epoch: int,
 ) -> tuple[TransferThread | None, tuple[str, ...]]:
     """The transfer thread of a rank that fetches, whose KV is of an identity then, or hands over; and where
-    all ranks are asked. None where one that only fetches cannot listen.
+    all ranks are asked. None where a rank that only fetches cannot listen.
 
     Raises:
         ConfigError: it hands over, and cannot.

@@ -1,6 +1,6 @@
 """SGLang's prefix cache over our tree: HBM, DRAM and disk of one rank, in whole blocks.
 
-What SGLang calls the device is HBM here, the host is DRAM, storage is the disk. A request owns the slots from
+SGLang's device is HBM here, its host is DRAM, its storage is the disk. A request owns the slots from
 ``kv.cache_protected_len`` on; the tree owns those before. Only whole blocks enter the tree, so up to
 ``block_size - 1`` tokens at the end of a prompt stay with their request and go when it ends, as SGLang's own
 caches do with a partial page.
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
 _RECEIVED = "sglang_ext_received"
-"""Attribute of a request: what a prefill server has computed of it is in the tree."""
+"""Attribute of a request: the KV that a prefill server has computed of it is in the tree."""
 _FAULTED = "sglang_ext_faulted"
 """Attribute of a request: the cache failed on it, and keeps nothing more of it."""
 
@@ -161,7 +161,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         hbm = self.hbm
         streamed = 0 if self._load_back is None else self._load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
-            # Who has the last node has all before it: the usual case, and the one that has to be fast.
+            # HBM that has the last node has all before it: the usual case, which has to be fast.
             return self.found([n.placements[hbm] for n in path], node, node, 0)
         return self._match_beyond_hbm(path, streamed)
 
@@ -177,17 +177,17 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         return self.found(in_hbm, device_node, best, below)
 
     def touch_prefix(self, key: RadixKey) -> None:
-        """What is cached of a request that waits is evicted last (SGLang from 0.5.22 on, with lru)."""
+        """Evict the cached KV of a request that waits last (SGLang from 0.5.22 on, with lru)."""
         with self.faults.guard("touch_prefix"):
             namespace = self.namespace(key.extra_key, key.cache_salt)
             self.tree.touch(namespace, encode_tokens(key.token_ids, key.limit))
 
     def namespace_of(self, req: Req) -> Hashable | None:
-        """Where the request's KV belongs; ``None`` when it is nobody else's.
+        """Where the request's KV belongs; ``None`` when no other request may have it.
 
-        A request that was matched before the weights changed has KV of both, or KV of one that attends to
-        that of the other. From then on nothing of it is inserted, not even what was computed before: a pass
-        may have been under way.
+        A request that was matched before the weights changed has KV of both, or KV of one set of weights that
+        attends to KV of the other. From then on nothing of it is inserted, not even KV that was computed
+        before: a pass may have been under way.
         """
         found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
         current = found[0] == self.weights.generation and not self.weights.moving
@@ -205,7 +205,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
     # -- inserting ------------------------------------------------------------------------------
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert ``key`` with the slots ``value``. What of it was there before stays the caller's to free."""
+        """Insert ``key`` with the slots ``value``. The caller frees the part that was there before."""
         key, value = params.key, params.value
         if key is None:
             raise ValueError("insert needs a key")
@@ -231,7 +231,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     def keep_running_req(self, req: Req, *, up_to: int) -> None:
         """A running request is about to lose its slots: the tree takes over its whole blocks before position
-        ``up_to``. It has not ended, so nobody is told."""
+        ``up_to``. It has not ended, so no listener is called."""
         self._insert_row(req, (req.origin_input_ids + req.output_ids)[:up_to])
 
     def keep_computed(self, req: Req, tokens: Any) -> None:
@@ -243,7 +243,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
                 return
             node, held = inserted
             if held > before:
-                # Somebody else inserted the same tokens first. The request goes on with those slots; its own
+                # Another request inserted the same tokens first. This one goes on with those slots; its own
                 # were freed.
                 theirs = self.slot_ops.join(self.slots_of_path(node))
                 assert len(theirs) == req.kv.cache_protected_len, "the path and the request disagree"
@@ -300,7 +300,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         return None if not len(ours) else (path[-1], protected + int(ours[0]), len(slots))
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        """Free ranges of a request's row; what of them the tree owns stays the tree's."""
+        """Free ranges of a request's row, except slots that the tree owns."""
         protected = kv.cache_protected_len
         own = [(max(start, protected), end) for start, end in ranges if end > protected]
         super().free_kv_row(kv, own)
@@ -349,7 +349,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         return (None, node) if self._load_back is None else self._load_back.start(node, promised, req)
 
     def ready_to_load_host_cache(self) -> int:
-        """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
+        """The ticket of the loads that the next batch waits for, for ``LayerGate.set_consumer``."""
         return self._load_back.ready() if self._load_back is not None else NOTHING_TO_WAIT_FOR
 
     def pass_begins(self, reqs: Sequence[Req]) -> None:
@@ -405,7 +405,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
 
 def _comes_over(req: Req) -> bool:
-    """Whether this is the first insertion of a request whose KV another instance has computed: what decode
+    """Whether this is the first insertion of a request whose KV another instance has computed and decode
     has received.
     """
     received = req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and req.disagg_kv_sender is None
@@ -416,7 +416,7 @@ def _comes_over(req: Req) -> bool:
 
 
 def _is_private(req: Req) -> bool:
-    """Whether the request's KV does not follow from its tokens, so that nobody else may have it.
+    """Whether the request's KV does not follow from its tokens, so that no other request may have it.
 
     SGLang does not match requests whose embeddings are overridden; inserting them would hand their KV to
     others that have the same tokens. After a fault of the cache nothing more is inserted.
