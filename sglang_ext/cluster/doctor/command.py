@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sglang_ext.addresses import bracketed, is_loopback, listen_host, split_port
 from sglang_ext.cluster.doctor.findings import Finding, as_json, problems, show
-from sglang_ext.cluster.doctor.peer_wire import MOST_NAMED
+from sglang_ext.cluster.doctor.peer_messages import MOST_NAMED
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import parse_host, parse_ports
 from sglang_ext.errors import ConfigError
@@ -174,6 +174,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _meet(args: Arguments) -> int:
     from sglang_ext.cluster.doctor import peer, peer_ends
+    from sglang_ext.cluster.doctor.peer_station import Own
 
     keyed = args.cluster_key_file is not None
     if args.kv_announce_host is not None and not keyed and not is_loopback(args.kv_announce_host):
@@ -183,7 +184,7 @@ def _meet(args: Arguments) -> int:
             hint="Give --cluster-key-file",
         )
     key = read_cluster_key(args.cluster_key_file) if args.cluster_key_file is not None else None
-    own = peer_ends.Own(
+    own = Own(
         key=key,
         kv_ports=args.kv_ports,
         announce=args.kv_announce_host,

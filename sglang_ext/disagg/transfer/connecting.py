@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from zmq.asyncio import Context
 
@@ -58,8 +58,8 @@ class Connector:
         self._metas = pools
         self._transports = transports
 
-    async def connect(self, address: str) -> Link:
-        """CONNECT to one rank.
+    async def connect(self, address: str, only: Collection[TransportName] = ()) -> Link:
+        """CONNECT to one rank. only: the transports to offer; empty for all.
 
         Raises:
             RefusedError, TransportUnavailableError, PeerGoneError, TransferDeadlineError, PeerProtocolError
@@ -73,15 +73,15 @@ class Connector:
             self._messages,
         )
         try:
-            link = await self._handshake(address, client)
+            link = await self._handshake(address, client, only)
         except BaseException:
             await client.close()
             raise
         holder.append(link)
         return link
 
-    async def _handshake(self, address: str, client: ControlClient) -> Link:
-        offers, reasons = offers_of(self._transports)
+    async def _handshake(self, address: str, client: ControlClient, only: Collection[TransportName]) -> Link:
+        offers, reasons = offers_of({n: t for n, t in self._transports.items() if not only or n in only})
         try:
             reply = await client.ask(
                 Connect(self._identity(), {str(n): o for n, o in offers.items()}),

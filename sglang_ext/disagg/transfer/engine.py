@@ -22,7 +22,7 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -254,8 +254,11 @@ class Endpoint:
             self._on_ended(pool, ended)
         return ended is not None
 
-    async def connect(self, addresses: Sequence[str], use: str = "") -> Instance:
+    async def connect(
+        self, addresses: Sequence[str], use: str = "", only: Collection[TransportName] = ()
+    ) -> Instance:
         """CONNECT to every rank of an instance, in rank order. use: the use that its bytes are counted under.
+        only: the transports to offer; empty for all.
 
         Raises:
             RefusedError: another namespace, dtype or version, by name. TransportUnavailableError: with the
@@ -265,7 +268,7 @@ class Endpoint:
         if self._closed:
             raise PeerGoneError("this endpoint has been closed")
         # `close` ends the connections under way: a connection made behind its back would never be ended.
-        task = self._connecting.start(self._connect(addresses, use))
+        task = self._connecting.start(self._connect(addresses, use, only))
         try:
             return await task
         except asyncio.CancelledError:
@@ -275,11 +278,11 @@ class Endpoint:
                 raise PeerGoneError("this endpoint has been closed") from None
             raise
 
-    async def _connect(self, addresses: Sequence[str], use: str) -> Instance:
+    async def _connect(self, addresses: Sequence[str], use: str, only: Collection[TransportName]) -> Instance:
         links: list[Link] = []
         try:
             for address in addresses:
-                links.append(await self._connector.connect(address))
+                links.append(await self._connector.connect(address, only))
             instance = Instance(links, self._metas, self.regions, self.config.rank, self._disconnected, use)
             for name in self._metas:
                 if any(name in link.pools for link in links) and len(links) == len(addresses):

@@ -313,12 +313,13 @@ class TcpTransport(Transport):
         self._listener = bind_one(
             ports, lambda port: socket.create_server((bind, port), family=family, backlog=128)
         )
-        self._port = int(self._listener.getsockname()[1])
+        self.port = int(self._listener.getsockname()[1])
+        """It is served on."""
         self._thread = threading.Thread(target=self._listen, name="kv-tcp-listen", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<TcpTransport port={self._port} sessions={len(self._sessions)} ends={self._ends}>"
+        return f"<TcpTransport port={self.port} sessions={len(self._sessions)} ends={self._ends}>"
 
     def unavailable(self) -> str | None:
         return None if COMPILED else "numba is missing: pip install numba"
@@ -335,7 +336,7 @@ class TcpTransport(Transport):
         served = _Session(self, session, grants)
         with self._lock:
             self._sessions[session] = served
-        return _ANSWER.encode(_Answer(self._port, served.secret)), served
+        return _ANSWER.encode(_Answer(self.port, served.secret)), served
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
         try:

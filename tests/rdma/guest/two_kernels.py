@@ -10,10 +10,15 @@ from multiprocessing.connection import Client, Connection, Listener
 
 import numpy as np
 
-from sglang_ext.cluster.doctor.peer_probe import Reading
 from sglang_ext.disagg.errors import TransferError
-from sglang_ext.disagg.memory import RegionTable
-from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Served, host_identity
+from sglang_ext.disagg.generations import HEADER_BYTES, header
+from sglang_ext.disagg.memory import RegionTable, SharedMemory
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.connecting import offers_of, open_first
+from sglang_ext.disagg.transfer.control import CurveKeys
+from sglang_ext.disagg.transfer.verify import header_runs
+from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Served, TransportName, host_identity
+from sglang_ext.disagg.transports.select import make_transports
 from sglang_ext.disagg.transports.verbs import VerbsTransport
 
 OWNER, READER, PORT = "10.9.0.1", "10.9.0.2", 5000
@@ -62,20 +67,50 @@ class Side:
 
 def meet(wire: Connection, host: str, peer: str, first: bool) -> None:
     """Each reads the other's memory as servers do when they connect: by the first transport that can."""
-    wire.send((host_identity(), os.getpid(), os.urandom(16)))
-    theirs = wire.recv()
-    say("identity", theirs[0] == host_identity(), "pid", theirs[1] == os.getpid())
-    mine = Reading(host, (0,))
+    epoch = os.urandom(16)
+    memory, regions = SharedMemory(2 * HEADER_BYTES, "two"), RegionTable()
+    memory.array[:HEADER_BYTES] = np.frombuffer(header(epoch), np.uint8)
+    regions.add(memory.address, memory.nbytes, fd=memory.fd, keep=memory)
+    keys = CurveKeys(b"-" * 40, b"-" * 40)  # beyond loopback no endpoint may be without
+    transports = make_transports(EndpointConfig("two", "kernels", bind=host, keys=keys), regions)
+    wire.send((host_identity(), os.getpid(), epoch, regions.metas()))
+    other_host, other_pid, other_epoch, metas = wire.recv()
+    say("identity", other_host == host_identity(), "pid", other_pid == os.getpid())
+
+    def read(channel: Channel) -> bytes:
+        channel.read(0, header_runs(HEADER_BYTES), CancelToken())
+        return memory.array[HEADER_BYTES:].tobytes()
+
+    served: list[Served] = []
     for turn in (first, not first):
         if turn:
-            wire.send(mine.offers())
-            chosen = mine.open(wire.recv(), peer)
-            say("chosen", chosen.name, dict(chosen.reasons))
+            offers, reasons = offers_of(transports)
+            wire.send(offers)
+            answers, refused = wire.recv()
+            info = PeerInfo("peer", other_epoch, other_host, peer, other_pid, metas)
+            reasons |= refused
+            channel = open_first(transports, info, b"s" * 16, offers, answers, reasons, read)
+            chosen = channel.name if channel is not None else ""
+            better = list(TransportName)[: list(TransportName).index(chosen)] if chosen else []
+            say("chosen", chosen, {str(name): reasons[name] for name in better if name in reasons})
+            if channel is not None:
+                channel.close()
         else:
-            wire.send(mine.accept(wire.recv()))
+            answers, refused = {}, {}
+            for name, offer in wire.recv().items():
+                try:
+                    answers[name], serving = transports[name].accept(
+                        b"s" * 16, offer, np.zeros(1, np.int64)
+                    )  # fmt: skip
+                    served.append(serving)
+                except TransferError as error:
+                    refused[name] = str(error)
+            wire.send((answers, refused))
     wire.send("done")
     wire.recv()
-    mine.close()
+    for each in [*served, *transports.values()]:
+        each.close()
+    memory.close()
 
 
 # -- what happens in the middle of a read, and of a write ---------------------------------------------------
