@@ -19,6 +19,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_serving
 
+from sglang_ext.clock import Clock
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.cache.rank_cache import CacheParts
@@ -28,6 +29,7 @@ from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.movers.slots import slot_ops
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.advice import Advice
@@ -134,6 +136,7 @@ class Rank:
         cache_class, tier_class, copies_class, write_down_class: under test.
         routed: sends changes to routers, and receives their commands.
         transfers, peers: make them for this rank, which has its tiers by then.
+        clock: by which KV on its way is late.
         least, commands, priority_sign, takes_hints, check: see `Ranks` and `CacheParts`.
     """
 
@@ -152,6 +155,7 @@ class Rank:
         priority_sign: int = 1,
         takes_hints: bool = False,
         check: bool = False,
+        clock: Clock | None = None,
         disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
         routed: bool = False,
         feed_class: Callable[..., PlacementFeed] = PlacementFeed,
@@ -187,6 +191,7 @@ class Rank:
         self.ranks = ranks = Ranks(least, check=check)
         self.weights = Weights("weights", self._read_weights)
         gate = disk = None
+        self.moves = Moves(Ranks())
         config = dataclasses.replace(
             _WEIGHING if scenario.weigh else _CONFIG,
             durability=scenario.durability,
@@ -236,6 +241,7 @@ class Rank:
             self.write_down = write_down_class(
                 self.store, self.hbm, self.tier, observer=observer, enabled=config.writes_dram
             )
+            self.moves = Moves(ranks, clock=clock)
             if disk is not None and below is not None:
                 self.writes = below
                 self.promotions = promotions_from(
@@ -246,7 +252,7 @@ class Rank:
                     self.tier,
                     self.dram_holder,
                     self.arena,
-                    ranks,
+                    self.moves,
                     stream=scenario.stream,
                 )
             gate = gate_class(self.mover, geometry.n_layers)
@@ -265,7 +271,7 @@ class Rank:
                 hbm_tier,
                 self.write_down,
                 self.promotions,
-                peer_kv,
+                self.moves,
                 self.weights,
                 ranks,
                 always=not scenario.weigh,
@@ -285,6 +291,7 @@ class Rank:
             load_min_tokens=scenario.load_min_tokens,
             weights=self.weights,
             ranks=ranks,
+            moves=self.moves,
             commands=commands,
             priority_sign=priority_sign,
             check=check,

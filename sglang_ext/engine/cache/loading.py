@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.prefetch.due_times import MoveRate
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
@@ -37,13 +37,13 @@ class Loading:
         hbm_tier: HbmTier,
         write_down: WriteDown,
         promotions: Promotions | None,
-        peers: PeerKv | None,
+        moves: Moves,
         weights: Weights,
         ranks: Ranks,
         *,
         always: bool = False,
     ) -> Self:
-        """Over DRAM, and over a disk and peers where the instance has them.
+        """Over DRAM, and over a disk where the instance has one.
 
         Args:
             always: load every DRAM hit, without weighing it against computing.
@@ -53,20 +53,20 @@ class Loading:
         clock = PrefillClock(cost)
         speeds = AgreedSpeeds(cost, lambda: dram.copies.load_bytes_per_second, ranks)
         policy = DramPolicy(store.tree.block_size, dram.block_bytes, always=always, speeds=speeds)
-        fetches = None if peers is None else peers.fetches
         layers = None
         if dram.region is not None:
             layers = LayerFill(store, hbm, dram, dram.region, hbm_tier, speeds, clock)
         return cls(
             speeds,
             clock,
-            LoadBack(store, dram, promotions, fetches, hbm, hbm_tier, hbm_tier.slots, policy),
+            LoadBack(store, dram, moves, hbm, hbm_tier, hbm_tier.slots, policy),
             Prefetcher(
                 store,
                 hbm,
                 dram,
                 hbm_tier,
                 promotions,
+                moves,
                 weights.namespace,
                 rate=MoveRate(ranks),
                 layers=layers,

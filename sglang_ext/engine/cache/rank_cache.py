@@ -16,6 +16,7 @@ import torch
 from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import P, Planner, find
 from sglang_ext.engine.ranks import Ranks
@@ -52,6 +53,8 @@ class CacheParts:
     """The generation of weights in use."""
     ranks: Ranks = field(default_factory=Ranks)
     """Of the instance; the parts of the tiers are with it already."""
+    moves: Moves = field(default_factory=lambda: Moves(Ranks()))
+    """Of this rank; they are with `ranks`."""
     commands: RankCommandQueue | None = None
     """For the schedulers of all ranks, in rank 0 of an instance."""
     priority_sign: int = 1
@@ -89,6 +92,7 @@ class RankCache:
         self.namespace = parts.weights.namespace
         """Where the KV of a tenant's prompts belongs now."""
         self.ranks = parts.ranks
+        self.moves = parts.moves
         self.command_queue = parts.commands
         self.listeners = Listeners()
         """Parts that receive the cache's events."""

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.cache.listeners import Listener
+from sglang_ext.engine.moves.move import Move, MovePlanner
+from sglang_ext.engine.moves.sources import OwnCopy
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.mempool.store import Refusal, Use
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
 
@@ -44,7 +46,8 @@ class _Looked:
     """The disk was too slow."""
     copied: bool = False
     """The copy from DRAM has been started, or there is none."""
-    copying: Reservation | None = None
+    copy: Move | None = None
+    """From DRAM to HBM."""
 
 
 class LocalAhead(Listener):
@@ -62,13 +65,13 @@ class LocalAhead(Listener):
         self._least_tokens = least_tokens
         self._looked: dict[Hashable, _Looked] = {}
         self._held_back: list[tuple[Hashable, _Looked]] = []
-        self._copying: set[Reservation] = set()
-        self._landed: list[Reservation] = []
+        self._moves = cache.moves
+        self._copies = MovePlanner()
         self.late = 0
         """Requests that went on without their blocks on disk, because reading took too long."""
 
     def __repr__(self) -> str:
-        return f"LocalAhead(requests={len(self._looked)}, copying={len(self._copying)}, late={self.late})"
+        return f"LocalAhead(requests={len(self._looked)}, late={self.late})"
 
     def each_pass(self, queue: Sequence[Any]) -> None:
         """Look for new requests, and hold requests back (`waiting_for_input`) while their blocks are on their
@@ -96,10 +99,10 @@ class LocalAhead(Listener):
             return False
         if not looked.copied:
             looked.copied = True
-            looked.copying = self._copy(looked)
-        return looked.copying is None or not looked.copying.open
+            looked.copy = self._copy(looked)
+        return looked.copy is None or looked.copy.state.over
 
-    def _copy(self, looked: _Looked) -> Reservation | None:
+    def _copy(self, looked: _Looked) -> Move | None:
         """Start copying what DRAM has after HBM's part of a prompt, as much as there is room for."""
         store, tree, hbm, dram = self._cache.store, self._cache.tree, self._cache.hbm, self._cache.dram
         assert dram is not None
@@ -121,9 +124,11 @@ class LocalAhead(Listener):
         tree.unlock(below[-1], dram.holder)
         if isinstance(found, Refusal):
             return None
-        self._copying.add(found)
-        store.swap_in(Tier.DRAM, below, found.places, lambda: self._landed.append(found))
-        return found
+        source = OwnCopy(found, dram.copies.settle)
+        move = Move(planner=self._copies, onward=False)
+        self._moves.fill(move, found, source)
+        store.swap_in(Tier.DRAM, below, found.places, source.arrived)
+        return move
 
     def release(self, handle: Hashable) -> None:
         """The request has been given slots, or is gone."""
@@ -142,16 +147,8 @@ class LocalAhead(Listener):
 
     def before_clear(self) -> None:
         """Give up the copies under way."""
-        if self._copying and self._cache.dram is not None:
-            self._cache.dram.copies.settle()
-        self._end_copies(keep=False)
-
-    def _end_copies(self, *, keep: bool) -> None:
-        """End copies that have landed. Not in the middle of an admission, which has matched already."""
-        for reservation in self._landed:
-            self._copying.discard(reservation)
-            reservation.commit(reservation.blocks if keep else 0, onward=False)
-        self._landed.clear()
+        for move in self._moves.of(self._copies):
+            self._moves.cancel(move)
 
     def propose(self) -> Sequence[int]:
         """For each request that the disk holds back, whether it has waited long enough."""
@@ -164,10 +161,7 @@ class LocalAhead(Listener):
         return said
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Insert the blocks that have arrived, and let requests go on that have waited long enough on every
-        rank.
-        """
-        self._end_copies(keep=True)
+        """Let requests go on that have waited long enough on every rank."""
         for (handle, looked), late in zip(self._held_back, agreed, strict=False):
             if late and self._promotions is not None and not self._promotions.ready(handle):
                 self.release(handle)

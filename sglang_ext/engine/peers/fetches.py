@@ -19,23 +19,24 @@ step once all can.
 from __future__ import annotations
 
 import enum
-import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
-from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.movers.mover import BlockIds
+from sglang_ext.engine.moves.move import Move, MovePlanner, State
+from sglang_ext.engine.moves.moves import Moves
+from sglang_ext.engine.moves.sources import FromPeer
 from sglang_ext.engine.peers.fetch_link import Job
-from sglang_ext.engine.ranks import NOT_YET, Ranks
+from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.mempool.store import Incoming, Refusal, Reservation, Use
+from sglang_ext.mempool.store import Committed, Incoming, Refusal, Use
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier
-
-logger = logging.getLogger(__name__)
 
 MOST_FETCHES: Final = 16
 SHARE: Final = 4
@@ -169,18 +170,8 @@ class _Fetch:
     wait_until: float | None
     began: float
     span_began: float
-    reservation: Reservation | None = None
-    """The blocks of DRAM that are being filled."""
     results: list[SpanResult] = field(default_factory=list)
     """Of the spans that have ended."""
-    may_start: bool = False
-    """Its first layer is in on every rank."""
-    streams_to: Hashable = None
-    """The request that was admitted then."""
-    incoming: Incoming | None = None
-    """The transfer to HBM that its forward pass reads from; the blocks must not be released before it has
-    ended.
-    """
 
     @property
     def span(self) -> SpanWish:
@@ -193,15 +184,24 @@ class _Fetch:
         return self.jobs[len(self.results)]
 
 
-class Fetches:
+@dataclass(eq=False, kw_only=True)
+class _Span(Move):
+    """A span on its way. may_start: its first layer is in on every rank."""
+
+    fetch: _Fetch
+    may_start: bool = False
+    incoming: Incoming | None = None
+    """The transfer to HBM that a forward pass reads from."""
+
+
+class Fetches(MovePlanner):
     """See the module's docstring.
 
     Args:
         tree: the rank's tree.
         tier: DRAM.
         link: reads.
-        ranks: agree on the blocks offered and read, and on the requests that wait no longer.
-        clock: seconds, monotonic.
+        moves: of the rank.
     """
 
     def __init__(
@@ -209,29 +209,28 @@ class Fetches:
         tree: RadixTree,
         tier: DramTier,
         link: Reads,
-        ranks: Ranks,
-        *,
-        clock: Clock | None = None,
+        moves: Moves,
     ) -> None:
         self._tree = tree
         self._tier = tier
         self._link = link
-        self._clock = clock or SystemClock()
-        self._ranks = ranks
+        self._clock = moves.clock
+        self._moves = moves
         self._step = tree.block_size * TOKEN_BYTES
-        self._active: list[_Fetch] = []
+        self._active: dict[_Fetch, _Span] = {}
+        """Each fetch under way, with its current span."""
         self._results: deque[FetchResult] = deque(maxlen=MOST_RESULTS)
         self.counters = FetchCounters()
-        ranks.add(self)
 
     # -- asking -------------------------------------------------------------------------------------
 
     def begin(self, wish: Wish) -> None:
         """Start to fetch, unless there is nothing to do or too much is done already."""
-        for other in self._active:
+        for other, span in self._active.items():
             if other.wish.namespace == wish.namespace and other.wish.key.startswith(wish.key):
                 # A request waits for that instead.
-                other.wait_until = wish.wait_until if other.wait_until is None else other.wait_until
+                if other.wait_until is None:
+                    self._wait_until(other, span, wish.wait_until)
                 self._decline(wish, FetchEnd.JOINED)
                 return
         whole = len(wish.key) // self._step
@@ -246,7 +245,19 @@ class Fetches:
             for span in wish.spans
         ]
         now = self._clock.monotonic()
-        self._active.append(_Fetch(wish, jobs, wish.wait_until, now, now))
+        self._begin_span(_Fetch(wish, jobs, wish.wait_until, now, now))
+
+    def _begin_span(self, fetch: _Fetch) -> None:
+        span = self._active[fetch] = _Span(
+            planner=self, fetch=fetch, whole=True, onward=not fetch.wish.for_others
+        )
+        self._wait_until(fetch, span, fetch.wait_until)
+        self._moves.want(span)
+
+    def _wait_until(self, fetch: _Fetch, span: _Span, until: float | None) -> None:
+        """The request of a fetch waits until then, on this rank's clock; None for no request."""
+        fetch.wait_until = until
+        span.deadline = math.inf if until is None else until
 
     def _decline(self, wish: Wish, how: FetchEnd) -> None:
         """Begin nothing, and let the peers release their exports, which would otherwise stay locked there
@@ -275,98 +286,56 @@ class Fetches:
 
     def starts(self, handle: Hashable, namespace: Hashable, key: bytes) -> bool:
         """Whether a waiting request may begin, because its missing KV arrives ahead of its forward pass."""
-        for fetch in self._active:
+        for fetch, span in self._active.items():
             fits = fetch.wish.namespace == namespace and key.startswith(fetch.wish.key)
-            if fetch.may_start and fits and fetch.streams_to in (None, handle):
-                fetch.streams_to = handle
+            if span.may_start and fits and span.streams_to in (None, handle):
+                self._moves.admit(span, handle)
                 return True
         return False
 
     def release(self, handle: Hashable) -> None:
         """The request has been admitted or is gone."""
-        for fetch in self._active:
-            if fetch.streams_to == handle and fetch.incoming is None:
-                fetch.streams_to = None
+        if any(span.streams_to == handle for span in self._active.values()):
+            self._moves.release(handle)
 
-    def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
-        """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
-        fetch = self._streaming_to(handle)
-        reservation = None if fetch is None else fetch.reservation
-        return 0 if reservation is None or reservation.start != in_memory else reservation.blocks
-
-    def stream(self, handle: Hashable, slots: Any) -> None:
-        """Let the blocks of ``blocks_to_stream`` of a request go on to slots as they come."""
-        fetch = self._streaming_to(handle)
-        assert fetch is not None
-        assert fetch.reservation is not None
-        store = self._tier.store
-        fetch.incoming = store.transfer(
-            Tier.HBM, fetch.reservation.blocks * self._tree.block_size, fetch.span.address
-        )
-        self._tier.copies.load(slots, fetch.reservation.places, fetch.job)
-
-    def _streaming_to(self, handle: Hashable) -> _Fetch | None:
-        return next((fetch for fetch in self._active if fetch.streams_to == handle), None)
-
-    def streams_hold(self) -> bool:
-        """After a forward pass: whether all KV that streamed into it arrived and verified, on every rank."""
-        streams = [fetch for fetch in self._active if fetch.incoming is not None]
-        if not streams:
-            return True
-        whole = self._ranks.at_once([int(self._link.wait(fetch.job)) for fetch in streams])
-        for fetch, held in zip(streams, whole, strict=True):
-            reservation = fetch.reservation
-            assert reservation is not None
-            assert fetch.incoming is not None
-            fetch.incoming.end()
-            fetch.incoming, fetch.streams_to = None, None
-            if held:
-                self.counters.fetch_streamed += reservation.blocks
-            # The tree has the blocks before the request inserts them, and need not copy them again.
-            self._land(fetch, reservation, reservation.blocks if held else 0)
-        return all(whole)
+    def stream(self, move: _Span, slots: Any) -> None:
+        reservation = move.reservation
+        assert reservation is not None
+        move.may_start = False
+        tokens = move.blocks * self._tree.block_size
+        move.incoming = self._tier.store.transfer(Tier.HBM, tokens, move.fetch.span.address)
+        self._tier.copies.load(slots, reservation.places, move.fetch.job)
 
     # -- going on -----------------------------------------------------------------------------------
 
-    def propose(self) -> Sequence[int]:
-        """Of each fetch, whether its request has waited long enough, the blocks of its next step, and whether
-        its first layer is in."""
-        now, said = self._clock.monotonic(), []
-        for fetch in self._active:
-            came = fetch.job.offered if fetch.reservation is None else fetch.job.read
-            said += [
-                int(fetch.wait_until is not None and now > fetch.wait_until),
-                NOT_YET if came is None else came,
-                int(fetch.reservation is not None and fetch.job.layers_in > 0),
-            ]
-        return said
+    def offer(self, move: _Span) -> Sequence[int]:
+        """The blocks that the peer exports."""
+        offered = move.fetch.job.offered
+        return (NOT_YET if offered is None else offered,)
 
-    def act(self, agreed: Sequence[int]) -> None:
-        """Take the next step of each fetch that can on every rank."""
-        said = zip(agreed[::3], agreed[1::3], agreed[2::3], strict=True)
-        for fetch, (late, blocks, starts) in zip(list(self._active), said, strict=False):
-            if fetch.incoming is not None:
-                continue  # its pass has not run yet
-            fetch.may_start = bool(starts)
-            if late:
-                fetch.wait_until = None
-                self.counters.not_waited += 1
-            if blocks == NOT_YET:
-                continue
-            if fetch.reservation is None:
-                self._take(fetch, blocks)
-            else:
-                self._land(fetch, fetch.reservation, blocks)
+    def offered(self, move: _Span, agreed: Sequence[int]) -> None:
+        if agreed[0] != NOT_YET:
+            self._reserve(move, move.fetch, agreed[0])
 
-    def _take(self, fetch: _Fetch, offered: int) -> None:
+    def late(self, move: _Span) -> None:
+        """The request waits no longer; the fetch goes on for the next one."""
+        move.fetch.wait_until = None
+        self.counters.not_waited += 1
+
+    def may_start(self, move: _Span) -> bool:
+        return True
+
+    def started(self, move: _Span) -> None:
+        move.may_start = True
+
+    def _reserve(self, move: _Span, fetch: _Fetch, offered: int) -> None:
         """The peer has answered with its offer: reserve DRAM for the missing blocks, and read them."""
         wish, job = fetch.wish, fetch.job
         key = wish.key[: min(max(0, offered), fetch.span.blocks) * self._step]
         if wish.for_others and key:
             key = key[: self._tier.room_for_others(wish.namespace, key) * self._step]
             if not key:
-                self._link.drop(job)
-                self._span_over(fetch, FetchEnd.NO_ROOM)
+                self._refused(move, FetchEnd.NO_ROOM)
                 return
         reservation = self._tier.store.reserve(
             Tier.DRAM,
@@ -378,29 +347,37 @@ class Fetches:
             source=fetch.span.address,
         )
         if isinstance(reservation, Refusal):
-            self._link.drop(job)
             known = reservation is Refusal.KNOWN
             how = FetchEnd.of(job.why or "needless") if known else _REFUSED[reservation]
             # Without memory here, no other span can come either.
-            self._span_over(fetch, how, go_on=known)
+            self._refused(move, how, go_on=known)
             return
-        fetch.reservation = reservation
         self._link.read(job, reservation.start, reservation.places)
+        wait, cancel = partial(self._link.wait, job), partial(self._link.cancel, job)
+        self._moves.fill(move, reservation, FromPeer(job, reservation.blocks, wait, cancel))
 
-    def _land(self, fetch: _Fetch, reservation: Reservation, read: int) -> None:
-        """Insert the blocks if they have verified on every rank, else discard them; end the span."""
-        came = 0
-        whole = read == reservation.blocks
-        wish = fetch.wish
-        if not whole:
-            reservation.abort()
-        elif (done := reservation.commit(onward=not wish.for_others)) is not None:
+    def _refused(self, move: _Span, how: FetchEnd, *, go_on: bool = False) -> None:
+        """There is nothing to read of a span, or no memory for it."""
+        self._link.drop(move.fetch.job)
+        self._moves.cancel(move)
+        self._span_over(move.fetch, how, go_on=go_on)
+
+    def ended(self, move: _Span, blocks: int, done: Committed | None) -> None:
+        """Count the blocks that are in DRAM, if they have verified on every rank, and end the span."""
+        if move.incoming is not None:
+            move.incoming.end()
+        if move.state is State.CANCELLED:
+            return
+        fetch, wish, came = move.fetch, move.fetch.wish, 0
+        whole = move.state is State.LANDED
+        if whole and move.streamed:
+            self.counters.fetch_streamed += blocks
+        if done is not None:
             came = done.fresh
             self.counters.fetched_blocks += came
             if wish.for_others:
-                start, end = reservation.start + done.held, reservation.start + reservation.blocks
+                start, end = move.start + done.held, move.start + blocks
                 self._tier.spilled.add(wish.namespace, wish.key[: end * self._step], start, came)
-        fetch.reservation, fetch.may_start, fetch.streams_to = None, False, None
         self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=True)
 
     def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
@@ -414,12 +391,13 @@ class Fetches:
         held = self._tree.match(fetch.wish.namespace, fetch.wish.key).blocks
         while go_on and len(fetch.results) < len(fetch.jobs):
             if fetch.span.blocks > held:
+                self._begin_span(fetch)
                 return
             self._link.drop(fetch.job)
             fetch.results.append(SpanResult(FetchEnd.NEEDLESS, 0, 0.0))
         for job in fetch.jobs[len(fetch.results) :]:
             self._link.drop(job)
-        self._active.remove(fetch)
+        del self._active[fetch]
         self._tell(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
         fetch.wish.then()
 
@@ -447,13 +425,10 @@ class Fetches:
 
     def settle(self) -> None:
         """Give up every fetch. When this returns, nothing writes to DRAM for one."""
-        for fetch in list(self._active):
+        for fetch, span in list(self._active.items()):
             for job in fetch.jobs[len(fetch.results) :]:
                 self._link.cancel(job)
-            if fetch.incoming is not None:
-                fetch.incoming.end()
-            if fetch.reservation is not None:
-                fetch.reservation.abort()
+            self._moves.cancel(span)
             self._span_over(fetch, FetchEnd.CANCELLED)
 
     @property

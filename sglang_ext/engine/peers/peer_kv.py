@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
-from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
 from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
@@ -45,6 +45,7 @@ class PeerKv(Planner):
         tree, write_down: the rank's.
         link: exports and reads.
         ranks: of this instance.
+        moves: of this rank.
         tell: receives the results of fetches; in rank 0, where there are routers.
         host: computes spans of prompts for peers; None on an instance that computes none for them.
         rank: index into a peer's ``endpoints`` of the endpoint to read from; a peer has as many as this
@@ -60,6 +61,7 @@ class PeerKv(Planner):
         write_down: WriteDown,
         link: Link,
         ranks: Ranks,
+        moves: Moves,
         *,
         namespace: Callable[[str | None, str | None], Hashable],
         disk: FromDisk | None = None,
@@ -68,10 +70,9 @@ class PeerKv(Planner):
         host: SpanHost | None = None,
         rank: int = 0,
         endpoints: int = 1,
-        clock: Clock | None = None,
     ) -> None:
         tier = write_down.dram
-        self._clock = clock or SystemClock()
+        self._clock = moves.clock
         self._step = tree.block_size * TOKEN_BYTES
         self._link = link
         self._namespace = namespace
@@ -80,7 +81,7 @@ class PeerKv(Planner):
         self._endpoints = endpoints
         self._tell = tell
         self.exports = Exports(tree, write_down, link, ranks, disk, clock=self._clock)
-        self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
+        self.fetches = Fetches(tree, tier, link, moves)
         self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock, host)
         self._spilled = tier.spilled
         self._show_at = -math.inf

@@ -25,6 +25,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.moves.move import Move, MovePlanner
+from sglang_ext.engine.moves.moves import Moves
+from sglang_ext.engine.moves.sources import OwnCopy
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.due_times import MoveRate, latest_starts
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
@@ -34,7 +37,7 @@ from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
 from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
-from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
+from sglang_ext.mempool.store import Committed, Refusal, Store, Use
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
@@ -106,19 +109,14 @@ class _Prefetch:
     """When its first piece began, by this rank's clock."""
 
 
-@dataclass(eq=False)
-class _Piece:
-    """The blocks that are being copied. reservation: the slots that they fill."""
+@dataclass(eq=False, kw_only=True)
+class _Piece(Move):
+    """The blocks of a prompt that are being copied to HBM."""
 
     prefetch: _Prefetch
-    reservation: Reservation
-
-    def arrived(self) -> None:
-        """The copy has ended: no thread writes to the slots any more."""
-        self.reservation.gives_way = True
 
 
-class Prefetcher(Planner):
+class Prefetcher(Planner, MovePlanner):
     """See the module's docstring.
 
     Args:
@@ -127,6 +125,7 @@ class Prefetcher(Planner):
         tier: DRAM; copies to HBM.
         hbm_tier: slots.
         promotions: bring blocks on disk to DRAM; None without a disk.
+        moves: of the rank.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         rate: learns how fast KV moves to HBM.
         layers: brings the lowest layers of prompts that do not fit as a whole; None without a region for
@@ -142,6 +141,7 @@ class Prefetcher(Planner):
         tier: DramTier,
         hbm_tier: HbmTier,
         promotions: Promotions | None,
+        moves: Moves,
         namespace: Callable[[str | None, str | None], Hashable],
         *,
         rate: MoveRate,
@@ -156,6 +156,7 @@ class Prefetcher(Planner):
         self._tier = tier
         self._hbm_tier = hbm_tier
         self._promotions = promotions
+        self._moves = moves
         self._namespace = namespace
         self._rate = rate
         self._clock = clock or SystemClock()
@@ -278,13 +279,7 @@ class Prefetcher(Planner):
     # -- going on -------------------------------------------------------------------------------
 
     def each_pass(self) -> None:
-        """Take the next step, once per pass of the scheduler's loop. Does not wait.
-
-        Pieces enter the tree only here: in the middle of an admission, a new piece would change the prefix
-        that was matched.
-        """
-        if self._piece is not None and self._piece.reservation.gives_way:
-            self._land(self._piece)
+        """Take the next step, once per pass of the scheduler's loop. Does not wait."""
         self._bring_first()
         if self.layers is not None:
             self.layers.step({waiting.id for waiting in self._waiting})
@@ -357,8 +352,10 @@ class Prefetcher(Planner):
         reservation.on_surrender = self._surrendered
         if prefetch.moving_since is None:
             prefetch.moving_since = self._clock.monotonic()
-        self._piece = _Piece(prefetch, reservation)
-        self._store.swap_in(Tier.DRAM, nodes, reservation.places, self._piece.arrived)
+        copy = OwnCopy(reservation, self._tier.copies.settle)
+        self._piece = _Piece(planner=self, prefetch=prefetch, onward=False)
+        self._moves.fill(self._piece, reservation, copy)
+        self._store.swap_in(Tier.DRAM, nodes, reservation.places, copy.arrived)
 
     def _first(self, nodes: list[Node], blocks: int) -> list[Node]:
         """The first ``blocks`` blocks of a path, splitting the node in which they end."""
@@ -370,14 +367,13 @@ class Prefetcher(Planner):
             blocks -= found[-1].blocks
         return found
 
-    def _land(self, piece: _Piece) -> None:
-        """The bytes of a piece are in its slots: its blocks enter the tree, except where a request has
+    def ended(self, move: _Piece, blocks: int, done: Committed | None) -> None:
+        """The bytes of a piece are in its slots. Its blocks are in the tree now, except where a request had
         inserted them already, or where the blocks in front of them were given up meanwhile.
         """
         self._piece = None
-        done = piece.reservation.commit(onward=False)
         if done is not None:
-            piece.prefetch.brought += done.fresh
+            move.prefetch.brought += done.fresh
 
     def _end(self, prefetch: _Prefetch, end: PrefetchEnd) -> None:
         self._waiting.remove(prefetch)
@@ -400,12 +396,15 @@ class Prefetcher(Planner):
 
     def arriving_tokens(self) -> int:
         """Tokens of the piece under way."""
-        return 0 if self._piece is None else self._piece.reservation.blocks * self._tree.block_size
+        return 0 if self._piece is None else self._piece.blocks * self._tree.block_size
 
     def _surrendered(self) -> None:
         """SGLang has taken back the slots of the piece under way, of which no copy was under way any more."""
         piece, self._piece = self._piece, None
-        if piece is not None and piece.prefetch in self._waiting:
+        if piece is None:
+            return
+        self._moves.surrendered(piece)
+        if piece.prefetch in self._waiting:
             self._end(piece.prefetch, PrefetchEnd.GIVEN_UP)
 
     @property
@@ -435,8 +434,7 @@ class Prefetcher(Planner):
         while self._waiting:
             self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:
-            self._tier.copies.settle()
-            self._store.surrender(Tier.HBM)
+            self._moves.cancel(self._piece)
         if self.layers is not None:
             self.layers.clear()
         self.retention.clear()

@@ -22,6 +22,7 @@ Names = npt.NDArray[np.void]
 """Block keys as one array, shape (blocks,), which the tree can slice like any other address."""
 
 _NAME = np.dtype((np.void, BLOCK_KEY_BYTES))
+NO_NAMES: Names = np.empty(0, _NAME)
 _TENANTS_CACHED = 1024
 _CACHED_CHARACTERS = 128
 """Longest ``extra_key`` and salt, together, that are cached: clients choose their lengths, and a cache entry

@@ -4,105 +4,111 @@ The read begins when the request is admitted and has its slots. Each layer goes 
 the loader to the slots, in front of the forward pass, lowest layer first. As for every stream, the slots are
 the request's own until the pass has ended and all layers have verified.
 
-A part of ``promotions.Promotions``; all methods run in the scheduler's thread.
+All methods run in the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from sglang_ext.engine.moves.move import Move, MovePlanner
+from sglang_ext.engine.moves.moves import Moves
+from sglang_ext.engine.moves.sources import FromDisk
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.errors import InternalError
+from sglang_ext.mempool.store import Committed
 from sglang_ext.radix_global import Node
-from sglang_ext.tiered_store.loading.loader import Load, Loader
+from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockTier, Get
+from sglang_ext.tiers import Tier
 
-logger = logging.getLogger(__name__)
 
+@dataclass(eq=False, kw_only=True)
+class DirectLoad(Move):
+    """Blocks that go from disk to the slots of a request.
 
-@dataclass(eq=False)
-class DirectLoad:
-    """Blocks that were found on disk and are pinned there.
-
-    parent: the node that they continue; the creator holds a DRAM lock on it.
-    start, blocks: the number of blocks of the prompt before them, and of these blocks.
+    parent: the node that they continue, locked for DRAM until the request is admitted or gone. get: the
+    blocks, pinned on the disk until the read has ended.
     """
 
-    parent: Node
     request: Hashable
-    start: int
-    blocks: int
+    parent: Node
     get: Get
-    load: Load | None = None
 
 
-class DirectLoads:
-    """The direct loads of waiting requests, and those that the next forward pass depends on.
+class DirectLoads(MovePlanner):
+    """The direct loads of a rank.
 
     Args:
         tier: the disk.
         loader: reads from it.
-        dram_tier: its mover copies, and makes the forward pass wait.
+        dram_tier: its copies bring layers to slots, and make the forward pass wait.
+        moves: of the rank.
+        ended: called with each load that was read, and the leading blocks that arrived on every rank.
     """
 
-    def __init__(self, tier: BlockTier, loader: Loader, dram_tier: DramTier) -> None:
+    def __init__(
+        self,
+        tier: BlockTier,
+        loader: Loader,
+        dram_tier: DramTier,
+        moves: Moves,
+        ended: Callable[[DirectLoad, int], None],
+    ) -> None:
         self._tier = tier
         self._loader = loader
         self._dram_tier = dram_tier
+        self._moves = moves
+        self._ended = ended
         self._of: dict[Hashable, DirectLoad] = {}
-        self._streams: list[DirectLoad] = []
+
+    def __repr__(self) -> str:
+        return f"DirectLoads({len(self._of)})"
 
     @property
     def handles(self) -> list[Hashable]:
         """Requests that have a direct load and were not admitted yet."""
         return list(self._of)
 
-    def add(self, handle: Hashable, direct: DirectLoad) -> None:
-        """A request may take these blocks when it is admitted."""
-        self._of[handle] = direct
+    def add(
+        self, handle: Hashable, request: Hashable, parent: Node, start: int, blocks: int, get: Get
+    ) -> None:
+        """A request may read these blocks, which continue ``parent``, when it is admitted."""
+        load = DirectLoad(planner=self, request=request, parent=parent, get=get, start=start, blocks=blocks)
+        self._of[handle] = load
+        self._dram_tier.store.tree.lock(parent, self._dram_tier.holder)
+        self._moves.fill(load, None, None)
+        self._moves.admit(load, handle)
 
     def get(self, handle: Hashable) -> DirectLoad | None:
-        """The direct load that the request may take, or is taking; None for none."""
+        """The direct load that the request may read, or is reading; None for none."""
         return self._of.get(handle)
 
-    def drop(self, handle: Hashable) -> DirectLoad | None:
-        """The request was admitted or is gone. Unpins its blocks if it has not taken them."""
-        direct = self._of.pop(handle, None)
-        if direct is not None and direct.load is None:
-            self._tier.complete_get(direct.get)
-        return direct
+    def drop(self, handle: Hashable) -> None:
+        """The request was admitted or is gone. Unpins its blocks if it does not read them."""
+        load = self._of.pop(handle, None)
+        if load is None:
+            return
+        self._moves.release(handle)
+        if load.source is None:
+            self._moves.cancel(load)
+        self._dram_tier.store.tree.unlock(load.parent, self._dram_tier.holder)
 
-    def stream(self, handle: Hashable, slots: Any) -> bool:
-        """Start to bring the request's blocks to ``slots``. False when it has none."""
-        direct = self._of.get(handle)
-        if direct is None:
-            return False
+    def stream(self, move: DirectLoad, slots: Any) -> None:
+        self._dram_tier.store.swap_in(Tier.DISK, move, slots)
+
+    def load(self, move: DirectLoad, slots: Any) -> None:
+        """Read the blocks of a load into slots."""
         put = self._dram_tier.copies.into(slots)
-        direct.load = self._loader.load(self._tier, direct.get, None, np.arange(direct.blocks), on_layer=put)
-        self._dram_tier.copies.follow(direct.load, direct.blocks)
-        self._streams.append(direct)
-        return True
+        read = self._loader.load(self._tier, move.get, None, np.arange(move.blocks), on_layer=put)
+        move.source = FromDisk(self._loader, read)
+        self._dram_tier.copies.follow(read, move.blocks)
 
-    @property
-    def streams(self) -> bool:
-        """Whether the forward pass under way depends on any."""
-        return bool(self._streams)
-
-    def streamed(self) -> Iterator[tuple[DirectLoad, int]]:
-        """After a forward pass: each direct load that streamed into it, with the number of leading blocks
-        that arrived whole.
-        """
-        streams, self._streams = self._streams, []
-        for direct in streams:
-            assert direct.load is not None
-            try:
-                # Its end, not the last layer's: nothing may write to the slots any more.
-                yield direct, direct.load.result().blocks
-            except InternalError:
-                logger.exception("reading from disk failed in a way that is not the disk's")
-                yield direct, 0
+    def ended(self, move: DirectLoad, blocks: int, done: Committed | None) -> None:
+        if move.source is None:
+            self._tier.complete_get(move.get)
+        else:
+            self._ended(move, blocks)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.movers.slots import SlotOps
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_policy import DramPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, LoadReport, begin_report
-from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
-
-
-class Streams(Protocol):
-    """The methods of ``peers.fetches.Fetches`` that `LoadBack` uses."""
-
-    def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int: ...
-
-    def stream(self, handle: Hashable, slots: Any) -> None: ...
 
 
 class LoadBack(Planner):
@@ -34,8 +25,7 @@ class LoadBack(Planner):
     Args:
         store: of the rank.
         dram: copies blocks to HBM.
-        promotions: streams from disk; None without a disk.
-        fetches: streams from peers; None without peers.
+        moves: of the rank; those that are being filled may stream to a request.
         hbm: the holder that represents this rank's pool.
         hbm_tier, slots: slots, and how the tree keeps them.
         policy: decides whether a DRAM hit is loaded.
@@ -45,8 +35,7 @@ class LoadBack(Planner):
         self,
         store: Store,
         dram: DramTier,
-        promotions: Promotions | None,
-        fetches: Streams | None,
+        moves: Moves,
         hbm: Holder,
         hbm_tier: HbmTier,
         slots: SlotOps,
@@ -54,8 +43,7 @@ class LoadBack(Planner):
     ) -> None:
         self._store = store
         self._dram = dram
-        self._promotions = promotions
-        self._fetches = fetches
+        self._moves = moves
         self._hbm = hbm
         self._hbm_tier = hbm_tier
         self._slots = slots
@@ -70,12 +58,7 @@ class LoadBack(Planner):
         """Blocks after the ``blocks`` in memory that stream to the request in front of the forward pass."""
         if req is None:
             return 0
-        handle, found = req.cache_request_handle, 0
-        if self._promotions is not None:
-            found = self._promotions.blocks_to_stream(handle, blocks)
-        if not found and self._fetches is not None:
-            found = self._fetches.blocks_to_stream(handle, blocks)
-        return found
+        return self._moves.blocks_to_stream(req.cache_request_handle, blocks)
 
     def start(self, best: Node, promised: int, req: Any) -> tuple[torch.Tensor | None, Node]:
         """Start loading the blocks that a match has found: all of them or none. Without a load, they are
@@ -115,13 +98,7 @@ class LoadBack(Planner):
                 report.layers_in_hbm = (self._near - near) / (tokens // self._block_size)
         if streamed:
             assert req is not None
-            handle, kept = req.cache_request_handle, self._slots.keep(slots[tokens:])
-            if self._fetches is not None and self._fetches.blocks_to_stream(
-                handle, before + tokens // self._block_size
-            ):
-                self._fetches.stream(handle, kept)
-            else:
-                self._store.swap_in(Tier.DISK, handle, kept)
+            self._moves.stream(req.cache_request_handle, self._slots.keep(slots[tokens:]))
             self._streaming.append((req, before * self._block_size + tokens))
         return slots, best
 

@@ -56,8 +56,6 @@ class Look:
     blocks that are worth reading.
     """
 
-    handle: Hashable
-    wanted: Wanted
     blocks: int
     names: list[bytes]
     get: Get | None = None
@@ -87,7 +85,7 @@ class DiskLook:
         self._tier = tier
         self._policy = policy
 
-    def look(self, handle: Hashable, wanted: Wanted, waiting_bytes: int) -> Look | None:
+    def look(self, wanted: Wanted, waiting_bytes: int) -> Look | None:
         """Look for a prompt's blocks on disk. None when memory has all its whole blocks.
 
         waiting_bytes: bytes of reads under way.
@@ -101,7 +99,7 @@ class DiskLook:
         before = self._names.last(match.node)
         # Most prompts are not on disk at all: one name is enough to know.
         first = self._names.following(wanted.namespace, before, key[: block * TOKEN_BYTES])
-        look = Look(handle, wanted, match.blocks, first)
+        look = Look(match.blocks, first)
         if not self._tier.match(digest, first):
             return look
         look.names = self._names.following(wanted.namespace, before, key)

@@ -84,6 +84,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             load_min_tokens=config.load_min_tokens,
             weights=build.weights,
             ranks=build.ranks,
+            moves=build.moves,
             commands=build.commands,
             priority_sign=build.priority_sign,
             check=config.check,
@@ -164,7 +165,7 @@ def _promotions(build: Building) -> Promotions | None:
         write_down.dram,
         build.dram_holder,
         arena,
-        build.ranks,
+        build.moves,
         stream=stream,
     )
 
@@ -192,6 +193,7 @@ def _peers(build: Building) -> PeerKv | None:
         transfers,
         build.weights,
         build.ranks,
+        build.moves,
         endpoints=len(build.transfers_and_endpoints[1]),
         disk=build.find(Promotions),
         tell=None if build.router_commands is None else build.router_commands.reply_to_fetch,

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import ListsNames
 from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.block_names import BlockNames
@@ -104,7 +105,7 @@ def promotions_from(
     dram_tier: DramTier,
     dram: Holder,
     arena: DramArena,
-    ranks: Ranks,
+    moves: Moves,
     *,
     stream: bool,
 ) -> Promotions:
@@ -126,7 +127,7 @@ def promotions_from(
         Loader(_LOAD_BYTES),
         BlockMemory.of_arena(arena),
         policy,
-        ranks,
+        moves,
         stream=stream,
     )
 

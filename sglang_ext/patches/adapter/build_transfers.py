@@ -20,6 +20,7 @@ from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.peers.computed_spans import SpanHost
@@ -198,6 +199,7 @@ def make_peers(
     transfers: TransferThread,
     weights: Weights,
     ranks: Ranks,
+    moves: Moves,
     *,
     endpoints: int,
     disk: Promotions | None = None,
@@ -210,6 +212,7 @@ def make_peers(
         write_down,
         FetchLink(transfers),
         ranks,
+        moves,
         namespace=weights.namespace,
         disk=disk,
         fresh=lambda: weights.as_started,

@@ -19,6 +19,7 @@ from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.movers.slots import slot_ops
+from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import P, Planner
@@ -111,6 +112,12 @@ class Building:
         return found
 
     @cached_property
+    def moves(self) -> Moves:
+        """KV on its way into the rank's memory. The ranks agree on the end of copies first."""
+        self.find(WriteDown)
+        return Moves(self.ranks)
+
+    @cached_property
     def disk(self) -> BlockTier | None:
         """All tiers below memory, as one."""
         if not self.config.dram_size:
@@ -188,7 +195,7 @@ class Building:
             self.hbm_tier,
             write_down,
             self.find(Promotions),
-            self.find(PeerKv),
+            self.moves,
             self.weights,
             self.ranks,
             always=self.config.load_policy == "always",

@@ -98,6 +98,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             self,
             self.promotions,
             self.peers,
+            parts.moves,
             parts.weights.namespace,
             self.faults,
             priority_sign=parts.priority_sign,

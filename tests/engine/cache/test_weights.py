@@ -117,7 +117,7 @@ def admitted_by_its_first_layer(rank: Rank, gate: Gated) -> Any:
 
     def may_start() -> bool:
         rank.ranks.each_pass()
-        return gate.reached and rank.promotions.blocks_to_stream(handle, 0) == BLOCKS  # type: ignore[union-attr]
+        return gate.reached and rank.moves.blocks_to_stream(handle, 0) == BLOCKS
 
     until(may_start, "the lowest layer")
     return req
@@ -153,7 +153,7 @@ def found_straight(cache_class: type[GlobalRadixCache] = GlobalRadixCache) -> It
         taken = all_of_dram(rank)
         req = rank.scheduler.submit(QUESTION, new_tokens=3)
         rank.ranks.each_pass()
-        assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
+        assert rank.moves.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
         yield rank, req
         taken.abort()
 

@@ -14,6 +14,7 @@ from engine_movers import until
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
@@ -28,9 +29,12 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source, ToAgent
 from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.tiers import GatedTier
 from sglang_ext.tiered_store.tier import BlockTier
 
 BLOCK = 4
+BLOCKS = 20
+"""Of a prompt that is on a disk alone (`on_disk`)."""
 EPOCH = b"e" * 16
 HEARTBEAT = 0.5
 LONG = 30.0
@@ -154,16 +158,23 @@ def servers() -> Iterator[MakeServer]:
                 rank.write_down,
                 FetchLink(transfers),
                 rank.ranks,
+                rank.moves,
                 namespace=rank.weights.namespace,
                 disk=rank.promotions,
                 fresh=lambda: rank.weights.as_started,
                 tell=told.append,
                 rank=number,
                 endpoints=ranks,
-                clock=clock,
             )
 
-        rank = Rank(scenario, least=least, transfers=transfers, peers=peers, disk_class=disk_class)
+        rank = Rank(
+            scenario,
+            least=least,
+            clock=clock,
+            transfers=transfers,
+            peers=peers,
+            disk_class=disk_class,
+        )
         made.append(Server.of(rank, told))
         return made[-1]
 
@@ -219,3 +230,34 @@ def silent(server: Server) -> Iterator[None]:
         yield
     finally:
         go_on.set()
+
+
+def forget(owner: Server) -> None:
+    """Everything leaves memory, and the disk has it."""
+    assert owner.rank.tier is not None
+    assert owner.rank.writes is not None
+    owner.settle()
+    owner.rank.writes.settle()
+    owner.rank.ranks.each_pass()
+    owner.rank.cache.evict(EvictParams(num_tokens=owner.rank.pools.tokens))
+    owner.rank.tier.give_back(owner.rank.tier.take(owner.rank.tier.n_blocks))
+    assert owner.rank.tree.node_count == 0
+
+
+def on_disk(make_server: MakeServer, **more: Any) -> tuple[Server, list[int]]:
+    """An owner whose disk alone has a prompt of 20 blocks."""
+    owner, tokens = make_server(more.pop("scenario", WITH_DISK), **more), prompt(1, BLOCKS)
+    owner.serve(tokens)
+    forget(owner)
+    return owner, tokens
+
+
+class Gate:
+    """Stops the reads of a server's disk."""
+
+    def __init__(self) -> None:
+        self.tier: GatedTier | None = None
+
+    def __call__(self, disk: BlockTier) -> BlockTier:
+        self.tier = GatedTier(disk)
+        return self.tier

@@ -215,9 +215,9 @@ def test_the_first_dies_in_mid_span(make_server: MakeServer) -> None:
 
 def test_what_the_first_throws_away_is_thrown_away_by_the_second(split: Split) -> None:
     """The KV that streamed into the first server's pass was damaged, as it finds out at the pass's end."""
-    fetches, holds = split.first.peers.fetches, iter([False])
-    hold = fetches.streams_hold
-    fetches.streams_hold = lambda: next(holds, True) and hold()  # type: ignore[method-assign]
+    moves, holds = split.first.rank.moves, iter([False])
+    hold = moves.streams_hold
+    moves.streams_hold = lambda: next(holds, True) and hold()  # type: ignore[method-assign]
     came = threading.Event()
     split.second.rank.scheduler.layer_written = lambda layer: came.set()
 

@@ -10,17 +10,20 @@ from engine_movers import until
 from engine_pools import WrongKvError
 from peer_rig import (
     BLOCK,
+    BLOCKS,
     LONG,
     WITH_DISK,
+    Gate,
     MakeServer,
     Server,
     exported,
     fetched,
+    forget,
     lend_and_fetch,
+    on_disk,
     prompt,
     spans,
 )
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.peers.fetches import FetchEnd
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
@@ -34,8 +37,6 @@ from sglang_ext.tiers import Tier
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
-BLOCKS = 20
-
 
 class Damaged(WrappedTier):
     """A disk whose blocks from the ninth of a read on do not verify."""
@@ -46,26 +47,6 @@ class Damaged(WrappedTier):
         super().get_layer(get, layer, memory, ids)
         get.blocks = min(get.blocks, self.SOUND)
         return LayerRead(self.SOUND, Outcome.DAMAGED)
-
-
-def forget(owner: Server) -> None:
-    """Everything leaves memory, and the disk has it."""
-    assert owner.rank.tier is not None
-    assert owner.rank.writes is not None
-    owner.settle()
-    owner.rank.writes.settle()
-    owner.rank.ranks.each_pass()
-    owner.rank.cache.evict(EvictParams(num_tokens=owner.rank.pools.tokens))
-    owner.rank.tier.give_back(owner.rank.tier.take(owner.rank.tier.n_blocks))
-    assert owner.rank.tree.node_count == 0
-
-
-def on_disk(make_server: MakeServer, **more: Any) -> tuple[Server, list[int]]:
-    """An owner whose disk alone has a prompt of 20 blocks."""
-    owner, tokens = make_server(more.pop("scenario", WITH_DISK), **more), prompt(1, BLOCKS)
-    owner.serve(tokens)
-    forget(owner)
-    return owner, tokens
 
 
 def pass_both(owner: Server, reader: Server, *, check: bool = True) -> None:
@@ -164,17 +145,6 @@ def test_a_hint_brings_it_from_a_peers_disk_to_hbm(make_server: MakeServer) -> N
 def connected(reader: Server) -> None:
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
-
-
-class Gate:
-    """Stops the reads of a server's disk."""
-
-    def __init__(self) -> None:
-        self.tier: GatedTier | None = None
-
-    def __call__(self, disk: BlockTier) -> BlockTier:
-        self.tier = GatedTier(disk)
-        return self.tier
 
 
 def reading(

@@ -86,7 +86,9 @@ class Node:
             assert rank.write_down is not None
             assert rank.router_commands is not None
             tell = rank.router_commands.reply_to_fetch
-            return make_peers(rank.write_down, transfers, rank.weights, rank.ranks, endpoints=1, tell=tell)
+            return make_peers(
+                rank.write_down, transfers, rank.weights, rank.ranks, rank.moves, endpoints=1, tell=tell
+            )
 
         # Every simulated rank has one name, and members of a cluster have different ones.
         named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))

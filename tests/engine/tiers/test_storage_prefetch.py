@@ -34,13 +34,18 @@ class Recorder:
     def release(self, handle: Any) -> None:
         self.released.append(handle)
 
-    def streams_hold(self) -> bool:
-        return False
-
 
 class Cache(StoragePrefetch):
-    def __init__(self, promotions: Recorder | None, sign: int = 1) -> None:
-        super().__init__(promotions, None, Weights().namespace, CacheFaults(strict=True), priority_sign=sign)  # type: ignore[arg-type]
+    def __init__(self, promotions: Recorder | None, sign: int = 1, *, holds: bool = True) -> None:
+        moves = SimpleNamespace(streams_hold=lambda: holds)
+        super().__init__(
+            promotions,  # type: ignore[arg-type]
+            None,
+            moves,  # type: ignore[arg-type]
+            Weights().namespace,
+            CacheFaults(strict=True),
+            priority_sign=sign,
+        )
 
 
 def handle(rid: str, attempt: int = 0) -> Any:
@@ -79,7 +84,7 @@ def test_nothing_is_looked_for_when_all_of_it_is_in_memory() -> None:
 
 def test_what_came_and_what_is_over() -> None:
     promotions = Recorder()
-    cache = Cache(promotions)
+    cache = Cache(promotions, holds=False)
     assert cache.uses_storage
     assert not cache.streams_hold()
     assert cache.pop_prefetch_loaded_span("there") == (32, 16)  # type: ignore[arg-type]

@@ -277,9 +277,9 @@ def test_a_request_that_goes_away_leaves_nothing_pinned() -> None:
         assert rank.promotions is not None
         req = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
         rank.ranks.each_pass()
-        assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
+        assert rank.moves.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
         rank.scheduler.abort(req)
-        assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == 0
+        assert rank.moves.blocks_to_stream(req.cache_request_handle, 0) == 0
         assert not any(node.locks for node in rank.tree.nodes())
         rank.check()
 
