@@ -166,7 +166,7 @@ class Move:
     """See the module's docstring.
 
     Args:
-        planner: which it belongs to.
+        planner: the mechanism that it belongs to.
         start, blocks: blocks of the prompt before it, and of itself; as of FILLING.
         deadline: on this rank's clock; see `MovePlanner.late`.
         whole: all of its blocks are kept, or none.
