@@ -129,7 +129,7 @@ class MovePlanner:
 
     def offer(self, move: Any) -> Sequence[int] | None:
         """Of a WANTED move: numbers for `offered`, `NOT_YET` where this rank does not know. How many follows
-        from state that the ranks share. None: it needs no agreement, and was dropped.
+        from state that the ranks share. None: there is nothing to agree on in this pass.
         """
         raise NotImplementedError
 

@@ -10,18 +10,18 @@ All methods run in the scheduler's thread. Every rank has the same queue, and ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.cache.listeners import Listener
-from sglang_ext.engine.moves.move import Move, MovePlanner
+from sglang_ext.engine.moves.move import Move, MovePlanner, State
 from sglang_ext.engine.moves.sources import OwnCopy
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Refusal, Use
+from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
 
@@ -35,22 +35,18 @@ network.
 """
 
 
-@dataclass(eq=False)
-class _Looked:
-    """A request in the queue. since: when it could have been given slots; None before that."""
+@dataclass(eq=False, kw_only=True)
+class _OwnLoad(Move):
+    """The cached blocks of a request in decode's queue, from DRAM to HBM; WANTED while the disk reads those
+    that DRAM lacks, until it is copied.
+    """
 
+    handle: Hashable
     namespace: Hashable
     key: bytes
-    since: float | None = None
-    given_up: bool = False
-    """The disk was too slow."""
-    copied: bool = False
-    """The copy from DRAM has been started, or there is none."""
-    copy: Move | None = None
-    """From DRAM to HBM."""
 
 
-class LocalAhead(Listener):
+class LocalAhead(Listener, MovePlanner):
     """See the module's docstring.
 
     Args:
@@ -58,20 +54,17 @@ class LocalAhead(Listener):
         least_tokens: a shorter run is not worth a copy from DRAM.
     """
 
-    def __init__(self, cache: RankCache, clock: Clock | None = None, *, least_tokens: int = 0) -> None:
+    def __init__(self, cache: RankCache, *, least_tokens: int = 0) -> None:
         self._cache = cache
         self._promotions = cache.promotions
-        self._clock = clock or SystemClock()
-        self._least_tokens = least_tokens
-        self._looked: dict[Hashable, _Looked] = {}
-        self._held_back: list[tuple[Hashable, _Looked]] = []
         self._moves = cache.moves
-        self._copies = MovePlanner()
-        self.late = 0
+        self._least_tokens = least_tokens
+        self._loads: dict[Hashable, _OwnLoad] = {}
+        self.given_up = 0
         """Requests that went on without their blocks on disk, because reading took too long."""
 
     def __repr__(self) -> str:
-        return f"LocalAhead(requests={len(self._looked)}, late={self.late})"
+        return f"LocalAhead(requests={len(self._loads)}, given_up={self.given_up})"
 
     def each_pass(self, queue: Sequence[Any]) -> None:
         """Look for new requests, and hold requests back (`waiting_for_input`) while their blocks are on their
@@ -80,90 +73,85 @@ class LocalAhead(Listener):
         queue: SGLang's `DecodeRequest`s that have no slots yet.
         """
         there = {waiting.req.cache_request_handle for waiting in queue}
-        for handle in [handle for handle in self._looked if handle not in there]:
+        for handle in [handle for handle in self._loads if handle not in there]:
             self.release(handle)
-            del self._looked[handle]
+            load = self._loads.pop(handle)
+            if load.state is State.WANTED:
+                self._moves.cancel(load)
         for waiting in queue:
             handle = waiting.req.cache_request_handle
-            looked = self._looked.get(handle)
-            if looked is None:
-                looked = self._looked[handle] = self._begin(waiting.req)
-            if waiting.waiting_for_input and not self._ready(handle, looked):
+            load = self._loads.get(handle) or self._begin(waiting.req)
+            if waiting.waiting_for_input and not self._ready(load):
                 waiting.waiting_for_input = False
 
-    def _ready(self, handle: Hashable, looked: _Looked) -> bool:
-        """Whether all blocks have arrived; begins the next step when it is time."""
-        if not looked.given_up and self._promotions is not None and not self._promotions.ready(handle):
-            if looked.since is None:
-                looked.since = self._clock.monotonic()
-            return False
-        if not looked.copied:
-            looked.copied = True
-            looked.copy = self._copy(looked)
-        return looked.copy is None or looked.copy.state.over
+    def _begin(self, req: Any) -> _OwnLoad:
+        namespace = self._cache.namespace(req.extra_key, req.cache_salt)
+        key, handle = encode_tokens(req.origin_input_ids), req.cache_request_handle
+        load = self._loads[handle] = _OwnLoad(
+            planner=self, handle=handle, namespace=namespace, key=key, onward=False
+        )
+        self._moves.want(load)
+        if self._promotions is not None:
+            # As for an announced prompt: behind all reads that a forward pass waits for.
+            self._promotions.begin(handle, Wanted(namespace, key, AHEAD, request=req.rid))
+        return load
 
-    def _copy(self, looked: _Looked) -> Move | None:
+    def _ready(self, load: _OwnLoad) -> bool:
+        """Whether all blocks have arrived; begins the next step when it is time."""
+        if load.state is State.WANTED:
+            if self._promotions is not None and not self._promotions.ready(load.handle):
+                if load.deadline == math.inf:
+                    load.deadline = self._moves.clock.monotonic() + PATIENCE_SECONDS
+                return False
+            self._copy(load)
+        return load.state.over
+
+    def offer(self, move: _OwnLoad) -> Sequence[int] | None:
+        """Nothing but whether it is late, once its request could have been given slots."""
+        return None if move.deadline == math.inf else ()
+
+    def offered(self, move: _OwnLoad, agreed: Sequence[int]) -> None:
+        """The disk reads on."""
+
+    def late(self, move: _OwnLoad) -> None:
+        """Let the request go on without its blocks on disk."""
+        if self._promotions is not None and not self._promotions.ready(move.handle):
+            self.release(move.handle)
+            self.given_up += 1
+
+    def _copy(self, load: _OwnLoad) -> None:
         """Start copying what DRAM has after HBM's part of a prompt, as much as there is room for."""
         store, tree, hbm, dram = self._cache.store, self._cache.tree, self._cache.hbm, self._cache.dram
         assert dram is not None
         parent, start = tree.root, 0
         below: list[Node] = []
-        for end, node in path_of(tree, looked.namespace, looked.key):
+        for end, node in path_of(tree, load.namespace, load.key):
             if hbm in node.placements:
                 parent, start = node, end
             elif dram.holder in node.placements:
                 below.append(node)
         blocks = sum(node.blocks for node in below)
-        if not blocks or blocks * tree.block_size < self._least_tokens:
-            return None
-        # The blocks to copy must not leave DRAM to make room for themselves.
-        tree.lock(below[-1], dram.holder)
-        found = store.reserve_behind(
-            Tier.HBM, looked.namespace, looked.key, Use.LOAD, parent, start, blocks, whole=True
-        )
-        tree.unlock(below[-1], dram.holder)
+        found: Reservation | Refusal = Refusal.KNOWN
+        if blocks and blocks * tree.block_size >= self._least_tokens:
+            # The blocks to copy must not leave DRAM to make room for themselves.
+            tree.lock(below[-1], dram.holder)
+            found = store.reserve_behind(
+                Tier.HBM, load.namespace, load.key, Use.LOAD, parent, start, blocks, whole=True
+            )
+            tree.unlock(below[-1], dram.holder)
         if isinstance(found, Refusal):
-            return None
+            self._moves.cancel(load)
+            return
         source = OwnCopy(found, dram.copies.settle)
-        move = Move(planner=self._copies, onward=False)
-        self._moves.fill(move, found, source)
+        self._moves.fill(load, found, source)
         store.swap_in(Tier.DRAM, below, found.places, source.arrived)
-        return move
 
     def release(self, handle: Hashable) -> None:
         """The request has been given slots, or is gone."""
         if self._promotions is not None:
             self._promotions.release(handle)
 
-    def _begin(self, req: Any) -> _Looked:
-        looked = _Looked(
-            self._cache.namespace(req.extra_key, req.cache_salt), encode_tokens(req.origin_input_ids)
-        )
-        if self._promotions is not None:
-            # As for an announced prompt: behind all reads that a forward pass waits for.
-            wanted = Wanted(looked.namespace, looked.key, AHEAD, request=req.rid)
-            self._promotions.begin(req.cache_request_handle, wanted)
-        return looked
-
     def before_clear(self) -> None:
         """Give up the copies under way."""
-        for move in self._moves.of(self._copies):
+        for move in self._moves.of(self):
             self._moves.cancel(move)
-
-    def propose(self) -> Sequence[int]:
-        """For each request that the disk holds back, whether it has waited long enough."""
-        now, said = self._clock.monotonic(), []
-        self._held_back = []
-        for handle, looked in self._looked.items():
-            if looked.since is not None and not looked.given_up:
-                self._held_back.append((handle, looked))
-                said.append(int(now - looked.since > PATIENCE_SECONDS))
-        return said
-
-    def act(self, agreed: Sequence[int]) -> None:
-        """Let requests go on that have waited long enough on every rank."""
-        for (handle, looked), late in zip(self._held_back, agreed, strict=False):
-            if late and self._promotions is not None and not self._promotions.ready(handle):
-                self.release(handle)
-                looked.given_up = True
-                self.late += 1

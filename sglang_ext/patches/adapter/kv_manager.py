@@ -238,7 +238,6 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.local: LocalAhead | None = None
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.dram is not None:
             self.local = LocalAhead(cache, least_tokens=config.load_min_tokens)
-            self._parts.append(self.local)
             self._listeners.append(self.local)
         if returns:
             blocks = Blocks(cache)

@@ -40,7 +40,8 @@ class Decode:
         scenario = Scenario(
             "decode", PoolKind(page=4), hbm_tokens=128, dram_blocks=20, disk_blocks=100, memory=4
         )
-        self.rank = Rank(scenario, pace=pace, disk_class=gated)
+        self.clock = FakeClock()
+        self.rank = Rank(scenario, pace=pace, disk_class=gated, clock=self.clock)
         self.cache = self.rank.cache
         assert self.rank.promotions is not None
         self.rank.serve(PROMPT)
@@ -55,9 +56,7 @@ class Decode:
         self.cache.evict(EvictParams(num_tokens=128))
         assert self.rank.tier is not None
         self.rank.tier.give_back(self.rank.tier.take(20))  # everything leaves DRAM
-        self.clock = FakeClock()
-        self.ahead = LocalAhead(self.cache, self.clock)
-        self.cache.ranks.add(self.ahead)
+        self.ahead = LocalAhead(self.cache)
         self.waiting = SimpleNamespace(req=req, waiting_for_input=False)
 
     def may_have_slots(self) -> bool:
@@ -118,7 +117,7 @@ def test_the_disk_is_read_before_slots_are_set_aside(decode: Decode) -> None:
     chain = np.array(chain_of(NAMESPACE, PROMPT), np.uint64)[: decode.whole]
     for layer in range(decode.rank.pools.oracle.layers):
         decode.rank.pools.oracle.compare(match.prefix_indices.numpy(), chain, layer, "from disk")
-    assert decode.ahead.late == 0
+    assert decode.ahead.given_up == 0
     assert decode.nothing_is_held()
 
 
@@ -133,7 +132,7 @@ def test_a_slow_disk_is_not_waited_for(decode: Decode) -> None:
     # It is not held back again.
     assert decode.may_have_slots()
     decode.disk.open_gate("get_layer")
-    assert decode.ahead.late == 1
+    assert decode.ahead.given_up == 1
     wait_until(decode.nothing_is_held, seconds=20, what="the read")
 
 
@@ -176,10 +175,10 @@ def test_a_request_that_is_gone_leaves_its_copy_to_others(still: Decode) -> None
 
 def test_what_is_too_short_or_finds_no_room_is_left_to_prefill(still: Decode) -> None:
     assert still.disk is not None
-    still.ahead = LocalAhead(still.cache, still.clock, least_tokens=still.whole + 1)
+    still.ahead = LocalAhead(still.cache, least_tokens=still.whole + 1)
     wait_until(still.may_have_slots, seconds=20, what="the blocks on disk")
     assert not len(still.matched().prefix_indices)
-    still.ahead = LocalAhead(still.cache, still.clock)
+    still.ahead = LocalAhead(still.cache)
     taken = still.cache.hbm_tier.take_free(still.cache.hbm_tier.free)
     wait_until(still.may_have_slots, seconds=20, what="the blocks on disk")
     still.cache.token_to_kv_pool_allocator.free(taken)
