@@ -9,6 +9,9 @@ order.
 The number of values that a part proposes depends only on state that all ranks share: on the operations it
 has submitted, not on their results. The vector's first two numbers reveal ranks that are out of step, or that
 have added their parts in different orders.
+
+Numbers that each rank measures, such as the speed of its copies, are compared along with those of the parts
+(`Ranks.measure`). They alone are no reason for a collective, unless one is asked for (`Measured.ask`).
 """
 
 from __future__ import annotations
@@ -39,6 +42,35 @@ class Part(Protocol):
         """Act on the agreed numbers: as many as proposed, or none where the ranks compared nothing."""
 
 
+class Measured:
+    """Numbers that each rank measures, the smallest of any rank at each place. Made by `Ranks.measure`."""
+
+    def __init__(self, ranks: Ranks, name: str, read: Callable[[], Sequence[int]]) -> None:
+        self._ranks = ranks
+        self.name = name
+        self.read = read
+        self.numbers: tuple[int, ...] | None = None
+        """As of the last comparison; None before the first."""
+        self._compared_at = 0
+
+    def __repr__(self) -> str:
+        return f"Measured({self.name}, {self.numbers})"
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the ranks have compared them in this pass."""
+        return self._compared_at == self._ranks.passes
+
+    def ask(self) -> None:
+        """Compare numbers in the next pass in any case. On all ranks in the same pass."""
+        self._ranks.compare_next()
+
+    def compared(self, numbers: Sequence[int]) -> None:
+        """These are the smallest of any rank, as of this pass."""
+        self.numbers = tuple(numbers)
+        self._compared_at = self._ranks.passes
+
+
 class Ranks:
     """The ranks of one instance, as one of them sees them. In the scheduler's thread.
 
@@ -53,8 +85,9 @@ class Ranks:
         self._check = check
         self._parts: tuple[Part, ...] = ()
         self._order = 0
-        """Checksum of the classes of the parts, in the order in which they were added."""
-        self._riders: list[Part] = []
+        """Checksum of the names of parts and measured numbers, in the order in which they were added."""
+        self._measured: list[Measured] = []
+        self._compares_next = False
         self.passes = 0
         self.vectors = 0
         """Collectives since the start."""
@@ -67,15 +100,26 @@ class Ranks:
         """Whether there is one rank, which may record results at any time."""
         return self._least is None
 
-    def add(self, part: Part, *, rides: bool = False) -> None:
-        """Ask a part in each pass from now on, after all earlier parts. On all ranks in the same order.
-
-        rides: the part's numbers are compared in passes in which other parts propose some, and alone are no
-        reason for a collective.
-        """
+    def add(self, part: Part) -> None:
+        """Ask a part in each pass from now on, after all earlier parts. On all ranks in the same order."""
         self._have((*self._parts, part))
-        if rides:
-            self._riders.append(part)
+
+    def measure(self, name: str, read: Callable[[], Sequence[int]]) -> Measured:
+        """Compare numbers of each rank in every pass in which the ranks compare anything. On all ranks in the
+        same order.
+
+        Args:
+            name: the same on all ranks.
+            read: returns this rank's numbers; always as many.
+        """
+        measured = Measured(self, name, read)
+        self._measured.append(measured)
+        self._have(self._parts)
+        return measured
+
+    def compare_next(self) -> None:
+        """Compare numbers in the next pass, also when no part has anything to decide."""
+        self._compares_next = True
 
     def remove(self, part: Part) -> None:
         """Stop asking a part."""
@@ -87,7 +131,8 @@ class Ranks:
 
     @property
     def _names(self) -> list[str]:
-        return [type(part).__name__ for part in self._parts]
+        names = [type(part).__name__ for part in self._parts]
+        return names + [measured.name for measured in self._measured]
 
     def each_pass(self) -> None:
         """Agree, and act. Once per pass of the scheduler's loop, on every rank.
@@ -96,14 +141,17 @@ class Ranks:
             OutOfStepError: another rank has other parts or numbers.
         """
         self.passes += 1
-        parts = self._parts
+        parts, measured = self._parts, self._measured
         said = [part.propose() for part in parts]
-        if self._least is not None:
-            reasons = (numbers for part, numbers in zip(parts, said, strict=True) if part not in self._riders)
-            if self._check or any(reasons):
-                said = self._compare(said)
-            else:
-                said = [()] * len(parts)
+        compares, self._compares_next = self._compares_next or self._check or any(said), False
+        read: list[Sequence[int]] = []
+        if self._least is None:
+            read = [each.read() for each in measured]
+        elif compares:
+            agreed = self._compare([*said, *(each.read() for each in measured)])
+            said, read = agreed[: len(parts)], agreed[len(parts) :]
+        for each, numbers in zip(measured, read, strict=False):
+            each.compared(numbers)
         for part, numbers in zip(parts, said, strict=True):
             part.act(numbers)
 

@@ -228,10 +228,7 @@ class Retraction(Planner):
         self._clock = clock or SystemClock()
         self._step_s: float | None = None
         self._last: float | None = None
-        self._asked = False
-        self._agreed: tuple[int, float | None] | None = None
-        """The pass in which all ranks agreed, and the seconds of a step on which they agreed."""
-        ranks.add(self)
+        self._agreed = ranks.measure("decode step", self._measure)
 
     def __repr__(self) -> str:
         return f"Retraction(step_s={self._step_s}, {self.counters})"
@@ -250,24 +247,17 @@ class Retraction(Planner):
         """Another batch than decode has run, so the time to the next result is no decode step."""
         self._last = None
 
-    def propose(self) -> Sequence[int]:
-        if not self._asked or self._ranks.alone:
-            return ()
+    def _measure(self) -> Sequence[int]:
         return (NOT_YET if self._step_s is None else round(self._step_s * self._UNITS),)
-
-    def act(self, agreed: Sequence[int]) -> None:
-        self._asked = False
-        if agreed:
-            step = None if agreed[0] == NOT_YET else agreed[0] / self._UNITS
-            self._agreed = (self._ranks.passes, step)
 
     def judge(self, want: Wanting, running: Sequence[Running], threshold: int) -> Verdict | None:
         """`weigh`, with the step that all ranks agree on; None until they have agreed, in the next pass."""
         if self._ranks.alone or self.wait_s <= 0:  # a wait of 0 needs no step
             step = self._step_s
         else:
-            self._asked = True
-            if self._agreed is None or self._agreed[0] != self._ranks.passes:
+            self._agreed.ask()
+            if not self._agreed.fresh or self._agreed.numbers is None:
                 return None
-            step = self._agreed[1]
+            (units,) = self._agreed.numbers
+            step = None if units == NOT_YET else units / self._UNITS
         return weigh(want, running, step_s=step, wait_s=self.wait_s, threshold=threshold)

@@ -35,8 +35,7 @@ class MoveRate:
     def __init__(self, ranks: Ranks) -> None:
         self._mean: float | None = None
         self._deviation = 0.0
-        self._agreed = FIRST_RATE
-        ranks.add(self, rides=True)
+        self._agreed = ranks.measure("move rate", self._measure)
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """A prefetch has brought so many bytes, in so many seconds from its first piece on."""
@@ -49,21 +48,22 @@ class MoveRate:
         self._deviation += _SMOOTHING * (abs(took - self._mean) - self._deviation)
         self._mean += _SMOOTHING * (took - self._mean)
 
-    def propose(self) -> Sequence[int]:
+    def _measure(self) -> Sequence[int]:
         if self._mean is None:
             return (FIRST_RATE,)
         return (max(1, int(1 / (self._mean + _DEVIATIONS * self._deviation))),)
 
-    def act(self, agreed: Sequence[int]) -> None:
-        if agreed:
-            self._agreed = agreed[0]
+    @property
+    def bytes_per_second(self) -> int:
+        """The rate of the slowest rank."""
+        return FIRST_RATE if self._agreed.numbers is None else self._agreed.numbers[0]
 
     def seconds(self, nbytes: int) -> float:
         """To move so many bytes, margin included."""
-        return LEAST_LEAD_S + nbytes / self._agreed
+        return LEAST_LEAD_S + nbytes / self.bytes_per_second
 
     def __repr__(self) -> str:
-        return f"MoveRate({self._agreed} bytes/s)"
+        return f"MoveRate({self.bytes_per_second} bytes/s)"
 
 
 def latest_starts(jobs: Sequence[tuple[float, float]]) -> list[float]:

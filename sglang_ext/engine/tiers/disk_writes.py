@@ -69,27 +69,6 @@ class _Write:
         return sum(1 for _ in done)
 
 
-class _Renewals:
-    """Removes the disk's placements from the tree when any rank's disk has lost its blocks and started
-    empty.
-    """
-
-    def __init__(self, renewals: Callable[[], int], forget: Callable[[], None]) -> None:
-        self._renewals = renewals
-        self._forget = forget
-        self._seen = 0
-
-    def propose(self) -> Sequence[int]:
-        """The number of this rank, negative: the ranks agree on the smallest."""
-        return [-self._renewals()]
-
-    def act(self, agreed: Sequence[int]) -> None:
-        for number in agreed:
-            if -number > self._seen:
-                self._seen = -number
-                self._forget()
-
-
 class DiskWrites:
     """See the module's docstring.
 
@@ -129,7 +108,9 @@ class DiskWrites:
         self._memory = memory
         self._ranks = ranks
         ranks.add(self)
-        ranks.add(_Renewals(renewals, self.clear), rides=True)
+        self._renewals = ranks.measure("lost disks", lambda: (-renewals(),))
+        self._forgotten = 0
+        """Losses of a rank's disk after which the disk's placements were removed from the tree."""
         self._patience = patience
         self._pending: dict[Hashable, deque[_Write]] = {}
         """The writes of each tenant that has any, the oldest first."""
@@ -224,6 +205,7 @@ class DiskWrites:
 
     def act(self, agreed: Sequence[int]) -> None:
         """Complete the writes that have ended on every rank, of each tenant in the order of submission."""
+        self._forget_lost()
         waiting: set[Hashable] = set()
         for write, durable in zip(list(itertools.islice(self._in_turns(), len(agreed))), agreed, strict=True):
             if durable == NOT_YET:
@@ -235,6 +217,15 @@ class DiskWrites:
                 if not line:
                     del self._pending[write.owner]
                 self._complete(write, durable)
+
+    def _forget_lost(self) -> None:
+        """Remove the disk's placements from the tree when any rank's disk has lost its blocks and started
+        empty.
+        """
+        lost = 0 if self._renewals.numbers is None else -self._renewals.numbers[0]
+        if lost > self._forgotten:
+            self._forgotten = lost
+            self.clear()
 
     def _complete(self, write: _Write, durable: int) -> None:
         assert write.written is not None

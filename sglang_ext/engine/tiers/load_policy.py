@@ -124,8 +124,9 @@ def layers_to_hold(n_layers: int, load: float | None, compute: float | None) -> 
 class Speeds(Protocol):
     """The speeds of computing and of loading."""
 
-    bytes_per_second: float | None
-    """Of recent loads; None when unknown."""
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Of recent loads; None when unknown."""
 
     def seconds(self, tokens: int, context: int) -> float | None:
         """To compute ``tokens`` after ``context``; None when unknown."""
@@ -143,7 +144,7 @@ class Unmeasured:
 class AgreedSpeeds:
     """The ranks' measurements, the smallest at each place, so that all ranks decide alike at any time.
 
-    As of the last pass in which the ranks compared numbers (`Ranks.add`, rides).
+    As of the last pass in which the ranks compared numbers (`Ranks.measure`).
 
     Args:
         cost: fitted to this rank's batches.
@@ -157,23 +158,23 @@ class AgreedSpeeds:
     def __init__(self, cost: PrefillCost, load: Callable[[], float | None], ranks: Ranks) -> None:
         self._cost = cost
         self._load = load
-        self._coefficients: tuple[float, float] | None = None
-        self.bytes_per_second: float | None = None
-        ranks.add(self, rides=True)
+        self._agreed = ranks.measure("speeds", self._measure)
 
-    def propose(self) -> Sequence[int]:
+    def _measure(self) -> Sequence[int]:
         a, b = self._cost.coefficients() or (NOT_YET, NOT_YET)
         return int(self._load() or 0), round(a * self._UNITS), round(b * self._UNITS)
 
-    def act(self, agreed: Sequence[int]) -> None:
-        if agreed:
-            rate, a, b = agreed
-            self.bytes_per_second = rate or None
-            self._coefficients = None if min(a, b) < 0 else (a / self._UNITS, b / self._UNITS)
+    @property
+    def bytes_per_second(self) -> float | None:
+        numbers = self._agreed.numbers
+        return None if numbers is None else numbers[0] or None
 
     def seconds(self, tokens: int, context: int) -> float | None:
         """To compute ``tokens`` after ``context``; None when unknown."""
-        return _seconds(self._coefficients, tokens, context)
+        numbers = self._agreed.numbers
+        if numbers is None or min(numbers[1:]) < 0:
+            return None
+        return _seconds((numbers[1] / self._UNITS, numbers[2] / self._UNITS), tokens, context)
 
 
 class DramPolicy:

@@ -5,7 +5,6 @@ The simulated forward pass compares every byte that it reads with the computed o
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine_simulation import Rank, Scenario
 
-from sglang_ext.engine.tiers.disk_writes import _Renewals
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import BlockTier
@@ -37,7 +36,7 @@ def test_a_conversation_is_on_disk_as_a_whole_again(
 ) -> None:
     """The twin goes on as if the disk still had the earlier turns: no restart finds anything of them."""
     if not forgets:
-        monkeypatch.setattr(_Renewals, "act", lambda *_: None)
+        monkeypatch.setattr(DiskWrites, "_forget_lost", lambda _self: None)
     folder = tmp_path / "disk"
     with Rank(SCENARIO, disk_class=over(folder)) as rank:
         rank.serve(PROMPT)
@@ -51,29 +50,3 @@ def test_a_conversation_is_on_disk_as_a_whole_again(
         assert rank.promotions._tier.renewals == 1
     with Rank(SCENARIO, disk_class=over(folder)) as rank:
         assert rank.serve(NEXT).cached_tokens == (32 * BLOCK if forgets else 0)
-
-
-def test_ranks_forget_when_any_rank_has_lost_its_disk() -> None:
-    renewals, forgot = [0, 0], [0, 0]
-
-    def forget(rank: int) -> None:
-        forgot[rank] += 1
-
-    ranks = [
-        _Renewals(functools.partial(renewals.__getitem__, rank), functools.partial(forget, rank))
-        for rank in range(2)
-    ]
-
-    def each_pass() -> None:
-        agreed = [min(numbers) for numbers in zip(*(rank.propose() for rank in ranks), strict=True)]
-        for rank in ranks:
-            rank.act(agreed)
-
-    each_pass()
-    assert forgot == [0, 0]
-    renewals[1] = 1
-    each_pass()
-    each_pass()
-    assert forgot == [1, 1]
-    ranks[0].act(())  # nothing was compared
-    assert forgot == [1, 1]
