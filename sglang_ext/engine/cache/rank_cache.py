@@ -208,6 +208,7 @@ class RankCache:
         """Verify the invariants of tree and tiers. Raises AssertionError naming the broken one."""
         self.tree.check()
         self.store.check()
+        self.moves.check()
         for planner in self.planners:
             planner.check()
 

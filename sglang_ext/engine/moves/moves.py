@@ -185,6 +185,14 @@ class Moves:
             if source is not None and source.ends_alike and source.blocks is not None:
                 self._over(move, source.blocks)
 
+    def check(self) -> None:
+        """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
+        for move in self._open:
+            if move.state.over or (move.reservation is not None and not move.reservation.open):
+                raise AssertionError(f"a move that is {move.state.value} has no memory and is still open")
+        if any(move not in self._open or move.streams_to != to for to, move in self._streams.items()):
+            raise AssertionError("requests to which moves may stream and open moves do not agree")
+
     def _over(self, move: Move, blocks: int) -> None:
         whole = blocks == move.blocks
         self._end(move, Event.WHOLE if whole else Event.SHORT, 0 if move.whole and not whole else blocks)
