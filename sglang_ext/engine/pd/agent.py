@@ -43,6 +43,7 @@ from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd.prefill_sender import PrefillSender
 from sglang_ext.engine.pd.pushing import LayerFeed, Writing
+from sglang_ext.engine.pd.sending_handover import SendingRank
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.mempool.store import Call
 from sglang_ext.protocol.agent import PrefillServers
@@ -247,15 +248,17 @@ class Agent:
         for name, book in self._books.items():
             self.transfers.watch_leases(name, book.ended)
         self.sender = PrefillSender(
-            self.book,
-            self._clock,
-            loop,
-            self.endpoint.owner.connected,
-            self.wake,
-            self._claim,
-            pushes,
-            staged,
-            pool.block_bytes,
+            SendingRank(
+                book=self.book,
+                clock=self._clock,
+                loop=loop,
+                connected=self.endpoint.owner.connected,
+                wake=self.wake,
+                claim=self._claim,
+                pushes=pushes,
+                staging=staged,
+                page_bytes=pool.block_bytes,
+            )
         )
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.joins = PrefillJoins(self._peers, self._clock)

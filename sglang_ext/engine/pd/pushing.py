@@ -25,8 +25,10 @@ from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.errors import SglangExtError
 from sglang_ext.mempool.remote import RemoteMemory
 from sglang_ext.mempool.store import Call
+from sglang_ext.tasks import Tasks
 
 NOT_SENT = -1
 AHEAD: Final = "ahead"
@@ -137,6 +139,68 @@ class Writing:
     async def stop(self) -> None:
         """Give up: returns when nothing of ours writes there any more."""
         await self._memory.free_mem()
+
+
+class Filling:
+    """All of one request's pages at decode: named by its decode ranks, claimed, then filled.
+
+    Args:
+        stopping: runs the end of writings that are given up.
+    """
+
+    def __init__(self, stopping: Tasks) -> None:
+        self._stopping = stopping
+        self._named: dict[bytes, int] = {}
+        """By decode rank that has named pages: how many it has already, at the request's beginning."""
+        self._claimed = 0
+        self.writings: list[Writing] = []
+        """The claimed pages, by decode rank; one that lacks none, or has them filled by others, has none."""
+        self._task: asyncio.Task[None] | None = None
+
+    def name(self, reader: bytes, skip: int) -> None:
+        """A decode rank has named its pages."""
+        self._named[reader] = skip
+
+    def named_by(self, reader: bytes) -> bool:
+        """Whether this decode rank has named its pages."""
+        return reader in self._named
+
+    @property
+    def named(self) -> bool:
+        """Whether a decode rank has named its pages."""
+        return bool(self._named)
+
+    def claimed(self, writing: Writing | None) -> None:
+        """The pages that a decode rank has named are claimed; None when this rank fills none of them."""
+        self._claimed += 1
+        if writing is not None:
+            self.writings.append(writing)
+
+    def granted(self, expected: int) -> int | None:
+        """How many pages decode has already, once so many decode ranks have named pages that are claimed."""
+        if not expected or self._claimed < expected:
+            return None
+        return min(self._named.values(), default=0)
+
+    def begin(self, pages: Ids, filled: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Write to every decode rank, then call `filled`. On the event loop."""
+        self._task = asyncio.create_task(self._fill(pages, filled, failed))
+
+    async def _fill(self, pages: Ids, filled: Callable[[], None], failed: Callable[[str], None]) -> None:
+        try:
+            for writing in list(self.writings):
+                await writing.finish(pages)
+        except SglangExtError as error:
+            failed(f"writing to decode failed: {error}")
+            return
+        filled()
+
+    def stop(self, writings: Sequence[Writing]) -> None:
+        """Give writings up. On the event loop."""
+        if self._task is not None:
+            self._task.cancel()
+        for writing in writings:
+            self._stopping.start(writing.stop())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,10 +40,10 @@ from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import TakeBack
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.prompt_logprobs import MAX_BYTES, PromptLogprobs, too_large
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
@@ -279,14 +278,14 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             handover = getattr(sender, "_handover", None)
             if not isinstance(sender, GlobalKVSender) or handover is None:
                 continue
-            skip = self.agent.sender.granted(handover)
+            skip = handover.granted()
             first, last = -(-current.prefix_tokens(req) // page), current.computed_end(req) // page
             if skip is None or last <= max(first, skip):
                 continue
             numbers = np.arange(max(first, skip), last)
             row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
             pages = row[numbers * page].numpy().astype(np.int64) // page
-            found.append(Computing(numbers - skip, pages, partial(self.agent.sender.writings, handover)))
+            found.append(Computing(numbers - skip, pages, handover.writings))
         return found
 
     def computes(self, batch: Any) -> None:
@@ -375,7 +374,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         assert self._row is not None
         logprobs = None if self.req is None else prompt_logprobs.of_request(self.req)
         if logprobs is not None and logprobs.nbytes > MAX_BYTES:
-            self.kv_mgr.agent.sender.abort(self._handover, too_large(logprobs.nbytes))
+            self._handover.give_up(too_large(logprobs.nbytes))
             return
         self.kv_mgr.agent.sender.complete(
             self._handover,
@@ -395,7 +394,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
             return int(KVPoll.Failed)
         if self._handover.state is SenderState.COMPUTING and self.kv_mgr.pushes:
             # Push: prefill has to know decode's slots before it computes.
-            granted = self.kv_mgr.agent.sender.granted(self._handover) is not None
+            granted = self._handover.granted() is not None
             return int(KVPoll.WaitingForInput if granted else KVPoll.Bootstrapping)
         return int(_SENDER_POLL[self._handover.state])
 
@@ -403,7 +402,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         """Tokens that decode has, which need not be sent. Pulling, decode leaves them out by itself."""
         if self._handover is None or not self.kv_mgr.pushes:
             return 0
-        pages = self.kv_mgr.agent.sender.granted(self._handover) or 0
+        pages = self._handover.granted() or 0
         return int(pages * self.kv_mgr.kv_args.page_size)
 
     def get_transfer_metric(self) -> KVTransferMetric:
@@ -423,7 +422,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
 
     def abort(self) -> None:
         if self._handover is not None:
-            self.kv_mgr.agent.sender.abort(self._handover, "the request was aborted on prefill")
+            self._handover.give_up("the request was aborted on prefill")
 
 
 class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]

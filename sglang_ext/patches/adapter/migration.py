@@ -46,7 +46,7 @@ import numpy as np
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.pd.agent import Agent
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.resume import (

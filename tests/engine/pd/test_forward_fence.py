@@ -13,7 +13,7 @@ from pd_rig import METADATA, Rig, Side, rig
 from sglang_ext.disagg.handover import ReceiverState
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver
 
 ROWS = bytes(range(METADATA))
@@ -53,7 +53,7 @@ def compute(servers: Rig, given: SendingHandover, taken: ReceivingHandover) -> N
     """Prefill's scheduler computes; when pushing, as soon as it has decode's slots."""
     sender = servers.prefill[0].agent.sender
     if not taken.read:
-        servers.wait(lambda: sender.granted(given) is not None, "decode's slots")
+        servers.wait(lambda: given.granted() is not None, "decode's slots")
     sender.complete(given, np.array(HERE), ROWS)
     if taken.read:
         servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")

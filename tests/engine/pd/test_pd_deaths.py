@@ -28,7 +28,7 @@ from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.testing.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -250,9 +250,7 @@ def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) ->
         found.victim.do(f"open {found.number}")
         found.victim.until("waiting")
         found.victim.do("read")
-        wait_until(
-            lambda: found.survivor.sender.granted(given) is not None, seconds=20, what="decode's pages"
-        )
+        wait_until(lambda: given.granted() is not None, seconds=20, what="decode's pages")
     else:
         found.victim.do(f"open {found.number}")
         handover = taken = found.survivor.receiver.open(found.address, found.number)

@@ -18,13 +18,13 @@ from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.disagg.messages import Complete, Offer
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.engine.pd import prefill_sender as pd_giving
+from sglang_ext.engine.pd import early_ranks, sending_handover
 from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import PROTOCOL, Done, RankInfo
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.stages import StageTimes
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import pack_ids
@@ -162,7 +162,7 @@ def test_pages_are_sealed_only_while_they_are_leased(one: Rig) -> None:
         side.agent.sender.complete(handover, np.array([1, 2, own]), ROWS)
     one.wait(lambda: all(handover.state is ReceiverState.READY for handover in receiving), "offers")
     assert pages.is_sealed(np.array([1, 2, 4, 5])).all()
-    side.agent.sender.abort(handovers[0], "gone")
+    handovers[0].give_up("gone")
     assert pages.is_sealed(np.array([1, 2, 5])).all(), "the other request's"
     assert not pages.is_sealed(np.array([4])).any(), "no hand-over has it"
     one.wait(lambda: receiving[0].state is ReceiverState.FAILED, "the end of the first")
@@ -194,12 +194,12 @@ def test_an_abort_that_comes_before_prefill_has_heard_of_the_request_ends_it(mod
         number, sender = next(NUMBERS), servers.prefill[0].agent.sender
         receivers = [side.agent.receiver for side in servers.decode]
         receiving = [receiver.open(servers.address, number) for receiver in receivers]
-        servers.wait(lambda: len(sender._parked.get(number, [])) == 2, "both to wait for it")
+        servers.wait(lambda: sender.early.waiting(number) == 2, "both to wait for it")
         receivers[0].abort(receiving[0], "the client is gone")
-        servers.wait(lambda: len(sender._parked.get(number, [])) == 1, "the first to wait no longer")
-        assert number not in sender._given_up
+        servers.wait(lambda: sender.early.waiting(number) == 1, "the first to wait no longer")
+        assert not sender.early.given_up(number)
         receivers[1].abort(receiving[1], "the client is gone")
-        servers.wait(lambda: number in sender._given_up, "the second to wait no longer")
+        servers.wait(lambda: sender.early.given_up(number), "the second to wait no longer")
         handover = sender.open(number)
         assert handover.state is SenderState.LOST
         assert "the client is gone" in handover.reason
@@ -208,9 +208,9 @@ def test_an_abort_that_comes_before_prefill_has_heard_of_the_request_ends_it(mod
 
         number = next(NUMBERS)
         receiving = [receiver.open(servers.address, number) for receiver in receivers]
-        servers.wait(lambda: len(sender._parked.get(number, [])) == 2, "both to wait for it")
+        servers.wait(lambda: sender.early.waiting(number) == 2, "both to wait for it")
         receivers[0].abort(receiving[0], "the client is gone")
-        servers.wait(lambda: len(sender._parked.get(number, [])) == 1, "the first to wait no longer")
+        servers.wait(lambda: sender.early.waiting(number) == 1, "the first to wait no longer")
         handover = sender.open(number)
         assert handover.state is SenderState.COMPUTING
         servers.wait(lambda: len(handover.readers) == 1, "the other to take part")
@@ -223,11 +223,11 @@ def test_what_was_given_up_early_is_forgotten(one: Rig, monkeypatch: pytest.Monk
     number, sender = next(NUMBERS), one.prefill[0].agent.sender
     receiver = one.decode[0].agent.receiver
     receiving = receiver.open(one.address, number)
-    one.wait(lambda: number in sender._parked, "it to wait")
+    one.wait(lambda: sender.early.waiting(number), "it to wait")
     receiver.abort(receiving, "the client is gone")
-    one.wait(lambda: number in sender._given_up, "it to be given up")
-    monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.0)
-    one.wait(lambda: number not in sender._given_up, "it to be forgotten")
+    one.wait(lambda: sender.early.given_up(number), "it to be given up")
+    monkeypatch.setattr(early_ranks, "JOIN_SECONDS", 0.0)
+    one.wait(lambda: not sender.early.given_up(number), "it to be forgotten")
     assert sender.open(number).state is SenderState.COMPUTING, "another request"
 
 
@@ -249,7 +249,7 @@ def test_an_abort_on_prefill_ends_decode_with_the_reason(one: Rig) -> None:
     handover = one.prefill[0].agent.sender.open(number)
     receiving = one.decode[0].agent.receiver.open(one.address, number)
     one.wait(lambda: bool(handover.readers), "decode to join")
-    one.prefill[0].agent.sender.abort(handover, "no more memory")
+    handover.give_up("no more memory")
     one.wait(lambda: receiving.state is ReceiverState.FAILED, "decode to hear of it")
     assert "no more memory" in receiving.reason
 
@@ -299,7 +299,7 @@ def test_a_prefill_server_of_another_release_is_refused_by_its_protocol(one: Rig
 
 
 def test_an_unknown_handover_is_refused(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(early_ranks, "JOIN_SECONDS", 0.2)
     receiving = one.decode[0].agent.receiver.open(one.address, next(NUMBERS))
     one.wait(lambda: receiving.state is ReceiverState.FAILED, "the refusal")
     assert "unknown" in receiving.reason
@@ -321,9 +321,9 @@ def test_a_handover_in_use_is_refused(one: Rig) -> None:
     handover = sender.open(number)
     with pytest.raises(RefusedError, match="in use"):
         sender.open(number)
-    sender.abort(handover, "over")
+    handover.give_up("over")
     assert sender.open(number) is not handover
-    sender.abort(sender.open(next(NUMBERS)), "over")
+    sender.open(next(NUMBERS)).give_up("over")
 
 
 def test_nothing_answers_at_the_address(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +375,8 @@ def push(
     for side, handover in zip(servers.decode, receiving, strict=True):
         side.agent.receiver.read(handover, Wanted(np.array(there), skip, row=number % 7))
     for side, handover in zip(servers.prefill, sending, strict=True):
-        servers.wait(lambda s=side, r=handover: s.agent.sender.granted(r) is not None, "decode's pages")
-        assert side.agent.sender.granted(handover) == skip
+        servers.wait(lambda s=side, r=handover: r.granted() is not None, "decode's pages")
+        assert handover.granted() == skip
         side.agent.sender.complete(handover, np.array(here), ROWS)
     servers.wait(
         lambda: all(handover.state in (ReceiverState.HELD, ReceiverState.FAILED) for handover in receiving),
@@ -394,13 +394,11 @@ def test_layers_are_pushed_while_the_next_are_computed(moved: bool) -> None:
         given, taken = sender.open(number), receiver.open(servers.address, number)
         servers.wait(lambda: taken.state is ReceiverState.WAITING, "a connection")
         receiver.read(taken, Wanted(np.array(there), 0, row=0))
-        servers.wait(lambda: sender.granted(given) is not None, "decode's pages")
-        (writing,) = sender.writings(given)
+        servers.wait(lambda: given.granted() is not None, "decode's pages")
+        (writing,) = given.writings()
         # The first page is a cached prefix; the forward pass computes the two after it.
         feed = servers.prefill[0].agent.layer_feed(0, LAYERS)
-        feed.forward_begins(
-            [Computing(np.array([1, 2]), np.array(here[1:3]), lambda: sender.writings(given))]
-        )
+        feed.forward_begins([Computing(np.array([1, 2]), np.array(here[1:3]), lambda: given.writings())])
         for layer in range(LAYERS):
             feed.layer_begins(layer)
         servers.wait(lambda: writing.layers_ahead == 2 * (LAYERS - 1), "all layers but the last")
@@ -442,7 +440,7 @@ def test_an_abort_of_a_push_frees_decodes_pages_only_when_nobody_writes() -> Non
         taken = receiver.open(servers.address, number)
         servers.wait(lambda: taken.state is ReceiverState.WAITING, "a connection")
         receiver.read(taken, Wanted(np.array([1, 2]), 0, 0))
-        servers.wait(lambda: sender.granted(given) is not None, "decode's pages")
+        servers.wait(lambda: given.granted() is not None, "decode's pages")
         receiver.abort(taken, "the client is gone")
         servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end on decode")
         servers.wait(lambda: given.state is SenderState.LOST, "the end on prefill")
@@ -501,15 +499,15 @@ def test_pushing_a_request_waits_for_decode_and_not_without_a_decode_server(
         handovers = [servers.prefill[0].agent.sender.open(met)]
         receiving = servers.decode[0].agent.receiver.open(servers.address, met)
         servers.wait(lambda: receiving.state is ReceiverState.WAITING, "the meeting")
-        monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.0)
+        monkeypatch.setattr(sending_handover, "JOIN_SECONDS", 0.0)
         handovers.append(servers.prefill[0].agent.sender.open(alone))
         servers.wait(
             lambda: handovers[1].state is SenderState.LOST, "the end of the hand-over without a reader"
         )
         assert "no decode server takes part" in handovers[1].reason
         assert (handovers[0].state, receiving.state) == (SenderState.COMPUTING, ReceiverState.WAITING)
-        assert servers.prefill[0].agent.sender.granted(handovers[0]) is None
-        servers.prefill[0].agent.sender.abort(handovers[0], "enough")
+        assert handovers[0].granted() is None
+        handovers[0].give_up("enough")
         servers.decode[0].agent.receiver.read(receiving, Wanted(np.array([1]), 0, 0))
         servers.wait(lambda: receiving.state is ReceiverState.FAILED, "the end on decode")
         assert receiving.reason.endswith("enough")

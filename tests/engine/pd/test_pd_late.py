@@ -18,12 +18,7 @@ from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import LeaseTable
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
-from sglang_ext.engine.pd import (
-    decode_receiver as pd_taking,
-)
-from sglang_ext.engine.pd import (
-    prefill_sender as pd_giving,
-)
+from sglang_ext.engine.pd import decode_receiver, offering
 from sglang_ext.engine.pd.decode_receiver import Claims, Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.mempool import remote
@@ -38,9 +33,9 @@ FIXED = 0.2
 
 @pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
 def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pd_giving, "LEASE_SECONDS", 3.0)
-    monkeypatch.setattr(pd_taking, "LEASE_SECONDS", 3.0)
-    monkeypatch.setattr(pd_taking, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(offering, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(decode_receiver, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(decode_receiver, "RENEW_SECONDS", 0.1)
     if not renewed:
         monkeypatch.setattr(Instance, "keeping", lambda *_: contextlib.nullcontext())
     with rig(transports=(TransportName.CMA,)) as servers:
@@ -81,7 +76,7 @@ def test_how_long_a_request_may_travel_grows_with_its_bytes() -> None:
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "twin"])
 def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixed part of the deadline is over before the first byte moves; the part for the bytes is not."""
-    for module in (pd_taking, remote):
+    for module in (decode_receiver, remote):
         monkeypatch.setattr(module, "moving_seconds", lambda _, nbytes: moving_seconds(FIXED, nbytes))
     monkeypatch.setattr(handover, "SLOWEST_BYTES_PER_SECOND", 100.0 if counted else 1e12)
     with rig(mode=mode, transports=(TransportName.CMA,)) as servers:
@@ -97,7 +92,7 @@ def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytes
             servers.wait(lambda: taken.state is ReceiverState.WAITING, "a connection")
             mover = prefill
             decode.receiver.read(taken, wanted)
-            servers.wait(lambda: prefill.sender.granted(given) is not None, "decode's pages")
+            servers.wait(lambda: given.granted() is not None, "decode's pages")
         (link,) = mover.endpoint.instances[0].links
         gate, over = Gate(link.peer, "read" if mode == "pull" else "write"), threading.Event()
         end_it = link.peer._abort
@@ -146,7 +141,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
         given, taken = prefill.sender.open(number), decode.receiver.open(servers.address, number)
         servers.wait(lambda: taken.state is ReceiverState.WAITING, "a connection")
         decode.receiver.read(taken, Wanted(np.array(THERE), 0, 0))
-        servers.wait(lambda: prefill.sender.granted(given) is not None, "decode's pages")
+        servers.wait(lambda: given.granted() is not None, "decode's pages")
         writes = [link for instance in prefill.endpoint.instances for link in instance.links]
         gate = Gate(writes[0].peer, "write")
         slots = (np.array(THERE)[:, None] * servers.page + np.arange(servers.page)).ravel()

@@ -13,7 +13,7 @@ from pd_rig import METADATA, PAGES, Rig, rig
 from sglang_ext.disagg.handover import ReceiverState, SenderState, State, ended
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ class Scheduler:
             request.there = [self.free.pop() for _ in range(REQUEST_PAGES - request.skip)]
             self.receiver.read(request.receiving, Wanted(np.array(request.there), request.skip, 0))
         for rank, (sender, sending) in enumerate(zip(self.senders, request.sending, strict=True)):
-            may_compute = self.mode == "pull" or sender.granted(sending) is not None
+            may_compute = self.mode == "pull" or sending.granted() is not None
             if may_compute and rank not in request.computed and self.rng.random() < 0.3:
                 request.computed.add(rank)
                 pages = request.here if self.mode == "pull" else request.here[request.skip :]
@@ -81,8 +81,8 @@ class Scheduler:
             self.receiver.abort(request.receiving, "decode's client is gone")
 
     def give_up(self, request: Request, why: str) -> None:
-        for sender, sending in zip(self.senders, request.sending, strict=True):
-            sender.abort(sending, why)
+        for sending in request.sending:
+            sending.give_up(why)
 
     def finish(self, request: Request) -> None:
         if request.receiving.state is ReceiverState.HELD:

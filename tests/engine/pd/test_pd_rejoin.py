@@ -17,7 +17,7 @@ from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Abort
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.protocol.agent import PrefillServer, PrefillServers
 
 pytestmark = pytest.mark.slow
@@ -67,9 +67,8 @@ def goes_through(servers: Rig, given: Sequence[SendingHandover], taken: Receivin
     assert (taken.state, taken.reason) == (waits, "")
     decode.agent.receiver.read(taken, Wanted(np.array(THERE), 0, row=1))
     if not taken.read:
-        for side, each in zip(servers.prefill, given, strict=True):
-            claimed = side.agent.sender.granted
-            servers.wait(lambda claimed=claimed, each=each: claimed(each) is not None, "decode's pages")
+        for each in given:
+            servers.wait(lambda each=each: each.granted() is not None, "decode's pages")
         compute(servers, given)
     servers.wait(lambda: ended(taken.state), "the KV")
     assert (taken.state, taken.reason) == (ReceiverState.HELD, "")
@@ -90,7 +89,7 @@ def nothing_is_left(servers: Rig) -> None:
     for side in (*servers.prefill, *servers.decode):
         agent = side.agent
         servers.wait(lambda agent=agent: agent.sender.live == agent.receiver.live == 0, "hand-overs to end")
-        servers.wait(lambda agent=agent: not agent.sender._parked, "nothing to wait for a hand-over")
+        servers.wait(lambda agent=agent: not agent.sender.early, "nothing to wait for a hand-over")
         pages = agent.endpoint.pools[POOL]
         assert not pages.is_sealed(np.arange(PAGES)).any()
         servers.wait(lambda pages=pages: pages.granted == 0, "grants to end")
@@ -136,11 +135,11 @@ def test_a_session_may_end_while_decode_waits_for_the_request_to_come(mode: str,
         number = next(NUMBERS)
         taken = servers.decode[0].agent.receiver.open(servers.address, number)
         for side in servers.prefill:
-            servers.wait(lambda side=side: number in side.agent.sender._parked, "decode to wait")
+            servers.wait(lambda side=side: side.agent.sender.early.waiting(number), "decode to wait")
         end_sessions(servers.prefill[:1])
         given = open_at(servers.prefill[:1], number)
         servers.wait(lambda: given[0].readers, "decode to take part")
-        assert not any(side.agent.sender._given_up for side in servers.prefill)
+        assert not any(side.agent.sender.early.given_up(number) for side in servers.prefill)
         given += open_at(servers.prefill[1:], number)
         goes_through(servers, given, taken)
 
@@ -151,7 +150,7 @@ def test_it_connects_anew_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> No
     with rig(mode=mode) as servers:
         former, sender = connected(servers), servers.prefill[0].agent.sender
         notices_nothing(servers.decode[0], former)
-        monkeypatch.setattr(sender, "_connected", lambda session: False)
+        monkeypatch.setattr(sender.rank, "connected", lambda session: False)
         number = next(NUMBERS)
         (given,) = open_at(servers.prefill, number)
         taken = servers.decode[0].agent.receiver.open(servers.address, number)
@@ -159,7 +158,7 @@ def test_it_connects_anew_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert "this session is over; connect again" in taken.reason
         assert servers.decode[0].agent.state().connects["request"] == 1
         assert (given.state, given.readers) == (SenderState.COMPUTING, {})
-        sender.abort(given, "its other side has failed")
+        given.give_up("its other side has failed")
         nothing_is_left(servers)
 
 
@@ -212,7 +211,7 @@ def test_a_request_may_be_aborted_while_decode_connects_anew(
         servers.wait(lambda: receiver.live == 0, "the task's end")
         assert (taken.state, taken.reason) == (ReceiverState.FAILED, "the client is gone")
         assert given[0].readers == {}
-        servers.prefill[0].agent.sender.abort(given[0], "the client is gone")
+        given[0].give_up("the client is gone")
         nothing_is_left(servers)
         servers.decode[0].agent.transfers.loop.call_soon_threadsafe(go_on.set)
         number = next(NUMBERS)
@@ -227,7 +226,7 @@ def test_a_request_may_be_aborted_while_a_rank_of_prefill_is_left(
     with rig(2, mode=mode) as servers:
         former, receiver = connected(servers), servers.decode[0].agent.receiver
         notices_nothing(servers.decode[0], former)
-        first, second = (side.agent for side in servers.prefill)
+        second = servers.prefill[1].agent
         hears, told = asyncio.Event(), []
         answer = held(second._answer, Abort, hears)
 
@@ -247,7 +246,7 @@ def test_a_request_may_be_aborted_while_a_rank_of_prefill_is_left(
         servers.wait(lambda: given[1].state is SenderState.LOST, "the end there")
         servers.wait(lambda: receiver.live == 0, "the task's end")
         assert given[0].readers == {}
-        first.sender.abort(given[0], "the client is gone")
+        given[0].give_up("the client is gone")
         second.transfers.loop.call_soon_threadsafe(hears.set)
         nothing_is_left(servers)
 
@@ -261,7 +260,7 @@ def test_who_has_named_pages_cannot_leave_and_come_again() -> None:
         taken = decode.receiver.open(servers.address, number)
         servers.wait(lambda: taken.state is ReceiverState.WAITING, "the meeting")
         decode.receiver.read(taken, Wanted(np.array(THERE), 0, row=1))
-        servers.wait(lambda: prefill.sender.granted(given) is not None, "decode's pages")
+        servers.wait(lambda: given.granted() is not None, "decode's pages")
         (epoch,) = given.readers
         prefill.sender.peer_aborts(number, epoch, "it comes again", rejoins=True)
         assert given.state is SenderState.LOST

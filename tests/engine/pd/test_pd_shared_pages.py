@@ -27,8 +27,8 @@ from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import Claims, ReceivingHandover, Wanted
 from sglang_ext.engine.pd.messages import Join, Meet
 from sglang_ext.engine.pd.peers import Local, PrefillPeer
-from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing
+from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 
@@ -79,7 +79,7 @@ def opened(servers: Rig) -> tuple[list[SendingHandover], list[ReceivingHandover]
     for side, taken in zip(servers.decode, receiving, strict=True):
         side.agent.receiver.read(taken, Wanted(np.array(THERE), 0, row=0))
     for side, given in zip(servers.prefill, sending, strict=True):
-        servers.wait(lambda s=side, g=given: s.agent.sender.granted(g) is not None, "decode's pages")
+        servers.wait(lambda s=side, g=given: g.granted() is not None, "decode's pages")
     return sending, receiving
 
 
@@ -91,11 +91,11 @@ def test_layers_are_pushed_by_all_ranks(prefill: int, decode: int, damaged: bool
         sending, receiving = opened(servers)
         for side, given in zip(servers.prefill, sending, strict=True):
             sender = side.agent.sender
-            writings = sender.writings(given)
+            writings = given.writings()
             assert len(writings) == max(1, decode // prefill)
             feed = side.agent.layer_feed(0, LAYERS)
             feed.forward_begins(
-                [Computing(np.array([0, 1]), np.array(HERE[:2]), lambda s=sender, g=given: s.writings(g))]
+                [Computing(np.array([0, 1]), np.array(HERE[:2]), given.writings)]
             )
             for layer in range(LAYERS):
                 feed.layer_begins(layer)
@@ -144,7 +144,7 @@ def test_what_every_rank_has_is_written_by_one(prefill: int, decode: int) -> Non
 def test_one_rank_that_loses_a_request_ends_it_everywhere() -> None:
     with rig(2, 1, mode="push") as servers:
         sending, (taken,) = opened(servers)
-        servers.prefill[1].agent.sender.abort(sending[1], "this rank has no room")
+        sending[1].give_up("this rank has no room")
         servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end on decode")
         servers.wait(lambda: sending[0].state is SenderState.LOST, "the end at the other rank")
         assert "this rank has no room" in taken.reason
@@ -163,7 +163,7 @@ def test_no_rank_waits_for_a_decode_server_that_another_refuses(
         sending = [side.agent.sender.open(number) for side in servers.prefill]
         second = servers.prefill[1].agent
         # The other decode server is simulated and has no connection: count it as connected.
-        monkeypatch.setattr(second.sender, "_connected", lambda session: True)
+        monkeypatch.setattr(second.sender.rank, "connected", lambda session: True)
 
         async def other_comes() -> None:
             if mode == "push":
@@ -179,7 +179,7 @@ def test_no_rank_waits_for_a_decode_server_that_another_refuses(
         assert "another decode server takes part" in taken.reason
         servers.wait(lambda: sending[0].state is SenderState.LOST, "the end at the first rank")
         assert sending[1].state is SenderState.COMPUTING
-        second.sender.abort(sending[1], "the test is over")
+        sending[1].give_up("the test is over")
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
@@ -317,9 +317,7 @@ def test_both_writers_survive_decode(stage: ExitStack, how: signal.Signals) -> N
     victim.until("waiting")
     victim.do("read")
     for (agent, _), handover in zip(writers, given, strict=True):
-        wait_until(
-            lambda a=agent, h=handover: a.sender.granted(h) is not None, seconds=20, what="decode's pages"
-        )
+        wait_until(lambda a=agent, h=handover: h.granted() is not None, seconds=20, what="decode's pages")
     os.kill(victim.process.pid, how)
     wait_until(
         lambda: all(handover.state is SenderState.LOST for handover in given),

@@ -168,7 +168,7 @@ def test_staging_is_kept_until_a_copy_has_ended(side: str, monkeypatch: pytest.M
             agents[1].receiver.read(receiving, Wanted(np.array([4, 5, 6]), 0, 0))
         servers.wait(begun.is_set, "a copy")
         if side == "prefill":
-            agents[0].sender.abort(handover, "gone")
+            handover.give_up("gone")
         else:
             agents[1].receiver.abort(receiving, "gone")
             assert receiving.state is ReceiverState.STOPPING, "its pages are still written to"
