@@ -19,7 +19,7 @@ from pd_rig import METADATA, Rows, held, pool, transfer_thread
 
 from sglang_ext.disagg.messages import Complete
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
-from sglang_ext.engine.pd.decode_receiver import Wanted
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.testing.transfer.rig import Gate
 

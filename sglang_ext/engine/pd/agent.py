@@ -19,8 +19,10 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, SessionEndedError, TransferError
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
-from sglang_ext.engine.pd.decode_receiver import Claims, DecodeReceiver, MetadataRows
+from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
+from sglang_ext.engine.pd.granting import Claims, Granting
 from sglang_ext.engine.pd.joins import PrefillJoins
+from sglang_ext.engine.pd.landing import Landing, MetadataRows
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import (
     Abort,
@@ -43,6 +45,7 @@ from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd.prefill_sender import PrefillSender
 from sglang_ext.engine.pd.pushing import LayerFeed, Writing
+from sglang_ext.engine.pd.reading import Reading
 from sglang_ext.engine.pd.sending_handover import SendingRank
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.mempool.store import Call
@@ -68,8 +71,8 @@ class AgentConfig:
 
 
 class Returns(Protocol):
-    """One side of returns (`kv_writeback`). outcomes: how many returns ended in which way. tokens: that have
-    come back.
+    """One side of returns (`returns`). outcomes: how many returns ended in which way. tokens: that have come
+    back.
     """
 
     outcomes: Counter[ReturnEnd]
@@ -235,9 +238,9 @@ class Agent:
 
     async def _start(self) -> None:
         config, loop, staging = self.config, asyncio.get_running_loop(), self.transfers.staging
-        claims, pushes = Claims(), config.local.mode != "pull"
-        claims.granted_by(self.endpoint.owner.revoke)
-        self.endpoint.owner.let_write(claims if pushes else None)
+        pushes = config.local.mode != "pull"
+        self.claims = Claims(self.endpoint.owner.revoke)
+        self.endpoint.owner.let_write(self.claims if pushes else None)
         pool = self.endpoint.pools[POOL]
         self.book = LeaseBook(pool, self.endpoint)
         self._books = {POOL: self.book}
@@ -262,16 +265,14 @@ class Agent:
         )
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.joins = PrefillJoins(self._peers, self._clock)
+        landing, epoch = Landing(self._rows, staging, pool.block_bytes), self.endpoint.epoch
         self.receiver = DecodeReceiver(
             self._peers,
-            self.endpoint.epoch,
-            self._rows,
-            self._clock,
+            epoch,
             loop,
             self.wake,
-            (claims, self.endpoint.address) if pushes else None,
-            staging,
-            pool.block_bytes,
+            Reading(landing, epoch, self._clock),
+            Granting(landing, epoch, self.claims, self.endpoint.address) if pushes else None,
         )
         self.endpoint.serve(get_args(Ask), self._answered)
         self._tasks.start(self._ticking(), name="kv-pd-tick")

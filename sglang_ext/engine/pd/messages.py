@@ -26,6 +26,8 @@ from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 PROTOCOL: Final = 11
 
 MAX_NUMBER: Final = (1 << 63) - 1
+RETURN_SECONDS: Final = 10.0
+"""For a small return to be answered; `moving_seconds` adds the time for the bytes of a large one."""
 
 Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
 """Of a hand-over: SGLang's bootstrap_room."""

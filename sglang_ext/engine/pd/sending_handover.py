@@ -189,7 +189,7 @@ class SendingHandover:
             raise
         with self._lock:
             self._filling.claimed(writing)
-            if self.over and writing is not None:
+            if writing is not None and FACTS[self.state].end:
                 self._filling.stop([writing])
         self._rank.wake()
         return await answer

@@ -34,15 +34,17 @@ from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, pages_of
 from sglang_ext.engine.pd.disk_loads import LocalAhead
-from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
+from sglang_ext.engine.pd.landing import Wanted, pages_of
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import TakeBack
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prompt_logprobs import MAX_BYTES, PromptLogprobs, too_large
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
-from sglang_ext.engine.pd.reservations import Blocks, Reservations
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
+from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
+from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
+from sglang_ext.engine.pd.returns.return_sender import ReturnSender
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part

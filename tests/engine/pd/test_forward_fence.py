@@ -12,7 +12,8 @@ from pd_rig import METADATA, Rig, Side, rig
 
 from sglang_ext.disagg.handover import ReceiverState
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
-from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
+from sglang_ext.engine.pd.landing import Wanted
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver
 

@@ -25,9 +25,10 @@ from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState, SenderSta
 from sglang_ext.disagg.messages import Complete
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.testing.waiting import wait_until
 
@@ -256,7 +257,7 @@ def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) ->
         handover = taken = found.survivor.receiver.open(found.address, found.number)
         wait_until(lambda: taken.state is ReceiverState.WAITING, seconds=20, what="a connection")
         found.survivor.receiver.read(taken, Wanted(np.array([3, 4]), 0, 0))
-        wait_until(lambda: taken.writers, seconds=20, what="prefill's claim")
+        wait_until(lambda: writers(found.survivor, taken), seconds=20, what="prefill's claim")
     died = found.die(how)
     # Over cma, a writer that only stands still is kept from going on by its guard page.
     assert_over(found, handover, died)
@@ -310,6 +311,11 @@ def assert_over(found: Scene, handover: SendingHandover | ReceivingHandover, die
         what=f"the end of a hand-over that is {handover.state.value}",
     )
     assert_nothing_is_held(found)
+
+
+def writers(agent: Agent, taken: ReceivingHandover) -> int:
+    """Prefill ranks that may be writing to a hand-over's pages."""
+    return agent.claims.writers(f"{taken.number:x}")
 
 
 def assert_nothing_is_held(found: Scene) -> None:

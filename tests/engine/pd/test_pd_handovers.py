@@ -20,10 +20,11 @@ from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd import early_ranks, sending_handover
 from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry
-from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, after_skip
+from sglang_ext.engine.pd.landing import Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import PROTOCOL, Done, RankInfo
 from sglang_ext.engine.pd.pushing import Computing
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.stages import StageTimes
 from sglang_ext.testing.fakes import FakeClock

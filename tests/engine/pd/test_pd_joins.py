@@ -20,12 +20,12 @@ from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState
 from sglang_ext.engine.pd import joins, peers
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.decode_receiver import Wanted
 from sglang_ext.engine.pd.joins import (
     BELIEVED_SECONDS,
     LONGEST_PAUSE_SECONDS,
     PrefillJoins,
 )
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.messages import MESSAGES, Topology
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.protocol.agent import PrefillServer, PrefillServers

@@ -18,8 +18,9 @@ from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import LeaseTable
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
-from sglang_ext.engine.pd import decode_receiver, offering
-from sglang_ext.engine.pd.decode_receiver import Claims, Wanted
+from sglang_ext.engine.pd import offering, reading
+from sglang_ext.engine.pd.granting import Claims
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.mempool import remote
 from sglang_ext.testing.transfer.rig import Gate
@@ -34,8 +35,8 @@ FIXED = 0.2
 @pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
 def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offering, "LEASE_SECONDS", 3.0)
-    monkeypatch.setattr(decode_receiver, "LEASE_SECONDS", 3.0)
-    monkeypatch.setattr(decode_receiver, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(reading, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(reading, "RENEW_SECONDS", 0.1)
     if not renewed:
         monkeypatch.setattr(Instance, "keeping", lambda *_: contextlib.nullcontext())
     with rig(transports=(TransportName.CMA,)) as servers:
@@ -76,7 +77,7 @@ def test_how_long_a_request_may_travel_grows_with_its_bytes() -> None:
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "twin"])
 def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixed part of the deadline is over before the first byte moves; the part for the bytes is not."""
-    for module in (decode_receiver, remote):
+    for module in (reading, remote):
         monkeypatch.setattr(module, "moving_seconds", lambda _, nbytes: moving_seconds(FIXED, nbytes))
     monkeypatch.setattr(handover, "SLOWEST_BYTES_PER_SECOND", 100.0 if counted else 1e12)
     with rig(mode=mode, transports=(TransportName.CMA,)) as servers:
@@ -129,8 +130,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
         stock = Claims.remove
 
         async def remove(self: Claims, name: str) -> None:
-            self._handovers[name].handover.writers = 0
-            self._revoke = None
+            self._named[name].writers = 0
             await stock(self, name)
 
         monkeypatch.setattr(Claims, "remove", remove)

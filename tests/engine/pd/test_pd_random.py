@@ -11,8 +11,9 @@ import pytest
 from pd_rig import METADATA, PAGES, Rig, rig
 
 from sglang_ext.disagg.handover import ReceiverState, SenderState, State, ended
-from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ class Scheduler:
                 sender.complete(sending, np.array(pages), bytes(METADATA))
         rank = self.rng.randrange(len(self.senders))
         if request.abort_at is request.sending[rank].state:
-            self.senders[rank].abort(request.sending[rank], "prefill's client is gone")
+            request.sending[rank].give_up("prefill's client is gone")
         elif request.abort_at is request.receiving.state:
             self.receiver.abort(request.receiving, "decode's client is gone")
 

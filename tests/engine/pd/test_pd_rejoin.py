@@ -14,9 +14,10 @@ from pd_rig import METADATA, PAGES, Rig, Side, held, rig
 from sglang_ext.disagg.errors import SessionEndedError
 from sglang_ext.disagg.handover import ReceiverState, SenderState, ended
 from sglang_ext.disagg.transfer.instance import Instance
-from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Abort
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.protocol.agent import PrefillServer, PrefillServers
 

@@ -19,14 +19,16 @@ from pd_rig import METADATA, Rows, held, transfer_thread
 from sglang_ext.disagg.messages import Complete
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
-from sglang_ext.engine.pd import kv_writeback
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import RANK_COMMANDS, TakeBack
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.reservations import Blocks, Reservations
+from sglang_ext.engine.pd.returns import return_receiver as receiving_returns
+from sglang_ext.engine.pd.returns import return_sender as sending_returns
+from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
+from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
+from sglang_ext.engine.pd.returns.return_sender import ReturnSender
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.mempool.store import Call
@@ -196,7 +198,7 @@ def test_prefill_inserts_without_an_acknowledgement_of_what_it_has_read(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a round trip. Decode receives the result all the same, and frees its pages."""
-    monkeypatch.setattr(kv_writeback, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(receiving_returns, "READ_SECONDS", 60.0)
     decode = pair.return_sender._agent
     gate, owner = asyncio.Event(), decode.endpoint.owner
     monkeypatch.setattr(owner, "handle", held(owner.handle, Complete, gate))
@@ -213,7 +215,9 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
     pair: Pair, renewed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than a busy machine stands still, so that a lease that is renewed does not end.
-    monkeypatch.setattr(kv_writeback, "LEASE_SECONDS", lease_s := 3.0)
+    lease_s = 3.0
+    for module in (sending_returns, receiving_returns):
+        monkeypatch.setattr(module, "LEASE_SECONDS", lease_s)
     if not renewed:
         monkeypatch.setattr(Instance, "keeping", lambda *_: nullcontext())
     prefill, decode = pair.return_receiver._agent, pair.return_sender._agent
@@ -663,7 +667,8 @@ def test_a_part_that_does_not_come_ends_the_return(
     instances: Instances, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank of decode has lost prefill; the other one's pages are free again, on both at once."""
-    monkeypatch.setattr("sglang_ext.engine.pd.kv_writeback.RETURN_SECONDS", 0.5)
+    for module in (sending_returns, receiving_returns):
+        monkeypatch.setattr(module, "RETURN_SECONDS", 0.5)
     instances.connect(0)
     instances.ended()
     wait_until(

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 from pd_rig import HEADS, LAYERS, METADATA, Planes, Rig, Rows, pool, rig, transfer_thread
-from test_pd_deaths import FREED_SECONDS, PAGE, SIGNALS, Scene, Victim, assert_nothing_is_held
+from test_pd_deaths import FREED_SECONDS, PAGE, SIGNALS, Scene, Victim, assert_nothing_is_held, writers
 from test_pd_handovers import push
 
 from sglang_ext.disagg.errors import RefusedError
@@ -24,10 +24,12 @@ from sglang_ext.disagg.handover import ReceiverState, SenderState, ended, pins
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.decode_receiver import Claims, ReceivingHandover, Wanted
+from sglang_ext.engine.pd.granting import Claims
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.messages import Join, Meet
 from sglang_ext.engine.pd.peers import Local, PrefillPeer
 from sglang_ext.engine.pd.pushing import Computing
+from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
@@ -109,14 +111,16 @@ def test_layers_are_pushed_by_all_ranks(prefill: int, decode: int, damaged: bool
             lambda: all(given.state is SenderState.RELEASED for given in sending[:-1]), "the first ranks"
         )
         assert receiving[-1].state is ReceiverState.GRANTED
-        assert receiving[-1].writers == 1
+        assert writers(servers.decode[-1].agent, receiving[-1]) == 1
         servers.prefill[-1].agent.sender.complete(sending[-1], np.array(HERE), ROWS)
         servers.wait(lambda: all(taken.state is ReceiverState.HELD for taken in receiving), "the KV")
         if damaged:
             plane = servers.decode[-1].planes[1, "v"]
             plane[THERE[1] * servers.page, -1:].view(np.uint8)[..., 0] ^= 1
         assert same(servers, HERE, THERE) is not damaged
-        assert all(taken.writers == 0 for taken in receiving)
+        assert not any(
+            writers(side.agent, taken) for side, taken in zip(servers.decode, receiving, strict=True)
+        )
         servers.check()
 
 
@@ -192,14 +196,17 @@ def test_pages_are_kept_until_the_last_writer_has_stopped(
     if not fenced:
         stock, stock_remove = Claims._unclaim, Claims.remove
 
+        async def revoke_nothing(name: str) -> None:
+            pass
+
         async def remove(self: Claims, name: str) -> None:
-            self._revoke = None
+            self._revoke = revoke_nothing
             await stock_remove(self, name)
 
         def unclaim_all(self: Claims, name: str) -> None:
-            known = self._handovers.get(name)
+            known = self._named.get(name)
             if known is not None:
-                known.handover.writers = 1
+                known.writers = 1
             stock(self, name)
 
         monkeypatch.setattr(Claims, "remove", remove)
@@ -219,7 +226,7 @@ def test_pages_are_kept_until_the_last_writer_has_stopped(
                 owner = decode.endpoint.owner
                 servers.wait(lambda: owner.grants == 1, "the word of the writer that has stopped")
                 assert taken.state is ReceiverState.STOPPING
-                assert (taken.writers, decode.state().unfenced_pages) == (1, len(THERE))
+                assert (writers(decode, taken), decode.state().unfenced_pages) == (1, len(THERE))
                 if transport is TransportName.CMA:
                     gate.go.set()  # for decode, the writer may still run: only its own message frees them
             servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end")
@@ -275,11 +282,11 @@ def test_the_death_of_one_of_two_writers_ends_the_request(
     wait_until(lambda: taken.state is ReceiverState.WAITING, seconds=20, what="a connection")
     if state != "waiting":
         decode.receiver.read(taken, Wanted(np.array([3, 4]), 0, 0))
-        wait_until(lambda: taken.writers == 2, seconds=20, what="both writers' claims")
+        wait_until(lambda: writers(decode, taken) == 2, seconds=20, what="both writers' claims")
     if state == "the other has written":
         first.sender.complete(given, np.array([1, 2]), ROWS)
         wait_until(lambda: given.state is SenderState.RELEASED, seconds=20, what="the other's writes")
-        assert (taken.state, taken.writers) == (ReceiverState.GRANTED, 1)
+        assert (taken.state, writers(decode, taken)) == (ReceiverState.GRANTED, 1)
     if state == "writing":
         victim.do("hold")
         victim.do("complete")

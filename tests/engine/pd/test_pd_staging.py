@@ -17,7 +17,7 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
-from sglang_ext.engine.pd.decode_receiver import Wanted
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.build_transfers import staging_of

@@ -36,10 +36,12 @@ def make_faulty(folder: Path) -> None:
 
     from sglang_ext.disagg.transfer.instance import Instance
     from sglang_ext.engine.cache.listeners import Listeners
-    from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
+    from sglang_ext.engine.pd.granting import Granting
+    from sglang_ext.engine.pd.landing import Landing
     from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
     from sglang_ext.engine.pd.prefill_sender import PrefillSender
     from sglang_ext.engine.pd.pushing import LayerFeed, Writing
+    from sglang_ext.engine.pd.reading import Reading
     from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
@@ -111,24 +113,24 @@ def make_faulty(folder: Path) -> None:
     GlobalKVReceiver.poll = receiver_poll  # type: ignore[method-assign]
     GlobalKVReceiver.abort = receiver_abort  # type: ignore[method-assign]
 
-    read, let_write = DecodeReceiver._read, DecodeReceiver._let_write
+    read, let_write = Reading.receive, Granting.receive
 
-    async def read_and_damage(self: DecodeReceiver, handover: Any, *args: Any) -> None:
+    async def read_and_damage(self: Reading, handover: Any, *args: Any) -> None:
         await read(self, handover, *args)
         damage(handover)
 
-    async def let_write_and_damage(self: DecodeReceiver, handover: Any, *args: Any) -> None:
+    async def let_write_and_damage(self: Granting, handover: Any, *args: Any) -> None:
         await let_write(self, handover, *args)
         damage(handover)
 
-    keep = DecodeReceiver._keep
+    keep = Landing.keep
 
-    def keep_damaged(self: DecodeReceiver, handover: Any, wanted: Any, ready: Any) -> None:
+    def keep_damaged(self: Landing, wanted: Any, ready: Any) -> Any:
         if ready.logprobs is not None and (folder / "damage-logprobs").exists():
             ready = with_damaged_logprobs(ready)
-        keep(self, handover, wanted, ready)
+        return keep(self, wanted, ready)
 
-    DecodeReceiver._keep = keep_damaged  # type: ignore[method-assign]
+    Landing.keep = keep_damaged  # type: ignore[method-assign]
 
     kept: list[int] = []
 
@@ -183,8 +185,8 @@ def make_faulty(folder: Path) -> None:
         events(self)
 
     GlobalRadixCache.check_hicache_events = each_pass  # type: ignore[method-assign]
-    DecodeReceiver._read = read_and_damage  # type: ignore[assignment,method-assign]
-    DecodeReceiver._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
+    Reading.receive = read_and_damage  # type: ignore[assignment,method-assign]
+    Granting.receive = let_write_and_damage  # type: ignore[assignment,method-assign]
 
 
 def with_damaged_logprobs(ready: Any) -> Any:

@@ -1,0 +1,160 @@
+"""Decode's side of returns: blocks of ended requests stay locked and leased until prefill has read them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.pd.agent import Agent
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, ReturnEnd
+from sglang_ext.engine.pd.peers import PrefillPeer
+from sglang_ext.engine.pd.returns.reservations import BUDGET, Blocks
+from sglang_ext.errors import SglangExtError
+from sglang_ext.keys import encode_tokens
+from sglang_ext.mempool.store import Call
+from sglang_ext.radix_global import Node
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Going:
+    """One request on its way back, on decode. void: its blocks are not locked any more. over: it has ended on
+    this rank.
+    """
+
+    name: str
+    address: str
+    node: Node
+    pages: Ids
+    offers: list[Offer] = field(default_factory=list)
+    outcome: ReturnEnd = ReturnEnd.FAILED
+    tokens: int = 0
+    void: bool = False
+    over: bool = False
+
+
+class ReturnSender:
+    """Decode's side of one rank."""
+
+    def __init__(self, blocks: Blocks, agent: Agent) -> None:
+        self._blocks = blocks
+        self._agent = agent
+        self._going: list[_Going] = []
+        """In the order in which they ended, as on all ranks."""
+        self._begun = 0
+        self._pinned = 0
+        self.outcomes: Counter[ReturnEnd] = Counter()
+        """Requests that ended, by the outcome of their return: `returned`, or why it was skipped."""
+        self.tokens = 0
+        """Tokens that prefill servers have got by returns."""
+
+    def ended(self, req: Any, tokens: Any) -> None:
+        """A request has ended, and its KV is in the tree. In the scheduler's thread."""
+        skipped = self._start(req, tokens)
+        if skipped is not None:
+            self.outcomes[skipped] += 1
+
+    def propose(self) -> Sequence[int]:
+        """Of each return, whether it has ended on this rank. In the scheduler's thread, as `act`."""
+        return [int(going.over) for going in self._going]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Unlock the blocks of returns that have ended on every rank."""
+        for going, over in zip(list(self._going), agreed, strict=False):
+            if over:
+                self._going.remove(going)
+                self._release(going)
+                self.outcomes[going.outcome] += 1
+                self.tokens += going.tokens
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: withdraw the leases, so that no peer takes later bytes for these.
+        In the scheduler's thread.
+        """
+        for going in self._going:
+            self._withdraw(going)
+            self._release(going)
+
+    def _release(self, going: _Going) -> None:
+        if not going.void:
+            going.void = True
+            self._blocks.unlock(going.node)
+            self._pinned -= len(going.pages)
+
+    def _withdraw(self, going: _Going) -> None:
+        for offer in going.offers:
+            self._agent.book.withdraw(offer.lease)
+
+    def _start(self, req: Any, tokens: Any) -> ReturnEnd | None:
+        """Why there is nothing to return; None when a return has begun, on all ranks alike."""
+        cache = self._blocks.cache
+        # KV that saw the weights change is not in the tree, and has not come here.
+        namespace = cache.namespace(req.extra_key, req.cache_salt)
+        key = encode_tokens(tokens)
+        node, slots, count = self._blocks.held(namespace, key)
+        if not count:
+            return ReturnEnd.SHORT
+        pages = np.concatenate([self._blocks.pages(each) for each in slots])
+        if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[POOL].blocks:
+            return ReturnEnd.BUDGET
+        self._begun += 1
+        name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
+        going = _Going(name, f"{req.bootstrap_host}:{req.bootstrap_port}", node, pages)
+        self._blocks.lock(node)
+        self._pinned += len(pages)
+        self._going.append(going)
+        self._offer(going, req, key[: count * cache.tree.block_bytes])
+        return None
+
+    def _offer(self, going: _Going, req: Any, key: bytes) -> None:
+        """Lease its pages, and send `Return`."""
+        peer = self._agent.peer(going.address)
+        if peer is None:
+            going.outcome, going.over = ReturnEnd.PREFILL_GONE, True
+            return
+        try:
+            for rank in peer.ranks:
+                going.offers.append(
+                    self._agent.book.lease("return", going.pages, LEASE_SECONDS, rank.epoch, lambda _: None)
+                )
+        except RefusedError:
+            self._withdraw(going)
+            going.offers.clear()
+        local = self._agent.config.local
+        message = Return(
+            going.name,
+            local.rank,
+            local.ranks,
+            tuple(going.offers),
+            self._agent.endpoint.address,
+            key,
+            self._agent.weights,
+            req.extra_key,
+            req.cache_salt,
+        )
+        self._agent.start(self._give(going, message, peer))
+
+    async def _give(self, going: _Going, message: Return, peer: PrefillPeer) -> None:
+        try:
+            nbytes = len(going.pages) * self._agent.endpoint.pools[POOL].block_bytes
+            answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
+            going.outcome, going.tokens = answer.skipped or ReturnEnd.RETURNED, answer.tokens
+            if answer.skipped is None:  # else prefill has neither read nor inserted anything
+                self._agent.calls[Call.TRANSFER_WITH_INSERT] += 1
+        except SglangExtError as error:
+            log.debug("a return to %s: %s", going.address, error)
+        finally:
+            self._withdraw(going)
+            going.over = True
+            self._agent.wake()
