@@ -1,7 +1,7 @@
 """One rank's part in prefill-decode disaggregation: its hand-overs, and its answers to other ranks' messages.
 
 Everything here runs on the rank's transfer thread; the scheduler only looks at the states of hand-overs.
-`wake_fd` becomes readable when a hand-over has moved, so that an idle scheduler need not spin.
+`alarm` rings when a hand-over has moved, so that an idle scheduler need not spin.
 """
 
 from __future__ import annotations
@@ -13,45 +13,28 @@ import os
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, SessionEndedError, TransferError
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
-from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
+from sglang_ext.engine.pd.answers import Answers, ReceivesReturns, Returns
+from sglang_ext.engine.pd.bootstrap import Registry, keep_registered
 from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
 from sglang_ext.engine.pd.granting import Claims, Granting
 from sglang_ext.engine.pd.joins import PrefillJoins
 from sglang_ext.engine.pd.landing import Landing, MetadataRows
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
-from sglang_ext.engine.pd.messages import (
-    Abort,
-    Ask,
-    Done,
-    Join,
-    Lookup,
-    Meet,
-    Ok,
-    Push,
-    RankInfo,
-    Register,
-    Return,
-    Returned,
-    ReturnEnd,
-    Topology,
-    Weights,
-)
+from sglang_ext.engine.pd.messages import Ask, RankInfo, Weights
 from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd.prefill_sender import PrefillSender
-from sglang_ext.engine.pd.pushing import LayerFeed, Writing
+from sglang_ext.engine.pd.pushing import LayerFeed, Pusher
 from sglang_ext.engine.pd.reading import Reading
 from sglang_ext.engine.pd.sending_handover import SendingRank
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.mempool.store import Call
 from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.tasks import Tasks
-from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -70,24 +53,25 @@ class AgentConfig:
     metrics: bool = False
 
 
-class Returns(Protocol):
-    """One side of returns (`returns`). outcomes: how many returns ended in which way. tokens: that have come
-    back.
-    """
+class Alarm:
+    """Wakes a scheduler that waits for hand-overs to move: `fd` becomes readable."""
 
-    outcomes: Counter[ReturnEnd]
-    tokens: int
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
+    def ring(self) -> None:
+        """Make `fd` readable. From any thread."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self.fd, 1)
 
-class ReceivesReturns(Returns, Protocol):
-    """Prefill's side."""
+    def clear(self) -> None:
+        """Forget the wake-ups up to now."""
+        with contextlib.suppress(OSError):
+            os.eventfd_read(self.fd)
 
-    @property
-    def set_aside(self) -> dict[str, int]:
-        """Tokens of memory that is to be filled, by tier. From any thread."""
-
-    async def take(self, message: Return) -> Returned:
-        """A decode rank offers its part."""
+    def close(self) -> None:
+        os.close(self.fd)
+        self.fd = -1
 
 
 class Agent:
@@ -111,34 +95,32 @@ class Agent:
         self.transfers = transfers
         self.endpoint = transfers.endpoint
         self._rows = rows
-        self.registry = Registry(clock or SystemClock())
         self._clock = clock or SystemClock()
-        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.alarm = Alarm()
         self._tasks = Tasks()
         self._started = Tasks()
         self.calls: Counter[Call] = Counter()
         """Calls of the memory pool that named another instance (MemServe, table 1)."""
         self.pushed: Counter[str] = Counter()
         """Pages times layers that were pushed to decode, by when (`pushing.AHEAD`, `AFTER`)."""
-        self.returns: ReceivesReturns | None = None
-        self.return_sender: Returns | None = None
+        self._return_sender: Returns | None = None
         self.weights: Weights = ""
         """The weights with which this rank computes."""
         self._metadata_rows = metadata_rows
         try:
             transfers.run(self._start())
         except BaseException:
-            os.close(self.wake_fd)
+            self.alarm.close()
             raise
         self.weights_changed(config.weights)
 
     def receive_returns(self, return_receiver: ReceivesReturns) -> None:
         """Prefill takes KV back from now on."""
-        self.returns = return_receiver
+        self.answers.receive_returns(return_receiver)
 
     def send_returns(self, return_sender: Returns) -> None:
         """Decode gives KV back from now on."""
-        self.return_sender = return_sender
+        self._return_sender = return_sender
 
     def weights_changed(self, weights: Weights) -> None:
         """From now on this rank computes with these; KV of other weights that is on its way is given up. In
@@ -161,14 +143,14 @@ class Agent:
             unfenced_pages=self.endpoint.owner.set_aside,
             returns={
                 side: dict(part.outcomes)
-                for side, part in (("prefill", self.returns), ("decode", self.return_sender))
+                for side, part in (("prefill", self.answers.returns), ("decode", self._return_sender))
                 if part is not None
             },
             returned_tokens=sum(
-                part.tokens for part in (self.returns, self.return_sender) if part is not None
+                part.tokens for part in (self.answers.returns, self._return_sender) if part is not None
             ),
             metadata_rows=self._metadata_rows(),
-            set_aside=self.returns.set_aside if self.returns is not None else {},
+            set_aside=self.answers.returns.set_aside if self.answers.returns is not None else {},
             prefill_servers={
                 "connected": len(self._peers.connected),
                 "awaited": len(self.joins.awaited),
@@ -185,16 +167,6 @@ class Agent:
         """Connect to these, beside what requests do. From any thread."""
         with contextlib.suppress(RuntimeError):  # the transfer thread has ended
             self.transfers.loop.call_soon_threadsafe(self.joins.on_server_list, message)
-
-    def wake(self) -> None:
-        """Make `wake_fd` readable. From any thread."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self.wake_fd, 1)
-
-    def slept(self) -> None:
-        """Clear the wake-ups up to now."""
-        with contextlib.suppress(OSError):
-            os.eventfd_read(self.wake_fd)
 
     def peer(self, address: str) -> PrefillPeer | None:
         """A connected prefill server, by its bootstrap address. From any thread."""
@@ -230,11 +202,10 @@ class Agent:
     def close(self) -> None:
         """Leave: end hand-overs, leases and connections. The transfer thread goes on, and others may take
         part by it. Safe to call again."""
-        if self.wake_fd < 0:
+        if self.alarm.fd < 0:
             return
         self.transfers.run(self._stop())
-        os.close(self.wake_fd)
-        self.wake_fd = -1
+        self.alarm.close()
 
     async def _start(self) -> None:
         config, loop, staging = self.config, asyncio.get_running_loop(), self.transfers.staging
@@ -256,8 +227,8 @@ class Agent:
                 clock=self._clock,
                 loop=loop,
                 connected=self.endpoint.owner.connected,
-                wake=self.wake,
-                claim=self._claim,
+                wake=self.alarm.ring,
+                claim=Pusher(self.endpoint, staging, self.calls, self.pushed).claim,
                 pushes=pushes,
                 staging=staged,
                 page_bytes=pool.block_bytes,
@@ -270,10 +241,11 @@ class Agent:
             self._peers,
             epoch,
             loop,
-            self.wake,
+            self.alarm.ring,
             Reading(landing, epoch, self._clock),
             Granting(landing, epoch, self.claims, self.endpoint.address) if pushes else None,
         )
+        self.answers = Answers(self.sender, Registry(self._clock))
         self.endpoint.serve(get_args(Ask), self._answered)
         self._tasks.start(self._ticking(), name="kv-pd-tick")
         if config.bootstrap:
@@ -291,55 +263,9 @@ class Agent:
         for name in self._books:
             self.transfers.watch_leases(name, None)
 
-    async def _claim(self, handover: int, target: Push) -> Writing | None:
-        """Claim a decode rank's pages, for this rank to write."""
-        wanted = unpack_ids(target.pages)
-        if not wanted.size:
-            return None
-
-        async def begin() -> Writing:
-            instance = await self.endpoint.reach(target.control)
-            name, staging = f"{handover:x}", self.transfers.staging
-            return await Writing.begin(
-                self.endpoint, instance, name, wanted, self.calls, self.pushed, target.pool, staging
-            )
-
-        try:
-            return await begin()
-        except SessionEndedError:
-            # While we stood still decode took us for dead, which we had not noticed when it named them.
-            return await begin()
-
     async def _answered(self, identity: bytes, message: Ask) -> Any:
-        """As `_answer`, for as long as this rank takes part."""
-        return await self._started.start(self._answer(identity, message))
-
-    async def _answer(self, _identity: bytes, message: Ask) -> Any:
-        match message:
-            case Register():
-                self.registry.register(message.who)
-                return Ok()
-            case Lookup():
-                return Topology(self.registry.topology())
-            case Join():
-                return await self.sender.join(message)
-            case Meet():
-                await self.sender.meet(message)
-                return Ok()
-            case Push():
-                return await self.sender.push(message)
-            case Done():
-                self.sender.done(message.handover, message.reader)
-                return Ok()
-            case Abort():
-                self.sender.peer_aborts(message.handover, message.reader, message.reason, message.rejoins)
-                return Ok()
-            case Return():
-                if self.returns is None:
-                    text = "this server takes no KV back; set --kv-pd-caching 3 alike"
-                    raise RefusedError("return", text)
-                return await self.returns.take(message)
-        raise PeerProtocolError(f"{type(message).__name__} is not for this port")
+        """The answer to another rank's message, for as long as this rank takes part."""
+        return await self._started.start(self.answers.answer(identity, message))
 
     async def _ticking(self) -> None:
         metrics = AgentMetrics(self.config.local.rank) if self.config.metrics else None
@@ -355,26 +281,18 @@ class Agent:
             await self._clock.sleep(TICK_SECONDS)
 
     async def _registering(self, bootstrap: str) -> None:
-        """Register this rank again and again; the bootstrap port may start later, or anew."""
+        """Register this rank at a bootstrap port, again and again."""
+        local, endpoint = self.config.local, self.endpoint
         me = RankInfo(
-            self.endpoint.config.instance,
-            self.endpoint.epoch,
-            self.config.local.rank,
-            self.config.local.ranks,
-            self.config.local.page_tokens,
-            self.config.local.metadata_bytes,
-            self.endpoint.address,
-            self.config.local.mode,
-            self.config.local.layout,
-            dict(self.config.local.settings),
+            endpoint.config.instance,
+            endpoint.epoch,
+            local.rank,
+            local.ranks,
+            local.page_tokens,
+            local.metadata_bytes,
+            endpoint.address,
+            local.mode,
+            local.layout,
+            dict(local.settings),
         )
-        client = self.endpoint.client(bootstrap)
-        try:
-            while True:
-                try:
-                    await client.ask(Register(me), REGISTER_SECONDS)
-                except TransferError as error:
-                    log.debug("bootstrap at %s: %s", bootstrap, error)
-                await self._clock.sleep(REGISTER_SECONDS)
-        finally:
-            await client.close()
+        await keep_registered(me, endpoint.client(bootstrap), self._clock)

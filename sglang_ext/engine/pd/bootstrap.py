@@ -15,8 +15,8 @@ from zmq.asyncio import Context
 
 from sglang_ext.addresses import bracketed, listen_host
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
-from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys
+from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, TransferError
+from sglang_ext.disagg.transfer.control import ControlClient, ControlServer, MemberKeys
 from sglang_ext.engine.pd.messages import MESSAGES, Ask, Lookup, Ok, RankInfo, Register, Topology
 from sglang_ext.engine.transfer_thread import LoopThread
 
@@ -52,6 +52,20 @@ class Registry:
         if [who.rank for who in ranks] != list(range(wanted)) or len({who.ranks for who in ranks}) != 1:
             raise RefusedError("incomplete", f"{len(ranks)} of {wanted} prefill ranks have registered")
         return tuple(ranks)
+
+
+async def keep_registered(who: RankInfo, client: ControlClient, clock: Clock) -> None:
+    """Register a rank again and again, until cancelled; the bootstrap port may start later, or anew. Closes
+    the client."""
+    try:
+        while True:
+            try:
+                await client.ask(Register(who), REGISTER_SECONDS)
+            except TransferError as error:
+                log.debug("bootstrap at %s: %s", client.address, error)
+            await clock.sleep(REGISTER_SECONDS)
+    finally:
+        await client.close()
 
 
 class BootstrapService:

@@ -19,16 +19,18 @@ from typing import Final
 import numpy as np
 
 from sglang_ext.disagg import reshard
-from sglang_ext.disagg.errors import PeerProtocolError, TransferError
+from sglang_ext.disagg.errors import PeerProtocolError, SessionEndedError, TransferError
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import Push
 from sglang_ext.errors import SglangExtError
 from sglang_ext.mempool.remote import RemoteMemory
 from sglang_ext.mempool.store import Call
 from sglang_ext.tasks import Tasks
+from sglang_ext.wire import unpack_ids
 
 NOT_SENT = -1
 AHEAD: Final = "ahead"
@@ -139,6 +141,47 @@ class Writing:
     async def stop(self) -> None:
         """Give up: returns when nothing of ours writes there any more."""
         await self._memory.free_mem()
+
+
+class Pusher:
+    """Claims decode's pages for one prefill rank.
+
+    Args:
+        staging: where pages are packed first.
+        calls, pushed: see `Writing`.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, staging: Staging | None, calls: Counter[Call], pushed: Counter[str]
+    ) -> None:
+        self._endpoint = endpoint
+        self._staging = staging
+        self._calls = calls
+        self._pushed = pushed
+
+    async def claim(self, handover: int, target: Push) -> Writing | None:
+        """Claim a decode rank's pages, for this rank to write; None when it lacks none."""
+        wanted = unpack_ids(target.pages)
+        if not wanted.size:
+            return None
+        try:
+            return await self._begin(handover, target, wanted)
+        except SessionEndedError:
+            # While we stood still decode took us for dead, which we had not noticed when it named them.
+            return await self._begin(handover, target, wanted)
+
+    async def _begin(self, handover: int, target: Push, wanted: Ids) -> Writing:
+        instance = await self._endpoint.reach(target.control)
+        return await Writing.begin(
+            self._endpoint,
+            instance,
+            f"{handover:x}",
+            wanted,
+            self._calls,
+            self._pushed,
+            target.pool,
+            self._staging,
+        )
 
 
 class Filling:

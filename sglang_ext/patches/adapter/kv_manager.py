@@ -268,7 +268,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 cache.ranks.add(part)
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
-            poller.register(self.agent.wake_fd, POLLIN)
+            poller.register(self.agent.alarm.fd, POLLIN)
         logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
 
     def computing(self, scheduler: Any, batch: Any) -> list[Computing]:
@@ -309,7 +309,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         cache, scheduler = PROCESS.scheduler.tree_cache, PROCESS.scheduler
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
-            poller.unregister(self.agent.wake_fd)
+            poller.unregister(self.agent.alarm.fd)
         if isinstance(cache, GlobalRadixCache):
             for listener in self._listeners:
                 listener.before_clear()
@@ -592,4 +592,4 @@ def idle(scheduler: Any) -> None:
     poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
     if poller is not None and not scheduler.is_fully_idle():
         poller.poll(IDLE_MILLISECONDS)
-    manager.agent.slept()
+    manager.agent.alarm.clear()

@@ -81,7 +81,7 @@ def test_decode_goes_on_without_an_acknowledgement_of_what_it_has_read(
         for agent in agents:
             owner = agent.endpoint.owner
             monkeypatch.setattr(owner, "handle", held(owner.handle, Complete, gates[agent]))
-            monkeypatch.setattr(agent, "_answer", held(agent._answer, Done, gates[agent]))
+            monkeypatch.setattr(agent.answers, "answer", held(agent.answers.answer, Done, gates[agent]))
         number = next(NUMBERS)
         taken = servers.decode[0].agent.receiver.open(servers.address, number)
         given = [agent.sender.open(number) for agent in agents]

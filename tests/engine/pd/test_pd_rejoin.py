@@ -229,13 +229,13 @@ def test_a_request_may_be_aborted_while_a_rank_of_prefill_is_left(
         notices_nothing(servers.decode[0], former)
         second = servers.prefill[1].agent
         hears, told = asyncio.Event(), []
-        answer = held(second._answer, Abort, hears)
+        answer = held(second.answers.answer, Abort, hears)
 
         async def answered(identity: bytes, message: object) -> object:
             told.extend([message] if isinstance(message, Abort) else [])
             return await answer(identity, message)
 
-        monkeypatch.setattr(second, "_answer", answered)
+        monkeypatch.setattr(second.answers, "answer", answered)
         end_sessions(servers.prefill[:1])
         number = next(NUMBERS)
         given = open_at(servers.prefill, number)

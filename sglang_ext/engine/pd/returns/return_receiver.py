@@ -131,7 +131,7 @@ class ReturnReceiver:
             self._skip(gathering, ReturnEnd.BUDGET)
         elif self._tell_all is None:
             self._new.append(_Coming(parts, gathering))
-            self._agent.wake()
+            self._agent.alarm.ring()
         elif not self._tell_all(RANK_COMMANDS.encode(TakeBack(parts))):
             self._skip(gathering, ReturnEnd.BUSY)
         else:
@@ -222,7 +222,7 @@ class ReturnReceiver:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({coming.reading})
             coming.stopped.set()
-            self._agent.wake()
+            self._agent.alarm.ring()
 
     async def _fill(self, coming: _Coming, reservation: Reservation, passed: Passed) -> None:
         blocks, name = self._places.blocks, f"return {coming.parts[0].name}"

@@ -157,4 +157,4 @@ class ReturnSender:
         finally:
             self._withdraw(going)
             going.over = True
-            self._agent.wake()
+            self._agent.alarm.ring()
