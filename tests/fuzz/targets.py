@@ -182,7 +182,7 @@ class _Rank:
 
     def obeys(self, message: ToAgent) -> None:
         self.at += 0.01
-        self.migration.tickets.expire(self.at)
+        self.migration.target.tickets.expire(self.at)
         self.migration.takes_command(message, self.at)
         self.ranks.each_pass()
 
@@ -196,8 +196,8 @@ class _Rank:
             origin_input_ids=array("q", [5, 6, 7]), output_ids=array("q"), is_retracted=False,
             set_finish_with_abort=aborted.append,
         )  # fmt: skip
-        self.migration.received(SimpleNamespace(rid=req.rid, sampling_params=sampling))
-        self.migration.queued(req)
+        self.migration.target.received(SimpleNamespace(rid=req.rid, sampling_params=sampling))
+        self.migration.target.queued(req)
         assert len(req.output_ids) == 0
         forged = isinstance(custom, dict) and "sglang_ext_resume" in custom
         assert bool(aborted) == forged

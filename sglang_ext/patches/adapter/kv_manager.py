@@ -444,7 +444,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def init(self, prefill_dp_rank: int) -> None:
         assert self.bootstrap_room is not None
         migration = self.kv_mgr.migration
-        comes_over = migration is not None and migration.comes_over(self.bootstrap_room)
+        comes_over = migration is not None and migration.target.comes_over(self.bootstrap_room)
         self._handover = self.kv_mgr.agent.receiver.open(
             self.bootstrap_addr, self.bootstrap_room, read=comes_over
         )

@@ -379,7 +379,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             payload: one of ``RANK_COMMANDS``; empty where only the time is sent.
             at: rank 0's time, by which everything expires.
         """
-        self.migration.tickets.expire(at)
+        self.migration.target.tickets.expire(at)
         self.expire(at)
         if payload:
             try:
@@ -399,7 +399,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         """Have rank 0 tell its time when something is to expire, or becomes due."""
         if self.command_queue is None:
             return
-        self.command_queue.broadcast_time_at(min(self.migration.tickets.next_expiry, self.alarm))
+        self.command_queue.broadcast_time_at(min(self.migration.target.tickets.next_expiry, self.alarm))
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

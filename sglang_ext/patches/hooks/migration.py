@@ -32,19 +32,19 @@ def _migration(scheduler: Any) -> Any:
 def before_handle(scheduler: Any, recv_req: Any, **_kwargs: Any) -> None:
     """Before ``handle_generate_request``."""
     if recv_req.sampling_params.custom_params and (migration := _migration(scheduler)) is not None:
-        migration.received(recv_req)
+        migration.target.received(recv_req)
 
 
 def before_queue(scheduler: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before ``_add_request_to_queue``."""
     if (migration := _migration(scheduler)) is not None:
-        migration.queued(req)
+        migration.target.queued(req)
 
 
 def after_commit(_result: None, queue: Any, decode_req: Any) -> None:
     """After decode's ``_commit_transfer_to_req``."""
     if (migration := _migration(queue.scheduler)) is not None:
-        migration.committed(decode_req.req)
+        migration.target.committed(decode_req.req)
 
 
 def before_abort(scheduler: Any, recv_req: Any) -> None:
@@ -58,7 +58,7 @@ def around_idle(stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     them."""
     asks_for_health = kwargs.get("for_health_check", args[0] if args else False)
     migration = None if asks_for_health else _migration(scheduler)
-    if migration is not None and migration.busy:
+    if migration is not None and migration.source:
         return False
     return stock(scheduler, *args, **kwargs)
 

@@ -114,7 +114,7 @@ def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers:
 def test_a_request_that_leaves_another_decode_server_is_read_whatever_the_mode(servers: Rig) -> None:
     _, decode = managers(servers)
     number = next(NUMBERS)
-    decode.migration = SimpleNamespace(comes_over=lambda asked: asked == number)
+    decode.migration = SimpleNamespace(target=SimpleNamespace(comes_over=lambda asked: asked == number))
     source, here = servers.prefill[0], servers.decode[0]
     handover = source.agent.sender.open(number, read=True)
     source.agent.sender.complete(handover, np.array([5, 3, 9]), ROW)

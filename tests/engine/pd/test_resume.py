@@ -24,7 +24,8 @@ from sglang_ext.engine.resume import (
     state_of,
 )
 from sglang_ext.keys import encode_tokens
-from sglang_ext.patches.adapter.migration import MOST_COMING, Migration
+from sglang_ext.patches.adapter.migration import Migration
+from sglang_ext.patches.adapter.moving_in import MOST_COMING
 from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, TO_AGENT, Expecting, Resume, Unpark, Watch
 from sglang_ext.stages import StageTimes
 from sglang_ext.wire import WireError
@@ -246,7 +247,7 @@ class Rank:
         self.migration = Migration(cache, commands)
 
     def hears(self, message: Any, at: float = 0.0) -> None:
-        self.migration.tickets.expire(at)
+        self.migration.target.tickets.expire(at)
         assert self.migration.takes_command(message, at)
 
     def gets(self, custom: Any, **fields: Any) -> Any:
@@ -255,8 +256,8 @@ class Rank:
         req = request(**{"output_ids": array("q"), "set_finish_with_abort": aborted.append, **fields})
         req.aborted, req.is_retracted = aborted, False
         req.sampling_params.custom_params = custom
-        self.migration.received(SimpleNamespace(rid=req.rid, sampling_params=req.sampling_params))
-        self.migration.queued(req)
+        self.migration.target.received(SimpleNamespace(rid=req.rid, sampling_params=req.sampling_params))
+        self.migration.target.queued(req)
         return req
 
 
@@ -298,7 +299,7 @@ def test_a_client_that_forges_a_state_is_refused(custom: Any) -> None:
     assert list(req.output_ids) == []
     assert not req.is_retracted
     assert FIELD not in (req.sampling_params.custom_params or {})
-    assert len(rank.migration.tickets) == 1, "the request that was announced can still come"
+    assert len(rank.migration.target.tickets) == 1, "the request that was announced can still come"
 
 
 @pytest.mark.parametrize("custom", [None, {}, [], "x", [TICKET], {"mine": {}}])
@@ -314,10 +315,10 @@ def test_a_request_of_the_same_name_does_not_get_the_state() -> None:
     rank.hears(watch(rid="".join(["na", "me"])))
     first = request(rid="".join(["na", "me"]), output_ids=array("q"))
     first.sampling_params.custom_params = TICKET
-    rank.migration.received(SimpleNamespace(rid=first.rid, sampling_params=first.sampling_params))
+    rank.migration.target.received(SimpleNamespace(rid=first.rid, sampling_params=first.sampling_params))
     other = rank.gets(None, rid="".join(["nam", "e"]))
     assert (list(other.output_ids), other.aborted) == ([], [])
-    rank.migration.queued(first)
+    rank.migration.target.queued(first)
     assert list(first.output_ids) == [8, 9]
 
 
@@ -335,13 +336,12 @@ def test_a_fault_in_a_hook_costs_one_request(caplog: pytest.LogCaptureFixture) -
     assert rank.migration.counts == {"error": 1, "misfit": 1}
     assert "does not accept" in caplog.text
     rank.hears(watch(1))
-    assert list(rank.gets({FIELD: "0" * 31 + "1"}).output_ids) == [8, 9]
-    rank.migration._commands = None
-    rank.migration._cache.scheduler.running_batch = None
-    rank.migration._arriving["r"].req.finished = None
+    going_on = rank.gets({FIELD: "0" * 31 + "1"})
+    assert list(going_on.output_ids) == [8, 9]
+    going_on.finished = None
     rank.ranks.each_pass()
     assert rank.migration.counts["error"] == 2
-    rank.migration.received(SimpleNamespace())
+    rank.migration.target.received(SimpleNamespace())
     assert rank.migration.counts["error"] == 3
 
 
@@ -351,7 +351,7 @@ def test_all_ranks_decide_alike() -> None:
     for rank in ranks:
         rank.hears(watch(0), at=50.0)
         rank.hears(watch(1), at=60.0)
-        rank.migration.tickets.expire(50.0 + TICKET_SECONDS)
+        rank.migration.target.tickets.expire(50.0 + TICKET_SECONDS)
     for number, fits in ((0, False), (1, True), (1, False)):
         reqs = [rank.gets({FIELD: f"{number:032x}"}, rid="r") for rank in ranks]
         assert [not req.aborted for req in reqs] == [fits, fits]
@@ -363,12 +363,12 @@ def test_what_vanished_makes_room() -> None:
     for number in range(MOST_COMING + 1):
         rank.hears(watch(number, rid=f"r{number}"))
         assert rank.gets({FIELD: f"{number:032x}"}, rid=f"r{number}").aborted == []
-    assert len(rank.migration._arriving) == MOST_COMING
+    assert len(rank.migration.target) == MOST_COMING
     rank.migration.aborted("r10", every=False)
-    assert "r10" not in rank.migration._arriving
-    assert len(rank.migration._arriving) == MOST_COMING - 1
+    assert not rank.migration.target.arrives("r10")
+    assert len(rank.migration.target) == MOST_COMING - 1
     rank.migration.aborted("", every=True)
-    assert not rank.migration._arriving
+    assert len(rank.migration.target) == 0
 
 
 def test_the_router_is_told_once_the_state_is_before_every_rank() -> None:
