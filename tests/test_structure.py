@@ -39,7 +39,7 @@ RECORDS = {
 FOREIGN = {
     "router/index/memory.py tree.observer": "the tree's place for its one observer, set while it is empty",
     "router/tokens/prompt_tokenizer.py tokenizer.chat_template": "transformers' own way to set a template",
-    "patches/adapter/kv_manager.py PROCESS.manager": "SGLang makes it anew with each role of a server",
+    "patches/adapter/pd/kv_manager.py PROCESS.manager": "SGLang makes it anew with each role of a server",
 }
 """Attributes of objects that are none of these folders', each with why it is the way to set it."""
 

@@ -29,7 +29,7 @@ class Process:
     polled: Any = None
     """The poller that knows those."""
     scheduler: Any = None
-    """The scheduler whose pool the transfer backend serves (``adapter/kv_manager.py``)."""
+    """The scheduler whose pool the transfer backend serves (``adapter/pd/kv_manager.py``)."""
     manager: Any = None
     """The transfer backend's manager, while the server prefills or decodes."""
     config: KvConfig | None = None

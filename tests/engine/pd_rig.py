@@ -1,4 +1,4 @@
-"""Agents over random pools in one process: the part of `kv_manager.py` without SGLang."""
+"""Agents over random pools in one process: the part of `adapter/pd` without SGLang."""
 
 from __future__ import annotations
 

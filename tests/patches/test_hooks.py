@@ -248,10 +248,10 @@ def test_an_update_is_told_at_both_ends_also_when_it_fails(cache: Cache) -> None
 def test_the_transfer_of_kv_is_told_too_also_without_our_cache(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+    from sglang_ext.patches.adapter.pd import kv_hooks
 
     for name in ("weights_changing", "weights_changed"):
-        monkeypatch.setattr(kv_transfer, name, lambda scheduler, name=name: cache.calls.append(name))
+        monkeypatch.setattr(kv_hooks, name, lambda scheduler, name=name: cache.calls.append(name))
     manager = Updater(cache)
     manager.scheduler = SimpleNamespace(
         tree_cache=object(), server_args=SimpleNamespace(disaggregation_transfer_backend="global")

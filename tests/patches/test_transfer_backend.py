@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter import kv_manager as kv_transfer
+from sglang_ext.patches.adapter.pd import kv_manager, kv_requests
 from sglang_ext.patches.base import resolve
 from sglang_ext.patches.hooks import transfer as patch
 
@@ -35,10 +35,10 @@ def test_our_classes_for_our_member_and_stock_for_the_others() -> None:
     backends, kinds = resolve(f"{UTILS}.TransferBackend"), resolve(f"{UTILS}.KVClassType")
     stock = resolve(f"{UTILS}.get_kv_class")
     member = backends("global")
-    assert patch.kv_class(stock, member, kinds.MANAGER) is kv_transfer.GlobalKVManager
-    assert patch.kv_class(stock, member, kinds.SENDER) is kv_transfer.GlobalKVSender
-    assert patch.kv_class(stock, member, kinds.RECEIVER) is kv_transfer.GlobalKVReceiver
-    assert patch.kv_class(stock, member, kinds.BOOTSTRAP_SERVER) is kv_transfer.GlobalKVBootstrapServer
+    assert patch.kv_class(stock, member, kinds.MANAGER) is kv_manager.GlobalKVManager
+    assert patch.kv_class(stock, member, kinds.SENDER) is kv_requests.GlobalKVSender
+    assert patch.kv_class(stock, member, kinds.RECEIVER) is kv_requests.GlobalKVReceiver
+    assert patch.kv_class(stock, member, kinds.BOOTSTRAP_SERVER) is kv_manager.GlobalKVBootstrapServer
     fake = patch.kv_class(stock, backends.FAKE, kinds.SENDER)
     assert fake.__name__ == "FakeKVSender"
     assert patch.kv_class(stock, member, kinds.KVARGS) is stock(backends.FAKE, kinds.KVARGS)

@@ -32,8 +32,7 @@ class Reader:
     epoch: bytes
     session: bytes
     reads: bool
-    """Whether it reads pages here: not where it is written to, nor where other ranks have all that it
-    lacks."""
+    """Whether it reads pages of this rank: pulling only, and where it lacks some that are here."""
     weights: Weights
     """The weights with which decode will go on."""
     done: bool = False

@@ -197,7 +197,7 @@ class Filling:
         """By decode rank that has named pages: how many it has already, at the request's beginning."""
         self._claimed = 0
         self.writings: list[Writing] = []
-        """The claimed pages, by decode rank; one that lacks none, or has them filled by others, has none."""
+        """Claimed pages, in one writing per decode rank, but for ranks of which this one fills no page."""
         self._task: asyncio.Task[None] | None = None
 
     def name(self, reader: bytes, skip: int) -> None:

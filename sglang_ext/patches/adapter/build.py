@@ -44,7 +44,7 @@ from sglang_ext.patches.adapter.build_transfers import (
 from sglang_ext.patches.adapter.building import Builders, Building, uses_adapters
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead
 from sglang_ext.patches.adapter.hbm import EnginePool, layer_map
-from sglang_ext.patches.adapter.pd_setup import settings_of
+from sglang_ext.patches.adapter.pd.pd_setup import settings_of
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import (
     require_computing,

@@ -36,7 +36,7 @@ from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.adapter.hbm import EnginePool
-from sglang_ext.patches.adapter.pd_setup import keys_of, on_all_ranks
+from sglang_ext.patches.adapter.pd.pd_setup import keys_of, on_all_ranks
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
 logger = logging.getLogger(__name__)

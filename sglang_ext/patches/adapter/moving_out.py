@@ -19,7 +19,7 @@ from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.engine.resume import AGAIN, obstacle, state_of
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.moving import MovingRank, Transfers
-from sglang_ext.patches.adapter.pd_setup import ScratchRow
+from sglang_ext.patches.adapter.pd.pd_setup import ScratchRow
 from sglang_ext.patches.adapter.request_stages import request_stages
 from sglang_ext.protocol.agent import Export, Park, Parked, Unpark
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from sglang_ext.patches.adapter.pd_setup import around_layers
+from sglang_ext.patches.adapter.pd.pd_setup import around_layers
 
 logger = logging.getLogger(__name__)
 

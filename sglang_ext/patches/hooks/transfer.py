@@ -2,7 +2,7 @@
 
 Change: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
-``patches/adapter/kv_manager.py``. Before the command line is made into a server's settings,
+``patches/adapter/pd/``. Before the command line is made into a server's settings,
 ``--kv-pd-caching`` chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our
 classes receive the scheduler, whose pool they serve; around ``run_batch`` they send layers while the next are
 computed (push by layer). After decode's ``_update_handshake_waiters``, which selects the requests that may
@@ -44,13 +44,13 @@ def kv_class(stock: Any, transfer_backend: Any, class_type: Any) -> Any:
     """Around ``get_kv_class``: our classes for our member."""
     if transfer_backend.value != BACKEND or class_type.value == "kvargs":
         return stock(transfer_backend, class_type)
-    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+    from sglang_ext.patches.adapter.pd import kv_manager, kv_requests
 
     return {
-        "manager": kv_transfer.GlobalKVManager,
-        "sender": kv_transfer.GlobalKVSender,
-        "receiver": kv_transfer.GlobalKVReceiver,
-        "bootstrap_server": kv_transfer.GlobalKVBootstrapServer,
+        "manager": kv_manager.GlobalKVManager,
+        "sender": kv_requests.GlobalKVSender,
+        "receiver": kv_requests.GlobalKVReceiver,
+        "bootstrap_server": kv_manager.GlobalKVBootstrapServer,
     }[class_type.value]
 
 
@@ -112,18 +112,18 @@ def before_init_disaggregation(scheduler: Any) -> None:
 def after_idle(_result: None, scheduler: Any) -> None:
     """After ``on_idle``."""
     if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+        from sglang_ext.patches.adapter.pd import kv_hooks
 
-        kv_transfer.idle(scheduler)
+        kv_hooks.idle(scheduler)
 
 
 def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
     """Around decode's ``_match_prefix_and_lock``."""
     if queue.transfer_backend.value != BACKEND:
         return stock(queue, req)
-    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+    from sglang_ext.patches.adapter.pd import kv_hooks
 
-    return kv_transfer.match_on_decode(stock, queue, req)
+    return kv_hooks.match_on_decode(stock, queue, req)
 
 
 def required_for_admission(
@@ -146,7 +146,7 @@ def required_for_admission(
 
 def around_commit(stock: Any, queue: Any, decode_req: Any) -> Any:
     """Around decode's ``_commit_transfer_to_req``: log probabilities of the prompt are committed, too."""
-    from sglang_ext.patches.adapter import prompt_logprobs
+    from sglang_ext.patches.adapter.pd import prompt_logprobs
 
     return prompt_logprobs.commit(stock, queue, decode_req)
 
@@ -154,7 +154,7 @@ def around_commit(stock: Any, queue: Any, decode_req: Any) -> Any:
 def around_accept(stock: Any, accumulator: Any, *, req: Any) -> None:
     """Around the streamer's ``accept``: where SGLang's decode leaves out log probabilities of the prompt, as
     it has none, ours answers with those that prefill has computed."""
-    from sglang_ext.patches.adapter import prompt_logprobs
+    from sglang_ext.patches.adapter.pd import prompt_logprobs
 
     mode = accumulator.disaggregation_mode
     if mode.value == "decode" and prompt_logprobs.are_due(req):
@@ -168,18 +168,18 @@ def around_accept(stock: Any, accumulator: Any, *, req: Any) -> None:
 def after_handshakes(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
     """After decode's ``_update_handshake_waiters``."""
     if queue.transfer_backend.value == BACKEND:
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+        from sglang_ext.patches.adapter.pd import kv_hooks
 
-        kv_transfer.bring_ahead(queue)
+        kv_hooks.bring_ahead(queue)
 
 
 def around_run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``run_batch``."""
     if scheduler.server_args.disaggregation_transfer_backend != BACKEND:
         return stock(scheduler, batch, *args, **kwargs)
-    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+    from sglang_ext.patches.adapter.pd import kv_hooks
 
-    return kv_transfer.run_batch(stock, scheduler, batch, *args, **kwargs)
+    return kv_hooks.run_batch(stock, scheduler, batch, *args, **kwargs)
 
 
 def add_member() -> None:

@@ -74,9 +74,9 @@ def _changing(scheduler: Any) -> None:
     if cache is not None:
         cache.weights_changing()
     if _transfers(scheduler):
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+        from sglang_ext.patches.adapter.pd import kv_hooks
 
-        kv_transfer.weights_changing(scheduler)
+        kv_hooks.weights_changing(scheduler)
 
 
 def _stand_still(manager: Any) -> None:
@@ -87,9 +87,9 @@ def _stand_still(manager: Any) -> None:
     if cache is not None:
         cache.weights_changed()
     if _transfers(manager.scheduler):
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+        from sglang_ext.patches.adapter.pd import kv_hooks
 
-        kv_transfer.weights_changed(manager.scheduler)
+        kv_hooks.weights_changed(manager.scheduler)
 
 
 def _transfers(scheduler: Any) -> bool:

@@ -15,7 +15,7 @@ from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
 from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
-from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver
+from sglang_ext.patches.adapter.pd.kv_requests import GlobalKVReceiver
 
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)
@@ -170,7 +170,7 @@ def test_sglangs_slots_come_with_a_fence_that_is_set_when_they_come() -> None:
         )
         receiver = GlobalKVReceiver(manager, servers.address, number)
         receiver.init(0)
-        handover = receiver._handover
+        handover = receiver.handover
         assert handover is not None
         compute(servers, servers.prefill[0].agent.sender.open(number), handover)
         receiver.send_metadata(np.array(THERE, np.int32), 0)

@@ -17,8 +17,9 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.engine.forward_fence import nothing_runs
 from sglang_ext.mempool.store import Call, Store
-from sglang_ext.patches.adapter import kv_manager as kv_transfer
-from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender, match_on_decode
+from sglang_ext.patches.adapter.pd import kv_requests
+from sglang_ext.patches.adapter.pd.kv_hooks import match_on_decode
+from sglang_ext.patches.adapter.pd.kv_requests import GlobalKVReceiver, GlobalKVSender
 from sglang_ext.radix_global import RadixTree
 
 NUMBERS = itertools.count(1)
@@ -140,8 +141,8 @@ def test_a_failure_has_freed_everything_when_sglang_is_told(servers: Rig) -> Non
     until(servers, receiver, KVPoll.Failed)
     with pytest.raises(KVTransferError):
         receiver.failure_exception()
-    assert receiver._handover is not None
-    assert receiver._handover.stopped.wait(30)
+    assert receiver.handover is not None
+    assert receiver.handover.stopped.wait(30)
 
 
 def test_an_abort_ends_a_request_whose_kv_has_come_and_whom_sglang_has_not_asked_since(servers: Rig) -> None:
@@ -155,8 +156,8 @@ def test_an_abort_ends_a_request_whose_kv_has_come_and_whom_sglang_has_not_asked
     if not sender.kv_mgr.pushes:
         until(servers, receiver, KVPoll.WaitingForInput)
         receiver.send_metadata(there, 1)
-    assert receiver._handover is not None
-    servers.wait(lambda: receiver._handover.state is ReceiverState.HELD, "the KV")
+    assert receiver.handover is not None
+    servers.wait(lambda: receiver.handover.state is ReceiverState.HELD, "the KV")
     receiver.abort()
     assert receiver.poll() == KVPoll.Failed
     with pytest.raises(KVTransferError, match="aborted on decode"):
@@ -187,10 +188,10 @@ def test_a_handover_that_is_in_use_fails_its_second_request_only(servers: Rig) -
 
 
 def test_every_state_has_a_poll() -> None:
-    assert set(kv_transfer._SENDER_POLL) == set(SenderState)
-    assert set(kv_transfer._RECEIVER_POLL) == set(ReceiverState)
+    assert set(kv_requests._SENDER_POLL) == set(SenderState)
+    assert set(kv_requests._RECEIVER_POLL) == set(ReceiverState)
     # Slots that a transport may use are never given back.
-    assert kv_transfer._RECEIVER_POLL[ReceiverState.STOPPING] == KVPoll.Transferring
+    assert kv_requests._RECEIVER_POLL[ReceiverState.STOPPING] == KVPoll.Transferring
 
 
 def test_another_cache_is_matched_as_sglang_does() -> None:

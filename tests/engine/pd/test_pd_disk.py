@@ -15,7 +15,7 @@ from engine_simulation import Rank, Scenario, finish
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.pd.disk_loads import PATIENCE_SECONDS, LocalAhead
-from sglang_ext.patches.adapter.kv_manager import match_on_decode
+from sglang_ext.patches.adapter.pd.kv_hooks import match_on_decode
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.tiers import GatedTier
 from sglang_ext.testing.waiting import wait_until

@@ -16,7 +16,7 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.build_transfers import accelerator_place
-from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, ScratchRow, keys_of
+from sglang_ext.patches.adapter.pd.pd_setup import MetadataBuffers, ScratchRow, keys_of
 
 
 def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None:

@@ -22,7 +22,7 @@ from sglang_ext.engine.pd.prompt_logprobs import (
     unpack_row,
     unpack_rows,
 )
-from sglang_ext.patches.adapter.prompt_logprobs import are_due, commit, of_request
+from sglang_ext.patches.adapter.pd.prompt_logprobs import are_due, commit, of_request
 from sglang_ext.wire import WireError
 
 VALUES = st.none() | st.floats(-100, 0, width=32)

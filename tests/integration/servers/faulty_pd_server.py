@@ -42,7 +42,7 @@ def make_faulty(folder: Path) -> None:
     from sglang_ext.engine.pd.prefill_sender import PrefillSender
     from sglang_ext.engine.pd.pushing import LayerFeed, Writing
     from sglang_ext.engine.pd.reading import Reading
-    from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender
+    from sglang_ext.patches.adapter.pd.kv_requests import GlobalKVReceiver, GlobalKVSender
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     async def gate(step: str) -> None:

@@ -199,7 +199,7 @@ MODULES = (
     "sglang.srt.models.registry",
     # Modules that the plugin imports when a scheduler builds its cache and its end of a transfer.
     "sglang_ext.patches.adapter.build",
-    "sglang_ext.patches.adapter.kv_manager",
+    "sglang_ext.patches.adapter.pd.kv_hooks",
 )
 """Modules that are imported ahead, with all their imports. By name: this module itself has no use for any of
 it.

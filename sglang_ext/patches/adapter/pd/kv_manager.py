@@ -1,0 +1,184 @@
+"""The transfer backend `global`: SGLang's manager, sender, receiver and bootstrap over `disagg`.
+
+SGLang's schedulers, queues and retraction stay as they are; a sender says at once that it may compute, and a
+receiver says only when prefill is done that it may allocate (KVDirect, section 4.3). In between,
+`engine/pd/agent.py` works on a thread of its own, and SGLang polls.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+)
+from sglang.srt.runtime_context import get_parallel
+from zmq.constants import POLLIN
+
+from sglang_ext.addresses import bracketed, connectable, listen_host
+from sglang_ext.engine.forward_fence import ForwardFence
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.pushing import LayerFeed
+from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
+from sglang_ext.patches.adapter.build_transfers import transfers_of
+from sglang_ext.patches.adapter.pd.pd_setup import (
+    MetadataBuffers,
+    keys_of,
+    on_all_ranks,
+    settings_of,
+    watch_layers,
+    weights_of,
+)
+from sglang_ext.patches.adapter.pd.role_parts import RoleParts
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.support import require_movable
+from sglang_ext.patches.process import PROCESS
+
+logger = logging.getLogger(__name__)
+
+
+class AnyPrefill:
+    """SGLang asks here whether it knows a prefill server's layout; the agent finds out, without being waited
+    for.
+    """
+
+    dp_size = 1
+    follow_bootstrap_room = True
+
+    def get(self, _address: str) -> AnyPrefill:
+        return self
+
+
+class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
+    """One rank's manager, on either side."""
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        self.kv_args = args
+        self.disaggregation_mode = disaggregation_mode
+        self.server_args = server_args
+        self.prefill_info_table = AnyPrefill()
+        scheduler = PROCESS.scheduler
+        if scheduler is None:
+            raise RuntimeError(f"{TRANSFER_FLAG}: the hook before Scheduler.init_disaggregation did not take")
+        config = PROCESS.settings()
+        require_movable(scheduler.model_config, server_args, get_parallel(), config)
+        self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
+        self.page_bytes = sum(args.kv_item_lens)
+        self.fence = ForwardFence.of(scheduler)
+        self.pushes = config.transfer_mode != "pull"
+        prefill = disaggregation_mode.value == "prefill"
+        cache = scheduler.tree_cache if isinstance(scheduler.tree_cache, GlobalRadixCache) else None
+        self.store = None if cache is None else cache.store
+        """By which a request's slots are filled; None where nothing is kept."""
+        self.agent = self._take_part(scheduler, cache, config, prefill=prefill)
+        self.feed: LayerFeed | None = None
+        if config.transfer_mode == "push-by-layer" and prefill:
+            first, layers, *_ = self.agent.endpoint.pools[POOL].meta.shard
+            self.feed = self.agent.layer_feed(first, layers)
+            watch_layers(scheduler.token_to_kv_pool_allocator.get_kvcache(), self.feed)
+        PROCESS.manager = self
+        self.meeting = ""
+        """Where other decode servers find this one's ranks, to take requests over."""
+        if not prefill:
+            group = scheduler.attn_tp_cpu_group if get_parallel().attn_tp_size > 1 else None
+            self.meeting = on_all_ranks(self.agent.address.encode(), group)[0].decode()
+            self.agent.meet_at(self.meeting)
+        self.migration = None if cache is None else cache.migration
+        """By which requests leave for other decode servers, and come from them."""
+        if self.migration is not None:
+            self.migration.transfer_by(None if prefill else self)
+        self.role: RoleParts | None = None
+        """The listeners and parts of the cache while the server has this role; None without our cache."""
+        if cache is not None:
+            self.role = RoleParts(cache, self.agent, self.teardown)
+            if prefill:
+                self.role.prefill(scheduler, self.fence, returns=config.pd_caching == "3")
+            else:
+                self.role.decode(config.load_min_tokens, returns=config.pd_caching == "3")
+            self.role.begin()
+        if (poller := poller_of(scheduler)) is not None:
+            poller.register(self.agent.alarm.fd, POLLIN)
+        logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
+
+    def _take_part(
+        self, scheduler: Any, cache: GlobalRadixCache | None, config: Any, *, prefill: bool
+    ) -> Agent:
+        """This rank's agent, which other ranks reach from now on."""
+        server_args, parallel, page = self.server_args, get_parallel(), self.kv_args.page_size
+        kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        local = Local(
+            parallel.attn_tp_rank,
+            parallel.attn_tp_size,
+            page,
+            self.buffers.row_bytes,
+            config.transfer_mode,
+            config.transfer_layout,
+            settings_of(scheduler.model_config, kvcache),
+        )
+        listens = listen_host(server_args.host, keyed=config.cluster_key_file is not None)
+        bootstrap = f"{bracketed(connectable(listens))}:{server_args.disaggregation_bootstrap_port}"
+        rows = scheduler.req_to_metadata_buffer_idx_allocator
+        return Agent(
+            AgentConfig(
+                local,
+                "" if cache is not None and cache.weights.moving else weights_of(scheduler),
+                bootstrap=bootstrap if prefill else "",
+                metrics=server_args.enable_metrics,
+            ),
+            transfers_of(scheduler, config, page),
+            self.buffers,
+            metadata_rows=lambda: rows.size - rows.available_size(),
+        )
+
+    @property
+    def supports_role_switch(self) -> bool:
+        """Whether the server can change between prefill and decode: the pool's layers are not watched."""
+        return PROCESS.settings().transfer_mode != "push-by-layer"
+
+    def teardown(self) -> None:
+        """The server changes its role, and is idle, or ends: end connections and hand-overs. The cache stays
+        as it is, and the transfer thread with it."""
+        cache, scheduler = PROCESS.scheduler.tree_cache, PROCESS.scheduler
+        if (poller := poller_of(scheduler)) is not None:
+            poller.unregister(self.agent.alarm.fd)
+        if self.role is not None:
+            self.role.end()
+        if self.migration is not None:
+            self.migration.transfer_by(None)
+        PROCESS.manager = None
+        self.agent.close()
+        if not isinstance(cache, GlobalRadixCache) or cache.transfers is not self.agent.transfers:
+            self.agent.transfers.close()
+
+    def register_to_bootstrap(self) -> None:
+        """The agent does, again and again."""
+
+    def try_ensure_parallel_info(self, _address: str) -> bool:
+        return True
+
+    def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
+        raise NotImplementedError(
+            f"{TRANSFER_FLAG} does not support pause_generation(mode='retract') with requests"
+        )
+
+
+def poller_of(scheduler: Any) -> Any:
+    """The sockets that an idle scheduler waits for; None when it does not sleep."""
+    return getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+
+
+class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
+    """The bootstrap port of a prefill server, in its HTTP process."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._service = BootstrapService(host, port, keys_of(PROCESS.settings()))
+
+    def close(self) -> None:
+        self._service.close()

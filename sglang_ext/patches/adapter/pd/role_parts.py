@@ -1,0 +1,142 @@
+"""The parts of a rank's cache that serve hand-overs and returns, while its server has a role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_ext.engine.cache.listeners import Listener
+from sglang_ext.engine.forward_fence import Passed
+from sglang_ext.engine.pd.agent import Agent
+from sglang_ext.engine.pd.disk_loads import LocalAhead
+from sglang_ext.engine.pd.messages import TakeBack
+from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
+from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
+from sglang_ext.engine.pd.returns.return_sender import ReturnSender
+from sglang_ext.engine.peers.fetch_link import DRAM_POOL
+from sglang_ext.engine.ranks import Part
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.protocol.agent import PrefillServers
+from sglang_ext.wire import Message
+
+
+class _ReturnsReceived(Listener):
+    """On prefill: takes returned KV by command, and gives it up when the cache is emptied."""
+
+    def __init__(self, return_receiver: ReturnReceiver) -> None:
+        self._receiver = return_receiver
+
+    def takes_command(self, message: Message) -> bool:
+        if not isinstance(message, TakeBack):
+            return False
+        self._receiver.take_back(message)
+        return True
+
+    def before_clear(self) -> None:
+        self._receiver.clear()
+
+
+class _ReturnsSent(Listener):
+    """On decode: returns the blocks of an ended request that are in the tree."""
+
+    def __init__(self, return_sender: ReturnSender) -> None:
+        self._sender = return_sender
+
+    def request_ended(self, req: Any, tokens: Any) -> None:
+        taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+        if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
+            self._sender.ended(req, tokens)
+
+    def before_clear(self) -> None:
+        self._sender.clear()
+
+
+class _PrefillServersListed(Listener):
+    """On decode: connects to the prefill servers that routers list, before their requests come."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def takes_command(self, message: Message) -> bool:
+        if not isinstance(message, PrefillServers):
+            return False
+        self._agent.prefill_servers(message)
+        return True
+
+
+class _UntilTheEnd(Listener):
+    """Hand-overs end before the cache does."""
+
+    def __init__(self, teardown: Callable[[], None]) -> None:
+        self._teardown = teardown
+
+    def before_end(self) -> None:
+        self._teardown()
+
+
+class RoleParts:
+    """The listeners and parts that a rank's cache has while its server has a role.
+
+    Args:
+        teardown: ends the role when the cache ends.
+    """
+
+    def __init__(self, cache: GlobalRadixCache, agent: Agent, teardown: Callable[[], None]) -> None:
+        self._cache = cache
+        self._agent = agent
+        self._listeners: list[Listener] = [_UntilTheEnd(teardown)]
+        self._parts: list[Part] = []
+        self._local: LocalAhead | None = None
+        """Loads blocks of decode's own tiers before their requests have slots."""
+
+    def prefill(self, scheduler: Any, fence: Callable[[], Passed], *, returns: bool) -> None:
+        """Have the parts of prefill. returns: whether KV comes back from decode. fence: see
+        `ReturnReceiver`."""
+        if not returns:
+            return
+        cache, agent = self._cache, self._agent
+        places = Reservations(Blocks(cache), into_dram=DRAM_POOL in agent.endpoint.pools)
+        several = agent.config.local.ranks > 1
+        tell_all = cache.command_queue.put if several and cache.command_queue is not None else None
+        return_receiver = ReturnReceiver(
+            places, agent, lambda: bool(scheduler.waiting_queue), tell_all, fence
+        )
+        agent.receive_returns(return_receiver)
+        self._listeners.append(_ReturnsReceived(return_receiver))
+        self._parts.append(return_receiver)
+
+    def decode(self, least_tokens: int, *, returns: bool) -> None:
+        """Have the parts of decode. least_tokens: see `LocalAhead`. returns: whether KV goes back to
+        prefill."""
+        self._listeners.append(_PrefillServersListed(self._agent))
+        if self._cache.dram is not None:
+            self._local = LocalAhead(self._cache, least_tokens=least_tokens)
+            self._listeners.append(self._local)
+        if returns:
+            return_sender = ReturnSender(Blocks(self._cache), self._agent)
+            self._agent.send_returns(return_sender)
+            self._listeners.append(_ReturnsSent(return_sender))
+            self._parts.append(return_sender)
+
+    def begin(self) -> None:
+        """From now on the cache has them."""
+        for listener in self._listeners:
+            self._cache.listeners.add(listener)
+        for part in self._parts:
+            self._cache.ranks.add(part)
+
+    def bring_ahead(self, queue: Any) -> None:
+        """Decode has polled these requests, which have no slots yet."""
+        if self._local is not None:
+            self._local.each_pass(queue)
+
+    def end(self) -> None:
+        """The role ends: the cache goes on without them."""
+        for listener in self._listeners:
+            listener.before_clear()
+            self._cache.listeners.remove(listener)
+        for part in self._parts:
+            self._cache.ranks.remove(part)
