@@ -153,7 +153,7 @@ class KvConfig(Flagged):
     )
     durability_timeout: float = flag(
         10.0,
-        "With --kv-durability acked: how long the end of an answer is held back at most. It is then told "
+        "With --kv-durability acked: how long the end of an answer is held back at most. It is then sent "
         "all the same, with durability_end late, and counted.",
         SECONDS.positive(),
         within="--kv-durability",
@@ -331,12 +331,12 @@ class KvConfig(Flagged):
     )
     advisory_compute: bool = flag(
         False,
-        "Compute what nobody holds of a prompt that was announced to the router, while this server is idle. "
+        "Compute the part of an announced prompt that no instance holds, while this server is idle. "
         "A request that comes meanwhile waits for one prefill chunk at most.",
     )
     pd_caching: str = flag(
         "3",
-        "With --disaggregation-transfer-backend global, who keeps KV: basic (nobody), 1 (prefill keeps what "
+        "With --disaggregation-transfer-backend global, who keeps KV: basic (neither), 1 (prefill keeps what "
         "it computed), 2 (decode keeps what it received and generated too, and is sent what it lacks) or 3 "
         "(decode's KV returns to prefill when a request ends). The same on every server of a cluster.",
         one_of("basic", "1", "2", "3"),

@@ -101,10 +101,10 @@ def order_named(
         return known[name]
     function = load_function(name, known, signature, field=field)
     instead_name, instead = next(iter(known.items()))
-    is_told = False
+    is_logged = False
 
     def safe(thing: Thing) -> SortKey:
-        nonlocal is_told
+        nonlocal is_logged
         error: Exception | None = None
         try:
             key = function(thing)
@@ -112,8 +112,8 @@ def order_named(
                 return key
         except Exception as raised:  # noqa: BLE001  (the user's code; logged below)
             error = raised
-        if not is_told:
-            is_told = True
+        if not is_logged:
+            is_logged = True
             what = "failed" if error else "did not return a tuple of numbers"
             logger.error("%s %s %s; %s is used instead", field, name, what, instead_name, exc_info=error)
         return instead(thing)

@@ -21,7 +21,7 @@ WITHIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Advised:
     """The outcome of a request's hint. ready: all promotable KV was there before the request. below: tokens
     that were known then and not in HBM. gap_s: from the hint to the request. ready_s: from the hint until all
     was there; None where the request came sooner."""
@@ -56,7 +56,7 @@ class Served:
     hinted: bool = False
     priority: int = 0
     level: float = 0.0
-    told: Told | None = None
+    advised: Advised | None = None
     stolen: float = 0.0
 
     @property
@@ -188,12 +188,12 @@ def not_hidden(served: Iterable[Served]) -> dict[str, int]:
     found = {"no hint": 0, "too late": 0, "no room": 0, "given up": 0}
     for one in served:
         loaded = one.dram + one.disk
-        if one.told is None:
+        if one.advised is None:
             found["no hint"] += loaded
-        elif not one.told.ready:
+        elif not one.advised.ready:
             found["too late"] += loaded
         else:
-            below = min(loaded, one.told.below)
+            below = min(loaded, one.advised.below)
             found["no room"] += below
             found["given up"] += loaded - below
     return found

@@ -61,9 +61,9 @@ class Parts:
             begin = time.perf_counter()
             Player(url, self._scene(system, 0.0)).warm(talks, WARM_AT_ONCE)
             fleet.settle()
-            told = sum(len(talk.past) for talk in talks)
+            advised = sum(len(talk.past) for talk in talks)
             progress(
-                f"{system.name}: {told} tokens of {count} users in {time.perf_counter() - begin:.0f} s; "
+                f"{system.name}: {advised} tokens of {count} users in {time.perf_counter() - begin:.0f} s; "
                 f"HBM holds {self.plan.tiers.hbm * len(fleet.servers)}"
             )
 
@@ -80,12 +80,12 @@ class Parts:
         """The share of moves that no request waited for, and the reasons why the rest was not made in
         time."""
         left = not_hidden(scene.served)
-        told = [one.told for one in scene.served if one.told is not None]
-        ready = [one.ready_s for one in told if one.ready_s is not None]
+        advised = [one.advised for one in scene.served if one.advised is not None]
+        ready = [one.ready_s for one in advised if one.ready_s is not None]
         # Of a cycle, all but reading: a session that types or whose request runs wants to be in HBM.
         begin, end = min(one.sent for one in scene.served), max(one.ended for one in scene.served)
         wanted = sum(
-            (one.ended - one.sent + (one.told.gap_s if one.told else 0.0)) * (one.prompt + one.answer)
+            (one.ended - one.sent + (one.advised.gap_s if one.advised else 0.0)) * (one.prompt + one.answer)
             for one in scene.served
         )
         total = moved + sum(left.values())
@@ -95,7 +95,7 @@ class Parts:
             moved_tokens=int(moved),
             hidden=hidden_share(moved, sum(left.values())),
             **{word.replace(" ", "_"): tokens / total if total else 0.0 for word, tokens in left.items()},
-            gap_p50_s=percentile([one.gap_s for one in told], 50) if told else None,
+            gap_p50_s=percentile([one.gap_s for one in advised], 50) if advised else None,
             ready_p50_s=percentile(ready, 50) if ready else None,
             ready_p99_s=percentile(ready, 99) if ready else None,
             hbm_wanted=wanted / (end - begin) / (self.plan.tiers.hbm * len(fleet.servers)),

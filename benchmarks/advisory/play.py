@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.advisory.figures import Served, Told
+from benchmarks.advisory.figures import Advised, Served
 from benchmarks.advisory.graphs import Call
 from benchmarks.advisory.talks import Ask, Talk, drawn
 from benchmarks.lib.quiet import stolen_s
@@ -266,9 +266,9 @@ class Player:
         async with self._http.post(f"{self._url}/v1/advisory", json=body) as response:
             self._scene.hints_sent += 1
             self._scene.hints_refused += response.status != 200
-            told = await response.json()
-            if told.get("id"):
-                self._hints[session] = (told["id"], asked)
+            advised = await response.json()
+            if advised.get("id"):
+                self._hints[session] = (advised["id"], asked)
 
     async def _keep(self, served: Served) -> None:
         """Add a served request to the scene, with the outcome of its hint."""
@@ -280,8 +280,8 @@ class Player:
             if hint.get("state") == "used":
                 ready_s, where = hint["ready_after_s"], hint["tokens"]
                 below = where["dram"] + where["disk"] + where["elsewhere"]
-                told = Told(ready_s is not None, below, served.sent - asked, ready_s)
-                served = dataclasses.replace(served, told=told)
+                advised = Advised(ready_s is not None, below, served.sent - asked, ready_s)
+                served = dataclasses.replace(served, advised=advised)
         self._scene.served.append(served)
 
     def _named(self, session: str) -> str:

@@ -179,7 +179,7 @@ def scheduler_rows(report: Report, passes: int, warm: int) -> Sent:
     return sent
 
 
-def told(name: str, seed: int, passes: int) -> Sent:
+def reported(name: str, seed: int, passes: int) -> Sent:
     """The messages that another instance would send."""
     instance, source = Instance(name, tells=True), Passes(seed)
     sent = Sent(name, EventStream(name, seed.to_bytes(16, "big"), BLOCK), [])
@@ -267,7 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()
     try:
         first = scheduler_rows(report, passes, warm=warm)
-        others = [told(f"instance-{number}", SEED + number, passes + warm) for number in range(1, instances)]
+        others = [
+            reported(f"instance-{number}", SEED + number, passes + warm) for number in range(1, instances)
+        ]
         router_rows(report, [first, *others], calls=options.pick(400, quick=400, tiny=50))
     finally:
         gc.enable()

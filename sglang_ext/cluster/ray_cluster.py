@@ -79,7 +79,7 @@ class RayProcess:
         self._log = log
         self._grace_s = grace_s
         self._runners: list[Any] = []
-        self._told: list[str] = []
+        self._sent: list[str] = []
         self.url = ""
         self.pid: int | None = None
 
@@ -94,10 +94,10 @@ class RayProcess:
                 asyncio.ensure_future(_result(runner.run.remote(part, self._grace_s)))
                 for runner, part in zip(self._runners, parts, strict=True)
             ]
-            for what in self._told:
-                self._tell(what)
+            for what in self._sent:
+                self._send(what)
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            self._tell("terminate")
+            self._send("terminate")
             ended = await asyncio.gather(*running, return_exceptions=True)
             for end in ended:
                 if isinstance(end, BaseException) and not isinstance(end, failure):
@@ -149,21 +149,21 @@ class RayProcess:
 
     def terminate(self) -> None:
         """Ask it to end."""
-        self._tell("terminate")
+        self._send("terminate")
 
     def hasten(self) -> None:
         """End it at once."""
-        self._tell("hasten")
+        self._send("hasten")
 
     def kill(self) -> None:
         """End it with its actors: their guards see it."""
         for runner in self._runners:
             self._ray.kill(runner)
 
-    def _tell(self, what: str) -> None:
-        self._told.append(what)
+    def _send(self, what: str) -> None:
+        self._sent.append(what)
         for runner in self._runners:
-            runner.tell.remote(what)
+            runner.send.remote(what)
 
 
 async def _result(reference: Any) -> Any:

@@ -41,7 +41,7 @@ class Runner:
         self._log = self._folder / "log"
         self._ports = Ports()
         self._process: PartProcess | None = None
-        self._told: list[str] = []
+        self._sent: list[str] = []
 
     async def place(self, address: str, wanted: Sequence[int]) -> Place:
         """Hold ports at ``address``, free ones for 0.
@@ -59,8 +59,8 @@ class Runner:
         watch = os.pipe()
         try:
             self._process = PartProcess(part, self._log, watch=watch[0], grace_s=grace_s, folder=self._folder)
-            for what in self._told:
-                await self.tell(what)
+            for what in self._sent:
+                await self.send(what)
             log = open_own(self._log, os.O_RDONLY | os.O_CREAT)  # the guard may remove it
             try:
                 code = await self._process.run()
@@ -72,10 +72,10 @@ class Runner:
                 os.close(end)
             self._ports.__exit__()
 
-    async def tell(self, what: str) -> None:
+    async def send(self, what: str) -> None:
         """``terminate``, ``hasten`` or ``kill`` it."""
         if self._process is None:
-            self._told.append(what)
+            self._sent.append(what)
         else:
             getattr(self._process, what)()
 

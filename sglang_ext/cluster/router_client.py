@@ -87,12 +87,12 @@ class RouterClient:
                 return content
         except urllib.error.HTTPError as error:
             with error:
-                told = error.headers.get(CLOCK_HEADER)
-                if told and self.key is not None and not ahead_s:
-                    ahead = self.key.ahead(told, headers["authorization"], self.wall())
+                clock = error.headers.get(CLOCK_HEADER)
+                if clock and self.key is not None and not ahead_s:
+                    ahead = self.key.ahead(clock, headers["authorization"], self.wall())
                     if ahead is not None and abs(ahead) > 1.0:
                         raise _OtherClock(ahead) from None
-                raise UserError(_told(error)) from None
+                raise UserError(_reason(error)) from None
         except urllib.error.URLError as error:
             raise PeerError(f"cannot reach {self.url}: {error.reason}", field="--router") from None
         except (OSError, http.client.HTTPException) as error:
@@ -107,7 +107,7 @@ class _OtherClock(Exception):
         self.ahead_s = ahead_s
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _reason(error: urllib.error.HTTPError) -> str:
     """The router's reason for refusing a request."""
     try:
         return str(json.loads(error.read(1 << 20))["error"]["message"])

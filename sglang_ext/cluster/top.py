@@ -100,9 +100,9 @@ def view(seen: Seen, before: Seen | None = None) -> RenderableType:
     transfers = _transfers(seen, before)
     if transfers is not None:
         parts += ["", transfers]
-    told = notes(seen.cluster)
-    if told:
-        parts += ["", *(Text(line, style="yellow") for line in told)]
+    lines = notes(seen.cluster)
+    if lines:
+        parts += ["", *(Text(line, style="yellow") for line in lines)]
     return Group(*parts)
 
 

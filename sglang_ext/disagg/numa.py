@@ -50,8 +50,8 @@ def node_of(address: int, nbytes: int) -> int:
     # Without nodes to move them to, it only reports where they are.
     if _call("move_pages", 0, ctypes.c_ulong(count), pages, None, nodes, 0) != 0:
         return -1
-    told = Counter(node for node in nodes if node >= 0)
-    return told.most_common(1)[0][0] if told else -1
+    known = Counter(node for node in nodes if node >= 0)
+    return known.most_common(1)[0][0] if known else -1
 
 
 def cpus_by_node(root: Path = SYS) -> dict[int, frozenset[int]]:

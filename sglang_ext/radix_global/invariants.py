@@ -83,7 +83,7 @@ def _node_violations(block_bytes: int, parent: Node, first: bytes, node: Node) -
     if node.key[:block_bytes] != first:
         yield f"{node!r} is not found by its first block"
     if not node.placements:
-        yield f"{node!r} is held by nobody"
+        yield f"{node!r} has no holder"
     for holder, address in node.placements.items():
         if holder.closed and parent.parent is not None and holder not in parent.placements:
             yield f"{holder!r} has a hole above {node!r}"

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.advisory.__main__ import Benchmark, main
-from benchmarks.advisory.figures import Served, Told
+from benchmarks.advisory.figures import Advised, Served
 from benchmarks.advisory.fleet import BY_LAYER, HINTED, SYSTEMS, WHOLE, Tiers, server_flags
 from benchmarks.advisory.graphs import Call, Edge
 from benchmarks.advisory.parts import Parts
@@ -123,17 +123,17 @@ def test_a_user_goes_on_from_what_was_answered(router: StandIn) -> None:
     assert served.sent < served.first <= served.ended
     assert [one.hinted for one in scene.served] == [True, True, False]
     # The first hint was refused.
-    assert [one.told is not None for one in scene.served] == [False, True, False]
-    told = served.told
-    assert told is not None
-    assert told == Told(ready=True, below=7, gap_s=told.gap_s, ready_s=0.25)
-    assert 0.01 <= told.gap_s < 30.0
+    assert [one.advised is not None for one in scene.served] == [False, True, False]
+    advised = served.advised
+    assert advised is not None
+    assert advised == Advised(ready=True, below=7, gap_s=advised.gap_s, ready_s=0.25)
+    assert 0.01 <= advised.gap_s < 30.0
 
 
 def test_a_hint_that_ended_otherwise_says_nothing_of_its_request(router: StandIn) -> None:
     scene = Scene("a", 1, 30.0, hints=True)
     Player(router.url, scene).people([iter([talk("s", 4)])])
-    assert [one.told is not None for one in scene.served] == [False, True, False, True]
+    assert [one.advised is not None for one in scene.served] == [False, True, False, True]
 
 
 def test_a_measurement_marks_what_is_new_in_it(router: StandIn) -> None:

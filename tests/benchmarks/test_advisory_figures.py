@@ -9,8 +9,8 @@ import random
 import pytest
 
 from benchmarks.advisory.figures import (
+    Advised,
     Served,
-    Told,
     cost_line,
     cost_of,
     fit_hits,
@@ -166,16 +166,16 @@ def test_a_line_tells_a_small_cost_where_two_levels_do_not() -> None:
 
 
 def test_what_was_not_hidden_has_a_reason() -> None:
-    def told(ready: bool, below: int) -> Told:
-        return Told(ready, below, 1.0, 0.2 if ready else None)
+    def advised(ready: bool, below: int) -> Advised:
+        return Advised(ready, below, 1.0, 0.2 if ready else None)
 
     found = not_hidden(
         [
             served(dram=10, disk=1),
-            served(dram=20, disk=2, told=told(False, 50)),
-            served(dram=40, disk=8, told=told(True, 30)),
-            served(dram=5, disk=0, told=told(True, 30)),
-            served(dram=0, disk=0, told=told(True, 0)),
+            served(dram=20, disk=2, advised=advised(False, 50)),
+            served(dram=40, disk=8, advised=advised(True, 30)),
+            served(dram=5, disk=0, advised=advised(True, 30)),
+            served(dram=0, disk=0, advised=advised(True, 0)),
         ]
     )
     assert found == {"no hint": 11, "too late": 22, "no room": 35, "given up": 18}

@@ -15,7 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_an_index_that_took_in_everything_has_what_the_instances_have() -> None:
-    sources = [index_events.told(f"i{number}", number, 150) for number in range(3)]
+    sources = [index_events.reported(f"i{number}", number, 150) for number in range(3)]
     index, spent = index_events.taken_in(sources)
     assert spent > 0
     assert all(index.trusted(sent.name) for sent in sources)

@@ -146,7 +146,7 @@ class Played:
 
 
 @dataclass
-class Heard:
+class Received:
     """The part of a streamed answer that has arrived."""
 
     instance: str = ""
@@ -283,24 +283,24 @@ class Player:
         Decode servers generate the first few tokens only, those that are not drained until the drain begins.
         So an answer is never over before, however late this process sees its first token.
         """
-        heard = {turn: Heard() for turn in expected}
+        received = {turn: Received() for turn in expected}
         with ExitStack() as stack:
             holds = {name: stack.enter_context(ExitStack()) for name in self._decoding()}
             for name, hold in holds.items():
                 hold.enter_context(holding(self._fleet.faults[name], "generating"))
             answers = [
-                asyncio.create_task(self._stream(turn, asked, heard[turn]))
+                asyncio.create_task(self._stream(turn, asked, received[turn]))
                 for turn, asked in expected.items()
             ]
             try:
                 await until(
                     lambda: (
-                        any(each.tokens for each in heard.values()) or any(each.done() for each in answers)
+                        any(each.tokens for each in received.values()) or any(each.done() for each in answers)
                     ),
                     SECONDS,
                     "a first token",
                 )
-                if url := next((each.instance for each in heard.values() if each.tokens), ""):
+                if url := next((each.instance for each in received.values() if each.tokens), ""):
                     await self._drain(url, holds)
             finally:
                 stack.close()
@@ -309,11 +309,11 @@ class Player:
             if isinstance(error, BaseException):
                 raise error
         for turn, asked in expected.items():
-            self._found(turn, heard[turn].cached_tokens)
+            self._found(turn, received[turn].cached_tokens)
             try:
-                assert_same_tokens(asked.answer, heard[turn].tokens)
+                assert_same_tokens(asked.answer, received[turn].tokens)
             except AssertionError as error:
-                raise Differs(f"{turn}: {error}; it ended with {heard[turn].ended}") from None
+                raise Differs(f"{turn}: {error}; it ended with {received[turn].ended}") from None
 
     def _decoding(self) -> list[str]:
         return [name for name, role in self._roles().items() if role == "decode"]
@@ -350,7 +350,7 @@ class Player:
         counted = self._front.counted()
         return counted["moves moved"] + counted["moves stuck"]
 
-    async def _stream(self, turn: Turn, asked: Asked, heard: Heard) -> None:
+    async def _stream(self, turn: Turn, asked: Asked, received: Received) -> None:
         body = {
             "input_ids": asked.prompt,
             "sampling_params": {**GREEDY, "max_new_tokens": MOVED_TOKENS},
@@ -360,15 +360,15 @@ class Player:
         client = self._front.tenants[turn.tenant]
         async with client.post(f"{self._router.url}/generate", json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
-            heard.instance = answer.headers["x-kv-instance"]
+            received.instance = answer.headers["x-kv-instance"]
             async for line in answer.content:
                 if not line.startswith(b"data: {"):
                     continue
                 event = json.loads(line.removeprefix(b"data: "))
                 assert "error" not in event, event
-                heard.tokens = event["output_ids"]
-                heard.cached_tokens = event["meta_info"]["cached_tokens"]
-                heard.ended = event["meta_info"]["finish_reason"]
+                received.tokens = event["output_ids"]
+                received.cached_tokens = event["meta_info"]["cached_tokens"]
+                received.ended = event["meta_info"]["finish_reason"]
 
     def _fill(self, number: int) -> None:
         """Past the router, so that each server gets its share, whatever the policy."""

@@ -382,7 +382,7 @@ def test_a_live_reader_has_the_truth_at_length() -> None:
 PythonReplica: Any = from_sources("sglang_ext.radix_global.sync.replica").Replica
 
 
-class Deaf(PythonReplica):
+class IgnoringReplica(PythonReplica):
     """Leaves out some events and says nothing of it."""
 
     def _one(self, event: PlacementEvent) -> None:
@@ -392,7 +392,7 @@ class Deaf(PythonReplica):
 
 def test_an_event_dropped_unnoticed_is_found() -> None:
     class Machine(EventsMachine):
-        replica_class = Deaf
+        replica_class = IgnoringReplica
 
     with pytest.raises(AssertionError):
         run(Machine, 2000, derandomize=True, phases=(hypothesis.Phase.generate,))

@@ -100,7 +100,7 @@ class Guest:
                     assert "error" not in answer, answer
             return answer["return"]
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """A line on the second serial port."""
         if self._test is None:
             self._test = socket.socket(socket.AF_UNIX)
@@ -110,7 +110,7 @@ class Guest:
     def run(self, line: str) -> None:
         """Say a line until it is taken: a serial port may lose what comes as its machine begins."""
         for _ in range(int(STEP_S)):
-            self.tell(line)
+            self.send(line)
             with contextlib.suppress(queue.Empty):
                 while (said := self._lines.get(timeout=1.0)) is not None:
                     if "@@RUNS" in said:
@@ -211,7 +211,7 @@ def test_two_machines_of_one_snapshot_read_and_write_each_others_memory(two: tup
     assert (kind, broken) == ("PeerGoneError", "True")
     reader.wait_for("@@SAYS heal")
     owner.cable(up=True)
-    reader.tell("healed")
+    reader.send("healed")
     assert reader.wait_for(r"@@SAYS again (\w+) untouched (\w+)").groups() == ("True", "True")
 
     # A writer is fenced; then one that is cut off.
@@ -219,10 +219,10 @@ def test_two_machines_of_one_snapshot_read_and_write_each_others_memory(two: tup
     assert owner.wait_for(r"@@SAYS barred (\w+) unchanged (\w+)").groups() == ("True", "True")
     owner.wait_for("@@SAYS cut")
     owner.cable(up=False)
-    owner.tell("cut")
+    owner.send("cut")
     owner.wait_for("@@SAYS heal")
     owner.cable(up=True)
-    owner.tell("healed")
+    owner.send("healed")
     assert reader.wait_for(r"@@SAYS fenced (\w+)")[1] == "PeerGoneError"
     assert owner.wait_for(r"@@SAYS barred (\w+) unchanged (\w+)").groups() == ("True", "True")
 

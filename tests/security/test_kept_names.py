@@ -65,7 +65,7 @@ async def test_a_name_is_limited_in_characters(path, body, field, start_worker, 
         assert status == 200, answer
 
 
-def test_stories_charge_the_names_of_their_prompts() -> None:
+def test_the_request_log_charges_the_names_of_their_prompts() -> None:
     """The ring of 32 MiB had room for 14,000 names of any length."""
     log = RequestLog(1 << 20)
     for number in range(100):

@@ -240,7 +240,7 @@ async def test_names_without_end_are_bounded(
         hints_live=20, hints_per_second=1e6, tree_max_bytes=1 << 23, session_field="session_id",
     )  # fmt: skip
     limits = {
-        "stories": MIB // 8, "sessions": MIB // 8, "hints": MIB, "homes": 32 * MIB,
+        "request-log": MIB // 8, "sessions": MIB // 8, "hints": MIB, "homes": 32 * MIB,
         "documents": 256 * MIB, "deleted-documents": 16 * MIB, "open-sessions": 32 * MIB,
     }  # fmt: skip
     assert limits.keys() == router.metrics.tables.keys(), "say here how large a new table may be"
@@ -260,7 +260,7 @@ async def test_names_without_end_are_bounded(
         assert router.metrics.tables[table].size_bytes <= most, table
     assert router.trees.size_bytes <= 1 << 23
     assert len(router.documents.book.deleted) <= 1024
-    assert len(router.metrics.tables["stories"]) < count * 3
+    assert len(router.metrics.tables["request-log"]) < count * 3
     assert resident() - before < 256 * MIB
 
 

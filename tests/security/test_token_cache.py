@@ -122,7 +122,7 @@ async def test_tenants_are_told_times_of_the_router_in_steps(
     keys.write_text(json.dumps({"keys": entries}))
     keys.chmod(0o600)
     worker = await start_worker()
-    worker.told_at_end = {"prefill_time": 0.001}
+    worker.end_details = {"prefill_time": 0.001}
     router = await start_router(worker, api_keys_file=str(keys))
     headers = {"authorization": f"Bearer {A}", "x-request-id": "mine"}
     body = {"text": "some words " * 50, "sampling_params": {"max_new_tokens": 1}}

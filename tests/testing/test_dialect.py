@@ -25,7 +25,7 @@ def test_everything_is_recorded() -> None:
 
 async def test_a_stand_in_says_what_a_server_says() -> None:
     async with running_worker() as worker:
-        worker.told_at_end = StageTimes().details()
+        worker.end_details = StageTimes().details()
         found = await asyncio.to_thread(record, worker.url)
     assert [line for name in RECORDING for line in differences(RECORDING[name], found[name], name)] == []
 

@@ -65,12 +65,12 @@ def test_a_watcher_has_what_is_there(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_watcher_that_misses_removals_is_found(tmp_path: Path) -> None:
-    class Deaf(Watcher):
+    class BlindWatcher(Watcher):
         def changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
             super().changed(stored, [])
 
     tier = DiskTier(DiskConfig(tmp_path, 24 * (16 << 10)), LAYOUT)
-    watcher = Deaf(tier)
+    watcher = BlindWatcher(tier)
     with pytest.raises(AssertionError):
         traffic(tier, watcher, 0)
     tier.close()

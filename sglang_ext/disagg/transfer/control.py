@@ -324,7 +324,7 @@ class ControlClient:
         self._waiting: dict[int, tuple[bytes, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count(1)
         self._failed: TransferError | None = None
-        self.heard = 0.0
+        self.last_received = 0.0
         """When the peer last sent a message, in the event loop's time."""
         self._pairs: Sequence[Pair] = ()
         self._lines: list[_Line] = []
@@ -431,7 +431,7 @@ class ControlClient:
     async def _receive(self, line: _Line) -> None:
         while True:
             frames = await line.socket.recv_multipart()
-            self.heard = asyncio.get_running_loop().time()
+            self.last_received = asyncio.get_running_loop().time()
             if len(self._lines) > 1 and line in self._lines:
                 for other in self._lines:
                     if other is not line:

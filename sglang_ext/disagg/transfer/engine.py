@@ -393,7 +393,7 @@ class Endpoint:
             return await self._owner.handle(identity, message)
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise RefusedError("service", f"nobody here answers {type(message).__name__}")
+            raise RefusedError("service", f"no part here answers {type(message).__name__}")
         return await handler(identity, message)
 
     def _disconnected(self, instance: Instance) -> None:

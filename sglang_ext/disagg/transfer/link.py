@@ -216,7 +216,7 @@ class Link:
         silence, loop = self._silence, asyncio.get_running_loop()
         while self.peer.gone is None:
             asked = loop.time()
-            if self.client.heard > self._since:
+            if self.client.last_received > self._since:
                 silence.answered()  # late, or something else: it lives
             try:
                 reply = await self.ask(Ping(self.session, self.peer.channel.name), patience)

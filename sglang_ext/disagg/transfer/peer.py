@@ -237,7 +237,7 @@ class Peer:
         """Verify the queue, and that all under way is in it."""
         with self._lock:
             self.queue.check()
-            assert self._lanes.idle or not self.queue.idle, "a lane moves what nobody asked for"
+            assert self._lanes.idle or not self.queue.idle, "a lane moves a piece of no request"
 
     def _known(self, request: str) -> Request:
         known = self._requests.get(request)

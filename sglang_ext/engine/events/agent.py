@@ -94,7 +94,7 @@ class _Listing:
     left: deque[tuple[Tier, ListsNames]]
     """Tiers that are not listed to the end; the first is being listed."""
     place: bytes = b""
-    told: int = 0
+    sent: int = 0
     partial: bool = False
 
 
@@ -173,7 +173,7 @@ class Agent:
                 self._stopping.wait(RESTART_S)
 
     def _serve(self) -> None:
-        beat = told = self._now()
+        beat = sent_at = self._now()
         while not self._stopping.is_set():
             now = self._now()
             if now >= beat:
@@ -196,9 +196,9 @@ class Agent:
             for reader, answer in self._feed.take_posted():
                 self._send([(reader, FROM_AGENT.encode(answer))])
             if ready:
-                self._stopping.wait(told + BATCH_S - self._now())
-                told = self._now()
-                self._tell(self._feed.take(), told)
+                self._stopping.wait(sent_at + BATCH_S - self._now())
+                sent_at = self._now()
+                self._send_entries(self._feed.take(), sent_at)
             self._list_names()
             self._flush()
 
@@ -230,7 +230,7 @@ class Agent:
         self._unwanted(self.stream.goodbye(reader))
         self.socket.forget_unsent(reader)
         # Entries in the queue come before all messages that this router will get.
-        self._tell(self._feed.take(), self._now())
+        self._send_entries(self._feed.take(), self._now())
         sends, number = self.stream.hello(reader, message)
         self._send(sends)
         self._send([(reader, self._beat_message())])
@@ -267,7 +267,7 @@ class Agent:
 
     # -- events to routers ----------------------------------------------------------------------
 
-    def _tell(self, entries: Iterable[Entry], now: float) -> None:
+    def _send_entries(self, entries: Iterable[Entry], now: float) -> None:
         changed: list[Changed] = []
         for entry in entries:
             if isinstance(entry, Changed):
@@ -312,22 +312,22 @@ class Agent:
     def _list_some(self, listing: _Listing) -> None:
         tier, index = listing.left[0]
         names, place = index.names_after(listing.place, NAMES_CHUNK)
-        listing.told += len(names)
+        listing.sent += len(names)
         events = [NamesStored(tier.level, data) for data in packed(names)]
         self._send(self.stream.part(listing.number, events))
-        if place is not None and listing.told < SNAPSHOT_NAMES:
+        if place is not None and listing.sent < SNAPSHOT_NAMES:
             listing.place = place
             return
         listing.partial = listing.partial or place is not None
         listing.left.popleft()
-        listing.place, listing.told = b"", 0
+        listing.place, listing.sent = b"", 0
 
     def _beat(self, now: float) -> None:
         for reader in self.stream.readers:
             if self.silent_s(self._names.get(reader, "")) > READER_GONE_S:
                 self._drop(reader)
         # Events that were dropped show in the number of the next one.
-        self._tell(self._feed.take(), now)
+        self._send_entries(self._feed.take(), now)
         beat = self._beat_message()
         self._send([(reader, beat) for reader in self.stream.readers])
 

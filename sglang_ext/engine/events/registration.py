@@ -221,9 +221,9 @@ class Registrar:
         try:
             connection.request(method, target, body, headers)
             response = connection.getresponse()
-            told = response.getheader(CLOCK_HEADER)
-            if told and self._key is not None:
-                ahead = self._key.ahead(told, headers["authorization"], self._wall())
+            clock = response.getheader(CLOCK_HEADER)
+            if clock and self._key is not None:
+                ahead = self._key.ahead(clock, headers["authorization"], self._wall())
                 if ahead is not None and abs(ahead - router.ahead_s) > CLOCKS_S:
                     router.ahead_s = ahead
             return response.status, response.read(64 << 10)

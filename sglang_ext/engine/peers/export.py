@@ -99,7 +99,7 @@ class _Asked:
     until: float
     spills: bool = False
     share: int = 0
-    told: bool = False
+    answered: bool = False
     """The reader has received the time that the disk takes."""
 
 
@@ -168,9 +168,9 @@ class Exports:
         """Whether something of it is still being read from disk."""
         if self._disk is None or asked.spills or self._disk.ready(asked):
             return False
-        if not asked.told and (seconds := self._disk.expected_s(asked)):
+        if not asked.answered and (seconds := self._disk.expected_s(asked)):
             self._link.expect(asked.export, seconds)
-            asked.told = True
+            asked.answered = True
         return True
 
     def _copy(self, asked: _Asked) -> None:

@@ -265,12 +265,12 @@ class Fetches(MovePlanner):
         """
         for span in wish.spans:
             self._link.decline(span.address, span.export, layered=span.layered)
-        self._tell(wish.id, wish.ahead, how)
+        self._report(wish.id, wish.ahead, how)
         wish.then()
 
     def refuse(self, id: str, *, ahead: bool) -> None:
         """Report the fetch of a message as refused, where its peer cannot serve this instance."""
-        self._tell(id, ahead, FetchEnd.REFUSED)
+        self._report(id, ahead, FetchEnd.REFUSED)
 
     def waits(self, namespace: Hashable, key: bytes) -> bool:
         """Whether a request with this prompt is to wait for a fetch."""
@@ -398,10 +398,10 @@ class Fetches(MovePlanner):
         for job in fetch.jobs[len(fetch.results) :]:
             self._link.drop(job)
         del self._active[fetch]
-        self._tell(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
+        self._report(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
         fetch.wish.then()
 
-    def _tell(self, id: str, ahead: bool, how: FetchEnd, spans: tuple[SpanResult, ...] = ()) -> None:
+    def _report(self, id: str, ahead: bool, how: FetchEnd, spans: tuple[SpanResult, ...] = ()) -> None:
         self.counters.ends[how] += 1
         self._results.append(FetchResult(id, ahead, how, spans))
 

@@ -46,7 +46,7 @@ class PeerKv(Planner):
         link: exports and reads.
         ranks: of this instance.
         moves: of this rank.
-        tell: receives the results of fetches; in rank 0, where there are routers.
+        on_result: receives the results of fetches; in rank 0, where there are routers.
         host: computes spans of prompts for peers; None on an instance that computes none for them.
         rank: index into a peer's ``endpoints`` of the endpoint to read from; a peer has as many as this
             instance has ranks.
@@ -66,7 +66,7 @@ class PeerKv(Planner):
         namespace: Callable[[str | None, str | None], Hashable],
         disk: FromDisk | None = None,
         fresh: Callable[[], bool] = lambda: True,
-        tell: Callable[[FetchResult], None] | None = None,
+        on_result: Callable[[FetchResult], None] | None = None,
         host: SpanHost | None = None,
         rank: int = 0,
         endpoints: int = 1,
@@ -79,7 +79,7 @@ class PeerKv(Planner):
         self._fresh = fresh
         self._rank = rank
         self._endpoints = endpoints
-        self._tell = tell
+        self._on_result = on_result
         self.exports = Exports(tree, write_down, link, ranks, disk, clock=self._clock)
         self.fetches = Fetches(tree, tier, link, moves)
         self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock, host)
@@ -162,8 +162,8 @@ class PeerKv(Planner):
         """Report the results of fetches, and of spans that are not computed. Once per pass."""
         self.spans.drain()
         for result in self.fetches.take_results():
-            if self._tell is not None:
-                self._tell(result)
+            if self._on_result is not None:
+                self._on_result(result)
         if len(self._spilled) and self._clock.monotonic() >= self._show_at:
             self._show_at = self._clock.monotonic() + SHOW_S
             self._spilled.show()

@@ -29,7 +29,7 @@ from sglang_ext.wire import Message
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[PrefetchResult], None]
+OnResult = Callable[[PrefetchResult], None]
 """Receives the result of a hint; called in the scheduler's thread, must not block."""
 
 
@@ -103,7 +103,7 @@ class Advice(Planner):
 
     Args:
         brings: the rank's prefetcher.
-        tell: for rank 0; None on the others.
+        on_result: for rank 0; None on the others.
         peers: fetches and exports; None where that is not possible.
         computes: computes the tokens that no tier and no peer has; None where that is not wanted.
         priority_sign: -1 where a small number means a high priority.
@@ -112,14 +112,14 @@ class Advice(Planner):
     def __init__(
         self,
         brings: Brings,
-        tell: Tell | None = None,
+        on_result: OnResult | None = None,
         *,
         peers: PeerKv | None = None,
         computes: Computes | None = None,
         priority_sign: int = 1,
     ) -> None:
         self._brings = brings
-        self.tell = tell
+        self.on_result = on_result
         self.priority_sign = priority_sign
         self.peers = peers
         self.computes = computes
@@ -194,9 +194,9 @@ class Advice(Planner):
             ended = [self._to_compute(self.computes, result) for result in ended]
             self.computes.drain()
             ended += self.computes.take_ended()
-        if self.tell is not None:
+        if self.on_result is not None:
             for result in ended:
-                self.tell(result)
+                self.on_result(result)
 
     def _to_compute(self, computes: Computes, result: PrefetchResult) -> PrefetchResult:
         """A prefetch has ended: perhaps the rest is computed now."""

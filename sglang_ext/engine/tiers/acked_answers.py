@@ -73,7 +73,7 @@ class Acked:
     since: float
     outcome: AckEnd | None = None
     """The result; None while it is pending."""
-    told: AckEnd | None = None
+    reported: AckEnd | None = None
     """The durability with which its end was reported; None before."""
     waited: float = 0.0
     """Seconds from its end until the end was reported."""
@@ -88,11 +88,11 @@ class Acked:
 
     def details(self) -> dict[str, int | str]:
         """As entries of ``cached_tokens_details``."""
-        if self.told is None:
+        if self.reported is None:
             return {}
         return {
-            f"{DETAIL_PREFIX}end": self.told.value,
-            f"{DETAIL_PREFIX}tokens": self.tokens if self.told is AckEnd.DURABLE else 0,
+            f"{DETAIL_PREFIX}end": self.reported.value,
+            f"{DETAIL_PREFIX}tokens": self.tokens if self.reported is AckEnd.DURABLE else 0,
             f"{DETAIL_PREFIX}wait_us": round(self.waited * 1e6),
         }
 
@@ -138,7 +138,7 @@ class AckedAnswers(Planner):
         """Answers by the durability with which their end was reported, since the start."""
         self.waits: deque[float] = deque(maxlen=_MOST_WAITS)
         """Seconds that ends were held back, until the metrics collect them."""
-        writes.tell_refused(self._refused)
+        writes.on_refused(self._refused)
         ranks.add(self)
 
     def __repr__(self) -> str:
@@ -176,9 +176,9 @@ class AckedAnswers(Planner):
         """An answer has ended whose KV is not kept."""
         return Acked(None, b"", [], 0, self._clock.monotonic(), outcome=AckEnd.UNCACHED)
 
-    def may_tell(self, answer: Acked) -> bool:
+    def may_report(self, answer: Acked) -> bool:
         """Whether its end may be reported now; if so, it counts as reported. Otherwise it is held back."""
-        if answer.told is not None:
+        if answer.reported is not None:
             return True
         now = self._clock.monotonic()
         if answer.outcome is not None:
@@ -191,7 +191,7 @@ class AckedAnswers(Planner):
             self._held.setdefault(answer, 0)
             return False
         self._held.pop(answer, None)
-        answer.told, answer.waited = end, now - answer.since
+        answer.reported, answer.waited = end, now - answer.since
         self.counters[end] += 1
         self.waits.append(answer.waited)
         return True

@@ -122,11 +122,11 @@ class DiskWrites:
         self.counters = DiskWriteCounters()
         self.ended = 0
         """Writes that have ended, since the start."""
-        self._tell_refused: Refused | None = None
+        self._on_refused: Refused | None = None
 
-    def tell_refused(self, to: Refused) -> None:
+    def on_refused(self, to: Refused) -> None:
         """Call ``to`` from now on for each write that is incomplete on some rank."""
-        self._tell_refused = to
+        self._on_refused = to
 
     def submit(self, node: Node, blocks: int) -> bool:
         """Write the last ``blocks`` blocks of the path that ends at ``node``, and the blocks before them that
@@ -237,8 +237,8 @@ class DiskWrites:
                 self.counters.write_skipped += write.blocks - durable
             else:
                 self.counters.write_failed += write.blocks - durable
-            if self._tell_refused is not None:
-                self._tell_refused(write.written.keys, durable, outcome)
+            if self._on_refused is not None:
+                self._on_refused(write.written.keys, durable, outcome)
             for name in write.written.keys:
                 self._refused.pop(name, None)
         self._place(write, durable)

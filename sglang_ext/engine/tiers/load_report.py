@@ -171,8 +171,8 @@ def answer_details(details: Mapping[str, int | str] | None, req: Any) -> dict[st
     None to leave SGLang's as they are.
     """
     more = details_of(req)
-    told: dict[str, int | str] = {**(details or {"device": 0, "host": 0, "storage": 0}), **more}
-    disk = told.get("storage") or "storage_decision" in told or "storage_backend" in told
+    answer: dict[str, int | str] = {**(details or {"device": 0, "host": 0, "storage": 0}), **more}
+    disk = answer.get("storage") or "storage_decision" in answer or "storage_backend" in answer
     if disk:
-        told["storage_backend"] = STORAGE_BACKEND
-    return told if more or disk else None
+        answer["storage_backend"] = STORAGE_BACKEND
+    return answer if more or disk else None

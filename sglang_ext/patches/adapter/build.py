@@ -196,7 +196,7 @@ def _peers(build: Building) -> PeerKv | None:
         build.moves,
         endpoints=len(build.transfers_and_endpoints[1]),
         disk=build.find(Promotions),
-        tell=None if build.router_commands is None else build.router_commands.reply_to_fetch,
+        on_result=None if build.router_commands is None else build.router_commands.reply_to_fetch,
         host=build.host if build.splits else None,
     )
 

@@ -203,7 +203,7 @@ def make_peers(
     *,
     endpoints: int,
     disk: Promotions | None = None,
-    tell: Callable[[FetchResult], None] | None = None,
+    on_result: Callable[[FetchResult], None] | None = None,
     host: SpanHost | None = None,
 ) -> PeerKv:
     """The `PeerKv` of a rank whose instance has so many endpoints."""
@@ -216,7 +216,7 @@ def make_peers(
         namespace=weights.namespace,
         disk=disk,
         fresh=lambda: weights.as_started,
-        tell=tell,
+        on_result=on_result,
         host=host,
         rank=transfers.endpoint.config.rank,
         endpoints=endpoints,

@@ -229,7 +229,7 @@ def why_not_retracting(server_args: Any) -> tuple[str, str] | None:
     if not given("enable_priority_scheduling", False):
         return "requests have no priorities without --enable-priority-scheduling", "Add that flag"
     if given("disable_priority_preemption", False):
-        return "nobody is retracted with --disable-priority-preemption", "Drop one of the two"
+        return "--disable-priority-preemption keeps every running request", "Drop one of the two"
     if given("disaggregation_mode", "null") != "null":
         # Prefill runs nothing that could give way; decode admits in SGLang's own order.
         return "requests are not retracted for others with --disaggregation-mode", "Drop this flag"

@@ -246,11 +246,11 @@ class _Reader:
         local: Mapping[str, Imported],
     ) -> None:
         inner, imports = dict(scope), dict(local)
-        told = self._hooked.get((self._module.name, getattr(node, "name", "")), {})
+        hooked = self._hooked.get((self._module.name, getattr(node, "name", "")), {})
         for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
             inner.pop(each.arg, None)
-            if each.arg in told:
-                inner[each.arg] = told[each.arg]
+            if each.arg in hooked:
+                inner[each.arg] = hooked[each.arg]
             elif each.annotation is not None:
                 self._declare(each.arg, each.annotation, inner, imports)
         method = self._types.inside and not isinstance(node, ast.Lambda) and not is_static(node)

@@ -66,7 +66,7 @@ class HeldEnds(Listener):
         if acked is None:
             acked = self._answers.uncached()
             setattr(req, _ACKED, acked)
-        if self._answers.may_tell(acked):
+        if self._answers.may_report(acked):
             self._held.pop(req.rid, None)
             return True
         if req.rid not in self._held:
@@ -123,7 +123,7 @@ def after_ingest(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> N
 def after_details(details: dict[str, int | str] | None, streamer: Any, req: Any) -> Any:
     """After ``get_cached_tokens_details``."""
     acked: Acked | None = getattr(req, _ACKED, None)
-    if acked is None or acked.told is None:
+    if acked is None or acked.reported is None:
         return None
     return {**(details or {"device": 0, "host": 0}), **acked.details()}
 

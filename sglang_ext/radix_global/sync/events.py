@@ -33,11 +33,11 @@ LONGEST_RUN_BYTES = 8 << 20
 class _Run:
     """A node and its state as last published."""
 
-    __slots__ = ("held", "number", "pending", "told")
+    __slots__ = ("held", "number", "pending", "sent")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.told = 0
+        self.sent = 0
         """Tiers that were published; 0 while all copies are still being made."""
         self.held = 0
         self.pending = 0
@@ -93,7 +93,7 @@ class PlacementLog:
             self._next += 1
         run.held |= tier
         if not run.pending & tier:
-            self._tell(node, run, tier)
+            self._send(node, run, tier)
 
     def displaced(self, node: Node, holder: Holder) -> None:
         """See `TreeObserver`."""
@@ -103,10 +103,10 @@ class PlacementLog:
             return
         run.held &= ~tier
         run.pending &= ~tier
-        if run.told & tier:
-            run.told &= ~tier
-            if run.told:
-                self._events.append(Moved(run.number, run.told))
+        if run.sent & tier:
+            run.sent &= ~tier
+            if run.sent:
+                self._events.append(Moved(run.number, run.sent))
             else:
                 self._untell(node, run)
         if not run.held:
@@ -119,8 +119,8 @@ class PlacementLog:
             return
         first = self._runs[upper] = _Run(self._next)
         self._next += 1
-        first.told, first.held, first.pending = run.told, run.held, run.pending
-        if run.told:
+        first.sent, first.held, first.pending = run.sent, run.held, run.pending
+        if run.sent:
             self._events.append(Split(run.number, first.number, upper.blocks))
             for walk in self._walks:
                 walk.was_split(run.number, upper, first.number)
@@ -147,7 +147,7 @@ class PlacementLog:
             if run is not None and run.pending & tier:
                 run.pending &= ~tier
                 if run.held & tier:
-                    self._tell(part, run, tier)
+                    self._send(part, run, tier)
 
     def clear(self, weights: str) -> None:
         """Publish in one event that no block now in the tree matches any more.
@@ -177,16 +177,16 @@ class PlacementLog:
     def stored(self, node: Node) -> Stored | None:
         """The event that publishes ``node`` in its present state; ``None`` when it is not published."""
         run = self._runs.get(node)
-        if run is None or not run.told:
+        if run is None or not run.sent:
             return None
         parent = node.parent
         assert parent is not None
         if parent.parent is not None:
-            return Stored(run.number, self._runs[parent].number, node.key, run.told)
+            return Stored(run.number, self._runs[parent].number, node.key, run.sent)
         tenant = self._tenant_of(node.namespace)
         if tenant is None:
             return None
-        return Stored(run.number, 0, node.key, run.told, *tenant)
+        return Stored(run.number, 0, node.key, run.sent, *tenant)
 
     def truth(self) -> list[Stored]:
         """All published runs as they are now, parents before children; for tests and for debugging."""
@@ -194,10 +194,10 @@ class PlacementLog:
 
     # -- inner workings -------------------------------------------------------------------------
 
-    def _tell(self, node: Node, run: _Run, tier: int) -> None:
-        if run.told:
-            run.told |= tier
-            self._events.append(Moved(run.number, run.told))
+    def _send(self, node: Node, run: _Run, tier: int) -> None:
+        if run.sent:
+            run.sent |= tier
+            self._events.append(Moved(run.number, run.sent))
             return
         parent = node.parent
         assert parent is not None
@@ -208,30 +208,30 @@ class PlacementLog:
             before, (extra_key, cache_salt) = 0, tenant
         else:
             above = self._runs.get(parent)
-            if above is None or not above.told:
+            if above is None or not above.sent:
                 return  # its parent is not published
             before, extra_key, cache_salt = above.number, None, None
         if len(node.key) > LONGEST_RUN_BYTES:
             return
-        run.told = tier
+        run.sent = tier
         self._events.append(Stored(run.number, before, node.key, tier, extra_key, cache_salt))
 
     def _untell(self, node: Node, run: _Run) -> None:
         """Withdraw ``node``; its published continuations are withdrawn first."""
         stack = [node]
         for current in stack:
-            stack.extend(child for child in current.children.values() if self._is_told(child))
+            stack.extend(child for child in current.children.values() if self._is_sent(child))
         for below in reversed(stack[1:]):
             gone = self._runs[below]
-            gone.told = 0
+            gone.sent = 0
             self._events.append(Removed(gone.number))
             self._renumber(gone)
         self._events.append(Removed(run.number))
         self._renumber(run)
 
-    def _is_told(self, node: Node) -> bool:
+    def _is_sent(self, node: Node) -> bool:
         run = self._runs.get(node)
-        return run is not None and run.told != 0
+        return run is not None and run.sent != 0
 
     def _renumber(self, run: _Run) -> None:
         """A number is never used again: a node that is published again gets a new run."""
@@ -241,7 +241,7 @@ class PlacementLog:
     def number_of(self, node: Node) -> int:
         """The run of a published node; 0 for any other."""
         run = self._runs.get(node)
-        return run.number if run is not None and run.told else 0
+        return run.number if run is not None and run.sent else 0
 
     def __repr__(self) -> str:
         return f"PlacementLog(runs={len(self._runs)}, events={len(self._events)}, walks={len(self._walks)})"
@@ -259,14 +259,14 @@ class PlacementLog:
             if run is None:
                 continue
             seen += 1
-            if run.held != held or run.told & ~held or run.pending & run.told:
+            if run.held != held or run.sent & ~held or run.pending & run.sent:
                 raise AssertionError(
-                    f"{node!r} is told to be in {run.told}, is in {held}, copied to {run.pending}"
+                    f"{node!r} was sent as in {run.sent}, is in {held}, copied to {run.pending}"
                 )
-            if run.told and node.parent is not None and not node.parent.is_root:
+            if run.sent and node.parent is not None and not node.parent.is_root:
                 above = self._runs.get(node.parent)
-                if above is None or not above.told:
-                    raise AssertionError(f"{node!r} is told, and what it continues is not")
+                if above is None or not above.sent:
+                    raise AssertionError(f"{node!r} was sent, and what it continues is not")
         if seen != len(self._runs):
             raise AssertionError(f"{len(self._runs)} runs of {seen} nodes")
 

@@ -60,8 +60,8 @@ class Splice(StreamSplice):
         if not isinstance(last := parsed(reader.last), dict):
             return ""
         ids, meta = last.get("output_ids"), last.get("meta_info")
-        told = meta.get("completion_tokens") if isinstance(meta, dict) else None
-        if reader.seen > 1 and isinstance(ids, list) and len(ids) != told:
+        reported = meta.get("completion_tokens") if isinstance(meta, dict) else None
+        if reader.seen > 1 and isinstance(ids, list) and len(ids) != reported:
             return "the server streams increments (--incremental-streaming-output)"
         return "" if reader.seen > 1 else "again"
 

@@ -98,13 +98,13 @@ class Messages(Dialect):
     def read(self, usage: Usage, answer: Any, choices: int) -> None:
         if isinstance(answer, dict) and isinstance(answer.get("message"), dict):
             answer = answer["message"]  # of an event
-        if not isinstance(answer, dict) or not isinstance(told := answer.get("usage"), dict):
+        if not isinstance(answer, dict) or not isinstance(reported := answer.get("usage"), dict):
             return
-        cached = count(told.get("cache_read_input_tokens"))
-        if (fresh := count(told.get("input_tokens"))) is not None:
+        cached = count(reported.get("cache_read_input_tokens"))
+        if (fresh := count(reported.get("input_tokens"))) is not None:
             usage.prompt_tokens = fresh + (cached or 0)
             usage.cached_tokens = cached
-        if (output := count(told.get("output_tokens"))) is not None:
+        if (output := count(reported.get("output_tokens"))) is not None:
             usage.completion_tokens = output
 
     def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
@@ -141,12 +141,12 @@ class Messages(Dialect):
 
     def empty_events(self, answer: Json) -> Iterator[bytes]:
         delta = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
-        for told in (
+        for reported in (
             {"type": "message_start", "message": {**answer, "stop_reason": None}},
             {"type": "message_delta", "delta": delta, "usage": answer["usage"]},
             {"type": "message_stop"},
         ):
-            yield event(told, str(told["type"]))
+            yield event(reported, str(reported["type"]))
 
     def error(self, refused: RequestRefused) -> Json:
         return error_of(refused.status, refused.message)

@@ -303,19 +303,19 @@ class MessageAnswer:
         for data in self._splitter.feed(chunk):
             if data == DONE:
                 self._finish(out)
-            elif isinstance(told := parsed(data), dict):
-                self._take(told, out)
+            elif isinstance(reported := parsed(data), dict):
+                self._take(reported, out)
         return bytes(out)
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _take(self, told: Json, out: bytearray) -> None:
-        if told.get("error"):
-            out += _event(_error(500, told))
+    def _take(self, reported: Json, out: bytearray) -> None:
+        if reported.get("error"):
+            out += _event(_error(500, reported))
             return
-        if isinstance(told.get("usage"), dict):
-            self._usage = told["usage"]
-        for choice in told.get("choices") or ():
+        if isinstance(reported.get("usage"), dict):
+            self._usage = reported["usage"]
+        for choice in reported.get("choices") or ():
             delta = choice.get("delta") or {}
             self._stop = choice.get("finish_reason") or self._stop
             says = delta.get("reasoning_content") or delta.get("tool_calls") or delta.get("content")
@@ -397,12 +397,12 @@ def _usage(usage: Any, *, output: bool) -> Json:
     usage = usage if isinstance(usage, dict) else {}
     prompt = usage.get("prompt_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    told: Json = {"input_tokens": max(prompt - cached, 0)}
+    reported: Json = {"input_tokens": max(prompt - cached, 0)}
     if cached:
-        told["cache_read_input_tokens"] = cached
+        reported["cache_read_input_tokens"] = cached
     if output:
-        told["output_tokens"] = usage.get("completion_tokens") or 0
-    return told
+        reported["output_tokens"] = usage.get("completion_tokens") or 0
+    return reported
 
 
 def _arguments(text: Any) -> Json:
@@ -410,5 +410,5 @@ def _arguments(text: Any) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _event(told: Json) -> bytes:
-    return event(told, str(told["type"]))
+def _event(reported: Json) -> bytes:
+    return event(reported, str(reported["type"]))

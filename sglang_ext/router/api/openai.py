@@ -97,11 +97,11 @@ class OpenAiDialect(Dialect):
     def read(self, usage: Usage, answer: Any, choices: int) -> None:
         if not isinstance(answer, dict):
             return
-        if isinstance(told := answer.get("usage"), dict):
-            usage.prompt_tokens = count(told.get("prompt_tokens"))
-            usage.completion_tokens = count(told.get("completion_tokens"))
+        if isinstance(reported := answer.get("usage"), dict):
+            usage.prompt_tokens = count(reported.get("prompt_tokens"))
+            usage.completion_tokens = count(reported.get("completion_tokens"))
             # SGLang leaves the details out without --enable-cache-report, and when nothing was cached.
-            if isinstance(details := told.get("prompt_tokens_details"), dict):
+            if isinstance(details := reported.get("prompt_tokens_details"), dict):
                 usage.cached_tokens = count(details.get("cached_tokens"))
         for choice in choices_of(answer):
             if isinstance(meta := choice.get("meta_info"), dict):

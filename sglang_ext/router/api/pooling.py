@@ -78,9 +78,9 @@ class Pooling(Dialect):
         raise NotImplementedError(f"{self.path} has no requests that only warm the cache")
 
     def read(self, usage: Usage, answer: Any, choices: int) -> None:
-        if isinstance(answer, dict) and isinstance(told := answer.get("usage"), dict):
-            usage.prompt_tokens = count(told.get("prompt_tokens"))
-            if isinstance(details := told.get("prompt_tokens_details"), dict):
+        if isinstance(answer, dict) and isinstance(reported := answer.get("usage"), dict):
+            usage.prompt_tokens = count(reported.get("prompt_tokens"))
+            if isinstance(details := reported.get("prompt_tokens_details"), dict):
                 usage.cached_tokens = count(details.get("cached_tokens"))
 
 

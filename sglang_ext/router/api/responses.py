@@ -85,10 +85,10 @@ class Responses(Dialect):
             return
         if isinstance(name := answer.get("id"), str) and answer.get("object") == "response":
             usage.response_id = name
-        if isinstance(told := answer.get("usage"), dict):
-            usage.prompt_tokens = count(told.get("input_tokens"))
-            usage.completion_tokens = count(told.get("output_tokens"))
-            if isinstance(details := told.get("input_tokens_details"), dict):
+        if isinstance(reported := answer.get("usage"), dict):
+            usage.prompt_tokens = count(reported.get("input_tokens"))
+            usage.completion_tokens = count(reported.get("output_tokens"))
+            if isinstance(details := reported.get("input_tokens_details"), dict):
                 # Without --enable-cache-report this is always 0, which says nothing.
                 usage.cached_tokens = count(details.get("cached_tokens")) or None
 

@@ -271,23 +271,23 @@ async def _stand_by(router: Router, descriptor: int, ends: Iterable[asyncio.Futu
         PeerError: the process that held the pipe's other end is gone.
     """
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[bytes] = loop.create_future()
+    received: asyncio.Future[bytes] = loop.create_future()
 
     def read() -> None:
         loop.remove_reader(descriptor)
-        told.set_result(os.read(descriptor, 1))
+        received.set_result(os.read(descriptor, 1))
 
     loop.add_reader(descriptor, read)
     try:
-        await asyncio.wait({told, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({received, *ends}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         loop.remove_reader(descriptor)
-    if told.done():
-        if not told.result():
+    if received.done():
+        if not received.result():
             raise PeerError("the process that had this router stand by is gone")
         await router.take_over()
         logger.info("took over at %s", router.url)
-    told.cancel()
+    received.cancel()
 
 
 async def _read_keys_again(router: Router) -> None:

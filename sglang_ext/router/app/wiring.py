@@ -73,7 +73,7 @@ class Parts:
     def _measure(self) -> None:
         """Have the parts show their state in `/metrics`."""
         self.metrics.show_table("sessions", self.sessions)
-        self.metrics.show_table("stories", self.request_log)
+        self.metrics.show_table("request-log", self.request_log)
         self.metrics.show_table("homes", self.homes)
         self.metrics.show_table("hints", self.advisor.book)
         for part in (

@@ -95,13 +95,13 @@ class _Workers:
             for number in range(len(self._configs)):
                 self._fork(number, before)
             while self._running:
-                told = signal.sigwait(WATCHED)
-                if told == signal.SIGCHLD:
+                number = signal.sigwait(WATCHED)
+                if number == signal.SIGCHLD:
                     self._reap(before)
-                elif told in ENDS:
+                elif number in ENDS:
                     self._end()
                 else:
-                    self._tell(signal.SIGHUP)
+                    self._signal(signal.SIGHUP)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._failure is not None:
@@ -144,9 +144,9 @@ class _Workers:
 
     def _end(self) -> None:
         self._ending = True
-        self._tell(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
-    def _tell(self, number: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         for pid in self._running:
             os.kill(pid, number)
 

@@ -188,7 +188,7 @@ class Agents(AgentChannels):
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Export each instance's load and tier fills, and the counters of its channel."""
-        told = {
+        gauges = {
             "events": metrics.gauge("index_events"),
             "gaps": metrics.gauge("index_gaps"),
             "snapshots": metrics.gauge("index_snapshots"),
@@ -198,10 +198,10 @@ class Agents(AgentChannels):
         tiers = metrics.gauge("tier_blocks")
 
         def refresh() -> None:
-            for gauge in (*told.values(), requests, tiers):
+            for gauge in (*gauges.values(), requests, tiers):
                 gauge.clear()
             for name, link in self._links.items():
-                for what, gauge in told.items():
+                for what, gauge in gauges.items():
                     gauge.labels(name).set(getattr(link.counters, what))
                 if (beat := self.beat(name)) is None:
                     continue

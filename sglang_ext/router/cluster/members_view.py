@@ -85,8 +85,8 @@ def tiers(beat: Beat | None) -> dict[str, TierFill]:
 
 def fills_of(beat: Beat) -> dict[Tier, Fill]:
     """A heartbeat's fills of the tiers that this release has, nearest first."""
-    told = {fill.level: fill for fill in beat.fills}
-    return {tier: told[tier.level] for tier in all_tiers() if tier.level in told}
+    reported = {fill.level: fill for fill in beat.fills}
+    return {tier: reported[tier.level] for tier in all_tiers() if tier.level in reported}
 
 
 def _draining(members: Members, member: Member, row: InstanceRecord | None) -> Draining | None:

@@ -85,13 +85,13 @@ class StockLinks:
 
     def measure(self, metrics: RouterMetrics) -> None:
         """Show what each instance's events brought."""
-        told = {
+        gauges = {
             "batches": metrics.gauge("kv_event_batches"),
             "lost_count": metrics.gauge("kv_event_losses"),
         }
 
         def refresh() -> None:
-            for what, gauge in told.items():
+            for what, gauge in gauges.items():
                 gauge.clear()
                 for name, link in self._links.items():
                     gauge.labels(name).set(getattr(link.replica, what))

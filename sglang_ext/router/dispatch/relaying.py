@@ -262,7 +262,7 @@ class Relay:
         head = self._response_headers(response, record, reader.first(first))
         if flight.admitted.dialect.stream_type != EVENT_STREAM_TYPE:
             head["content-type"] = flight.admitted.dialect.stream_type
-        await responder.start(response.status, head, _told(flight, first))
+        await responder.start(response.status, head, _for_client(flight, first))
         answer.response, answer.reader = response, reader
         reader.feed(first)
         broken: SglangExtError | None = None
@@ -271,8 +271,8 @@ class Relay:
             try:
                 while chunk := await response.piece():
                     load.answered()
-                    if told := _told(flight, chunk):
-                        await responder.write(told)
+                    if data := _for_client(flight, chunk):
+                        await responder.write(data)
                     reader.feed(chunk)
             except AnswerMoved:
                 goes_on = True
@@ -315,8 +315,8 @@ class Relay:
                 while chunk := await response.piece():
                     answer.load.answered()
                     if rest := seam.feed(chunk):
-                        if told := _told(flight, rest):
-                            await flight.responder.write(told)
+                        if data := _for_client(flight, rest):
+                            await flight.responder.write(data)
                         reader.feed(rest)
                 seam.check_end()
                 return
@@ -411,7 +411,7 @@ class Relay:
         return headers
 
 
-def _told(flight: Flight, chunk: bytes) -> bytes:
+def _for_client(flight: Flight, chunk: bytes) -> bytes:
     """The part of a stream's next piece that the client gets."""
     if flight.sent.translation is not None:
         chunk = flight.sent.translation.feed(chunk)

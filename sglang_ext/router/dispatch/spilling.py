@@ -55,7 +55,7 @@ UNHEARD_S: Final = 30.0
 MOST_UNDER_WAY: Final = 4
 MOST_SPILLED: Final = 10_000
 """Spills that are remembered for as long as they are kept; the oldest count as gone beyond that."""
-MOST_TOLD: Final = 2000
+MOST_RECENT: Final = 2000
 """Most ended spills that are kept for ``/explain``."""
 MAX_BYTES: Final = 32 << 20
 """Memory for conversations."""
@@ -130,7 +130,7 @@ class Spilling:
         self._under_way: dict[str, Spilled] = {}
         self._kept: OrderedDict[str, Spilled] = OrderedDict()
         """Kept prefixes by id, the least recently checked first."""
-        self._told: deque[Spilled] = deque(maxlen=MOST_TOLD)
+        self._recent: deque[Spilled] = deque(maxlen=MOST_RECENT)
         self._ends = metrics.counter("spills")
         self._tokens = metrics.counter("spilled_tokens")
         kept = metrics.gauge("spilled_blocks")
@@ -278,7 +278,7 @@ class Spilling:
             self._clock.wall(),
             now,
         )
-        self._told.append(note)
+        self._recent.append(note)
         self._under_way[id] = note
         if not sent:
             self._ended(id, "unheard", 0)
@@ -337,7 +337,7 @@ class Spilling:
         """Spills of a prompt's prefix before a time (seconds since the epoch), oldest first."""
         return [
             spill.as_json()
-            for spill in self._told
+            for spill in self._recent
             if spill.at <= before and spill.namespace == namespace and key.startswith(spill.key)
         ]
 

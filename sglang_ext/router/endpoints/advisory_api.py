@@ -88,10 +88,10 @@ class AdvisoryApi:
     async def _take(self, request: Request, responder: Responder, record: Record) -> None:
         try:
             payload = await self._with_documents(parse_json_object(request.body), record)
-            told = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
+            offered = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
         finally:
             self._documents.ended(record)
-        await _send(responder, record, 200, told)
+        await _send(responder, record, 200, offered)
 
     async def _with_documents(self, payload: Json, record: Record) -> Json:
         if DOCUMENT_IDS not in payload:
@@ -113,11 +113,11 @@ class AdvisoryApi:
         if hint is None:
             raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
         check_size(hint, self._limits())
-        answer, told = self._advisor.offer(hint)
+        answer, offered = self._advisor.offer(hint)
         if answer.verdict is Verdict.REFUSED:
             raise _refused(answer)
-        record.instance = told.get("instance")
-        return told
+        record.instance = offered.get("instance")
+        return offered
 
     def _limits(self) -> Limits:
         model = self._fleet.model
@@ -187,14 +187,14 @@ class AdvisoryApi:
         self, dialect: Dialect, payload: Json, responder: Responder, record: Record
     ) -> None:
         """Answer a request that only warms the cache: with no text, in its own dialect."""
-        told = await self._offer(admit_hint(payload, record.caller, self._limits(), dialect), record)
-        tokens = told["tokens"]
+        offered = await self._offer(admit_hint(payload, record.caller, self._limits(), dialect), record)
+        tokens = offered["tokens"]
         record.prompt_tokens = sum(tokens.values())
         record.cached_tokens = sum(tokens.get(tier.name, 0) for tier in all_tiers())
         headers = {
-            "x-kv-advisory": told["verdict"],
-            "x-kv-advisory-id": told["id"],
-            "x-kv-instance": told["instance"] or "",
+            "x-kv-advisory": offered["verdict"],
+            "x-kv-advisory-id": offered["id"],
+            "x-kv-instance": offered["instance"] or "",
             "x-kv-cached-tokens": str(record.cached_tokens),
         }
         body = dialect.empty_answer(
@@ -204,8 +204,8 @@ class AdvisoryApi:
             record.status, record.stream = 200, True
             head = {"content-type": EVENT_STREAM_TYPE, "x-request-id": record.request_id, **headers}
             await responder.start(200, head)
-            for told_on in dialect.empty_events(body):
-                await responder.write(told_on)
+            for part in dialect.empty_events(body):
+                await responder.write(part)
             await responder.finish()
         else:
             await _send(responder, record, 200, body, headers)

@@ -199,8 +199,8 @@ class ClusterApi:
 
     def _clock_header(self, request: Request, key: ClusterKey) -> dict[str, str]:
         """By which a member whose clock is another signs again."""
-        told = key.clock(request.headers.get("authorization", ""), self._clock.wall())
-        return {CLOCK_HEADER: told} if told else {}
+        clock = key.clock(request.headers.get("authorization", ""), self._clock.wall())
+        return {CLOCK_HEADER: clock} if clock else {}
 
     def _not_signed(self, request: Request, key: ClusterKey) -> str | None:
         """Why a request is not a member's."""

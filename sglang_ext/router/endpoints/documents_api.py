@@ -56,12 +56,12 @@ class DocumentsApi:
         if request.method == "PUT":
             await self._put(id, request, record)
         entry = await self._queries.found(lambda: self._documents.find(id, record.caller))
-        told = self._documents.as_json(entry)
+        answer = self._documents.as_json(entry)
         if request.method == "DELETE":
             self._documents.remove(entry)
-            told = {"id": id, "object": "document", "deleted": True}
+            answer = {"id": id, "object": "document", "deleted": True}
         record.status = 200
-        await send_json(responder, 200, told)
+        await send_json(responder, 200, answer)
 
     async def _put(self, id: str, request: Request, record: Record) -> None:
         """Take a document.

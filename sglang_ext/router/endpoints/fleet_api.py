@@ -189,9 +189,9 @@ class FleetApi:
         """
         rows = self._fleet.rows.values()
         if missing := [row for row in rows if row.state in MISSING]:
-            told = ", ".join(f"{row.name} is {row.state}" for row in missing)
+            missed = ", ".join(f"{row.name} is {row.state}" for row in missing)
             raise RequestRefused(
-                f"nothing was changed, because {told}. Bring it back or take it out (DELETE "
+                f"nothing was changed, because {missed}. Bring it back or take it out (DELETE "
                 "/cluster/instances/{instance}), and repeat the request",
                 status=503,
                 kind="server_error",
@@ -216,8 +216,8 @@ class FleetApi:
             except (PeerError, DeadlineError) as error:
                 return Outcome(502, str(error))
             value = answer.json()
-            told = without_secrets(value) if value is not None else answer.body.decode("utf-8", "replace")
-            return Outcome(answer.status, told.strip() if isinstance(told, str) else told)
+            content = without_secrets(value) if value is not None else answer.body.decode("utf-8", "replace")
+            return Outcome(answer.status, content.strip() if isinstance(content, str) else content)
 
         if row.weights:
             self._forget(names)

@@ -88,10 +88,10 @@ class IndexerApi:
 
 def tokens_by_medium(match: Match, block: int) -> Json:
     """One instance's part of the answer: tokens of the prefix that are in a medium or a nearer one."""
-    told: Json = {}
+    by_medium: Json = {}
     tokens = match.tokens - sum(match.below.values())
     for tier in all_tiers():
         tokens += match.below.get(tier, 0)
-        told[MEDIA.get(tier, tier.name.upper())] = tokens // block * block
+        by_medium[MEDIA.get(tier, tier.name.upper())] = tokens // block * block
     longest = match.tokens // block * block
-    return {"longest_matched": longest, **told, "DP": {"0": longest}}
+    return {"longest_matched": longest, **by_medium, "DP": {"0": longest}}

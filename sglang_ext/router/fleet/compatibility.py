@@ -110,8 +110,8 @@ class Compatibility:
             for other in others:
                 if other is group or not (found := differences(other.registration, group.registration)):
                     continue
-                told = _pair(other, group, found) if role == "decode" else _sharing(group, other, found)
-                yield frozenset({group.key, other.key}), told
+                reason = _pair(other, group, found) if role == "decode" else _sharing(group, other, found)
+                yield frozenset({group.key, other.key}), reason
 
     def __repr__(self) -> str:
         return f"Compatibility({len(self._groups)} groups, {len(self.findings)} incompatible)"

@@ -233,11 +233,11 @@ def _reports(launch_command: object) -> bool:
 def _events(url: str, server: Json) -> EventSource | None:
     """Where a server publishes its KV events; ``None`` where it does not, or where they are no use: to a
     socket that connects to one named host, or from several caches behind one address."""
-    told = server.get("kv_events")
-    if not isinstance(told, dict) or told.get("publisher") != "zmq" or told.get("dp_size") != 1:
+    reported = server.get("kv_events")
+    if not isinstance(reported, dict) or reported.get("publisher") != "zmq" or reported.get("dp_size") != 1:
         return None
-    port = _port(told.get("endpoint_port_base"))
-    if port is None or str(told.get("endpoint_host")).strip("[]") not in _WILDCARDS:
+    port = _port(reported.get("endpoint_port_base"))
+    if port is None or str(reported.get("endpoint_host")).strip("[]") not in _WILDCARDS:
         return None
     host = urlsplit(url).hostname or ""
     host = f"[{host}]" if ":" in host else host
@@ -250,7 +250,7 @@ def _events(url: str, server: Json) -> EventSource | None:
         there = host if again[1].strip("[]") in _WILDCARDS else again[1]
         replay = f"tcp://{there}:{again[2]}"
     return EventSource(
-        f"tcp://{host}:{port}", replay if again is not None else None, str(told.get("topic") or "")
+        f"tcp://{host}:{port}", replay if again is not None else None, str(reported.get("topic") or "")
     )
 
 

@@ -141,14 +141,14 @@ def is_preflight(request: Request) -> bool:
 
 def preflight_headers(request: Request) -> dict[str, str]:
     """Headers of the answer to a preflight whose origin is allowed."""
-    told = {
+    headers = {
         "access-control-allow-methods": _METHODS,
         "access-control-allow-headers": request.headers.get("access-control-request-headers", ""),
         "access-control-max-age": str(PREFLIGHT_MAX_AGE_S),
     }
     if "access-control-request-private-network" in request.headers:
-        told["access-control-allow-private-network"] = "true"
-    return told
+        headers["access-control-allow-private-network"] = "true"
+    return headers
 
 
 class ReadableAnswer(Responder):

@@ -499,10 +499,10 @@ class Index(PromptTrees):
     @property
     def size_bytes(self) -> int:
         """Estimated memory of the whole index."""
-        return super().size_bytes + self._told_bytes
+        return super().size_bytes + self._reported_bytes
 
     @property
-    def _told_bytes(self) -> int:
+    def _reported_bytes(self) -> int:
         trees = sum(place.size.size_bytes for place in self._trees.values())
         return trees + self._replica_bytes + self._past.size_bytes
 
@@ -527,7 +527,7 @@ class Index(PromptTrees):
     def _bound(self) -> None:
         """Enforce the memory bound: drop dead placements, then cold blocks, then inferred prefixes."""
         limit = self._max_bytes - self._max_bytes // BELIEVED_SHARE
-        while self._told_bytes > limit:
+        while self._reported_bytes > limit:
             if any(place.dead for place in self._trees.values()):
                 self.tidy()
                 continue
@@ -547,8 +547,8 @@ class Index(PromptTrees):
     # -- seeing -----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        told = ", ".join(repr(known.replica) for known in self._known.values())
-        return f"Index({self.mode}, bytes={self.size_bytes}, [{told}], believed={super().__repr__()})"
+        replicas = ", ".join(repr(known.replica) for known in self._known.values())
+        return f"Index({self.mode}, bytes={self.size_bytes}, [{replicas}], believed={super().__repr__()})"
 
     def check(self) -> None:
         """Verify every invariant.

@@ -63,9 +63,9 @@ def reranking(template: str) -> Callable[[Pair], str] | None:
 
     def render(pair: Pair) -> str:
         messages = [{"role": "user", "content": text} for text in (pair.query, pair.document)]
-        told = {"instruct": pair.instruct} if pair.instruct else {}
+        values = {"instruct": pair.instruct} if pair.instruct else {}
         try:
-            return compiled.render(messages=messages, **told)
+            return compiled.render(messages=messages, **values)
         except Exception as error:
             raise TemplateFailed(f"the chat template failed: {type(error).__name__}: {error}") from error
 

@@ -148,7 +148,7 @@ class WriteBehind:
             self._queue.push(owner, nbytes, item)
             self._state.notify_all()
         for each in skipped:
-            self._tell(each, [Outcome.BEHIND] * len(each.keys))
+            self._report(each, [Outcome.BEHIND] * len(each.keys))
         return Outcome.DONE
 
     def _behind(self, item: _Item, timeout: float | None) -> Outcome:
@@ -204,7 +204,7 @@ class WriteBehind:
                 left = [self._queue.pop() for _ in range(len(self._queue))]
                 self._state.notify_all()
             for item in left:
-                self._tell(item, [Outcome.IO_ERROR] * len(item.keys))
+                self._report(item, [Outcome.IO_ERROR] * len(item.keys))
 
     def step(self) -> int:
         """Write one group; returns the number of submissions in it."""
@@ -220,13 +220,13 @@ class WriteBehind:
             outcomes = self._write(group)
         finally:  # whatever has happened, the memory is the caller's again
             for item, outcome in zip(group, outcomes, strict=True):
-                self._tell(item, outcome)
+                self._report(item, outcome)
             with self._state:
                 self._writing -= size
                 self._state.notify_all()
         return len(group)
 
-    def _tell(self, item: _Item, outcomes: Sequence[Outcome]) -> None:
+    def _report(self, item: _Item, outcomes: Sequence[Outcome]) -> None:
         with self._state:
             self.counters.update(outcomes)
         if item.on_written is not None:

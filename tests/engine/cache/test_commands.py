@@ -228,11 +228,11 @@ def test_bytes_that_are_no_command_change_nothing_but_the_time(payload: bytes) -
 def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
     result = PrefetchResult("h1", PrefetchEnd.DONE, 64, 32)
     brings = Bringer(ended=[result])
-    told: list[PrefetchResult] = []
-    advice = Advice(brings, told.append)
+    results: list[PrefetchResult] = []
+    advice = Advice(brings, results.append)
     advice.each_pass()
     advice.each_pass()
-    assert told == [result]
+    assert results == [result]
     silent = Bringer(ended=[result])
     Advice(silent).each_pass()
     assert silent.ended == []
@@ -293,8 +293,8 @@ class Computer:
 
 def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     brings, computer = Bringer(), Computer()
-    told: list[PrefetchResult] = []
-    advice = Advice(brings, told.append)
+    results: list[PrefetchResult] = []
+    advice = Advice(brings, results.append)
     advice.computes = computer
     tokens = encode_tokens([1, 2, 3])
     advice.handle_command(Advise("h1", tokens, cache_salt="tenant", priority=2), 0.0)
@@ -303,11 +303,11 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
         PrefetchResult("h2", PrefetchEnd.DONE, 0, 0),
     ]
     advice.each_pass()
-    assert [(result.id, result.end.value) for result in told] == [("h1", "computing"), ("h2", "done")]
+    assert [(result.id, result.end.value) for result in results] == [("h1", "computing"), ("h2", "done")]
     assert computer.taken == [(PrefetchResult("h1", PrefetchEnd.DONE, 0, 0), tokens, None, "tenant", 2)]
     computer.ended = [PrefetchResult("h1", PrefetchEnd.COMPUTED, 3, 0, computed=3)]
     advice.each_pass()
-    assert told[-1].end is PrefetchEnd.COMPUTED
+    assert results[-1].end is PrefetchEnd.COMPUTED
     advice.handle_command(Withdraw("h1"), 0.0)
     assert computer.taken[-1] == ("cancel", "h1")
 

@@ -239,10 +239,10 @@ class Rank:
             running_batch=SimpleNamespace(reqs=[]),
         )
         self.ranks = Ranks()
-        self.told: list[Any] = []
+        self.replies: list[Any] = []
         cache: Any = SimpleNamespace(scheduler=scheduler, ranks=self.ranks)
         commands: Any = SimpleNamespace(
-            epoch=EPOCH, reply_to_move=self.told.append, enqueue=lambda message: True
+            epoch=EPOCH, reply_to_move=self.replies.append, enqueue=lambda message: True
         )
         self.migration = Migration(cache, commands)
 
@@ -272,10 +272,10 @@ def test_a_request_with_a_ticket_begins_where_it_was_stopped() -> None:
     assert list(req.output_ids) == rank.counted == [8, 9]
     assert req.sampling_params.custom_params == {"mine": 1}, "SGLang sees what is its own"
     rank.ranks.each_pass()
-    assert rank.told == []
+    assert rank.replies == []
     req.output_ids.append(10)
     rank.ranks.each_pass()
-    assert [(type(message).__name__, message.id) for message in rank.told] == [("Running", "move 0")]
+    assert [(type(message).__name__, message.id) for message in rank.replies] == [("Running", "move 0")]
 
 
 @pytest.mark.parametrize(

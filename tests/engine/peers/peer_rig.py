@@ -66,17 +66,17 @@ class Server:
     link: FetchLink
     peers: PeerKv
     advice: Advice
-    told_of: list[FetchResult]
+    results: list[FetchResult]
 
     @classmethod
-    def of(cls, rank: Rank, told_of: list[FetchResult]) -> Server:
+    def of(cls, rank: Rank, results: list[FetchResult]) -> Server:
         peers, prefetcher = rank.cache.peers, rank.cache.find(Prefetcher)
         assert peers is not None
         assert prefetcher is not None
         link: Any = peers._link
-        return cls(rank, link, peers, Advice(prefetcher, peers=peers), told_of)
+        return cls(rank, link, peers, Advice(prefetcher, peers=peers), results)
 
-    def told(self, message: ToAgent) -> None:
+    def receive(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes; an export is made in the same pass."""
         self.rank.cache.expire(0.0)
         self.advice.handle_command(message, 0.0)
@@ -135,7 +135,7 @@ def servers() -> Iterator[MakeServer]:
         config = EndpointConfig(
             name, "model", rank=number, transports=transports, heartbeat=HEARTBEAT, dead_after=dead_after
         )
-        told: list[FetchResult] = []
+        results: list[FetchResult] = []
 
         def transfers(rank: Rank) -> TransferThread:
             assert rank.arena is not None
@@ -162,7 +162,7 @@ def servers() -> Iterator[MakeServer]:
                 namespace=rank.weights.namespace,
                 disk=rank.promotions,
                 fresh=lambda: rank.weights.as_started,
-                tell=told.append,
+                on_result=results.append,
                 rank=number,
                 endpoints=ranks,
             )
@@ -175,7 +175,7 @@ def servers() -> Iterator[MakeServer]:
             peers=peers,
             disk_class=disk_class,
         )
-        made.append(Server.of(rank, told))
+        made.append(Server.of(rank, results))
         return made[-1]
 
     yield make
@@ -188,8 +188,8 @@ def lend_and_fetch(
 ) -> None:
     """Send both servers a router's messages for a request."""
     key = encode_tokens(tokens)
-    owner.told(Export("export", key, cache_salt=salt))
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
+    owner.receive(Export("export", key, cache_salt=salt))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
 
 
 def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:

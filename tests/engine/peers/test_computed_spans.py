@@ -61,12 +61,12 @@ class Split:
     host: Host
     tokens: list[int]
 
-    def told(self, *, blocks: int = FIRST, wait_s: float = 20.0, ttl_s: float = 20.0) -> None:
+    def ask(self, *, blocks: int = FIRST, wait_s: float = 20.0, ttl_s: float = 20.0) -> None:
         """Send both servers a router's messages."""
         key = encode_tokens(self.tokens)[: blocks * BLOCK * 4]
-        self.first.told(Export("export", key, ttl_s=ttl_s, compute=True))
+        self.first.receive(Export("export", key, ttl_s=ttl_s, compute=True))
         span = FetchSpan(Source((self.first.link.address,), "export"), blocks * BLOCK, computed=True)
-        self.second.told(Fetch("r1", key, (span,), wait_s=wait_s))
+        self.second.receive(Fetch("r1", key, (span,), wait_s=wait_s))
 
     @contextmanager
     def stepping(self, layer_gate: Callable[[int], None] = lambda layer: None) -> Iterator[None]:
@@ -132,7 +132,7 @@ def behind(second: Server, passes: int = 1) -> Callable[[int], None]:
 
 def test_the_second_runs_while_the_first_computes(split: Split) -> None:
     """Each waits for the other."""
-    split.told()
+    split.ask()
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
     with split.stepping(behind(split.second)):
         split.second.finish(req)
@@ -164,7 +164,7 @@ def test_a_damaged_byte_of_the_last_layer_is_a_wrong_answer(split: Split) -> Non
 
     link._read = damaged  # type: ignore[method-assign]
     split.first.rank.look_inside = False
-    split.told()
+    split.ask()
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
     with split.stepping(), pytest.raises(WrongKvError):
         split.second.finish(req)
@@ -179,7 +179,7 @@ def test_chunks_and_what_each_has_already(make_server: MakeServer, chunk: int) -
     split = Split(first, second, host, prompt(1, ALL))
     first.serve(split.tokens[: 5 * BLOCK])
     second.serve(split.tokens[: 3 * BLOCK])
-    split.told()
+    split.ask()
     req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
     with split.stepping(behind(second, passes=2)):
         split.second.finish(req)
@@ -204,7 +204,7 @@ def test_the_first_dies_in_mid_span(make_server: MakeServer) -> None:
                 until(lambda: bool(second.peers.fetches.counters.ends), "the second to notice")
                 death.close()
 
-        split.told(wait_s=30.0, ttl_s=8.0)
+        split.ask(wait_s=30.0, ttl_s=8.0)
         req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
         with split.stepping(gate):
             second.finish(req)
@@ -225,7 +225,7 @@ def test_what_the_first_throws_away_is_thrown_away_by_the_second(split: Split) -
         if layer == 1:
             assert came.wait(20), "the second does not compute"
 
-    split.told(ttl_s=3.0)
+    split.ask(ttl_s=3.0)
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
     with split.stepping(gate):
         split.second.finish(req)
@@ -237,7 +237,7 @@ def test_what_the_first_throws_away_is_thrown_away_by_the_second(split: Split) -
 
 def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> None:
     split.host.takes = False
-    split.told()
+    split.ask()
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
     with split.stepping():
         split.second.finish(req)
@@ -247,7 +247,7 @@ def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> Non
 
 
 def test_nobody_waits_longer_than_it_may_for_a_busy_first(split: Split) -> None:
-    split.told(wait_s=0.2, ttl_s=3.0)
+    split.ask(wait_s=0.2, ttl_s=3.0)
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
     split.second.finish(req)
     assert req.cached_tokens == 0
@@ -262,7 +262,7 @@ def test_no_room_for_a_span_is_no_span(make_server: MakeServer) -> None:
     first, second = make_server(few), make_server(SPLIT)
     first.peers.spans.host = host = Host(first.rank.scheduler)
     split = Split(first, second, host, prompt(1, ALL))
-    split.told()
+    split.ask()
     req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
     with split.stepping():
         second.finish(req)
@@ -271,7 +271,7 @@ def test_no_room_for_a_span_is_no_span(make_server: MakeServer) -> None:
 
 
 def test_a_flush_forgets_spans_that_wait(split: Split) -> None:
-    split.told()
+    split.ask()
     split.first.rank.scheduler.abort(split.host.requests[0])
     assert split.first.peers.busy
     assert split.first.rank.scheduler.flush()

@@ -124,8 +124,8 @@ def test_a_block_that_does_not_verify_shortens_what_is_exported(make_server: Mak
 def test_a_hint_brings_it_from_a_peers_disk_to_hbm(make_server: MakeServer) -> None:
     owner, tokens = on_disk(make_server)
     reader, key = make_server(), encode_tokens(tokens)
-    owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
+    owner.receive(Export("export", key))
+    reader.receive(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     pass_both(owner, reader)
     prefetcher = reader.rank.cache.find(Prefetcher)
     assert prefetcher is not None
@@ -157,8 +157,8 @@ def reading(
     assert gate.tier is not None
     gate.tier.close_gate("get_layer")
     key = encode_tokens(tokens)
-    owner.told(Export("export", key, ttl_s=ttl_s))
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), wait_s=30.0))
+    owner.receive(Export("export", key, ttl_s=ttl_s))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,), "export"), wait_s=30.0))
     gate.tier.wait_until_stopped("get_layer")
     connected(reader)
     return owner, reader, tokens, gate.tier
@@ -234,7 +234,7 @@ def test_what_is_read_for_peers_is_bounded(make_server: MakeServer) -> None:
     owner.serve(other)
     forget(owner)
     for name, each in (("one", tokens), ("two", other)):
-        owner.told(Export(name, encode_tokens(each)))
+        owner.receive(Export(name, encode_tokens(each)))
     owner.passes_until(lambda: not owner.peers.exports._asked, "the exports")
     assert exported(owner) == 60 // 4
     assert owner.peers.exports.counters.not_exported == 0
@@ -255,9 +255,9 @@ def test_what_one_does_not_bring_the_next_one_does(make_server: MakeServer, fail
     second.serve(tokens)
     key = encode_tokens(tokens)
     for owner in (first, second):
-        owner.told(Export("export", key))
+        owner.receive(Export("export", key))
     wish = (*spans((first.link.address,), "export"), *spans((second.link.address,), "export"))
-    reader.told(Fetch("r1", key, wish, wait_s=30.0))
+    reader.receive(Fetch("r1", key, wish, wait_s=30.0))
     if failure == "gone":
         connected(reader)
         first.rank.cache.release_host_resources()
@@ -266,7 +266,7 @@ def test_what_one_does_not_bring_the_next_one_does(make_server: MakeServer, fail
     fetched(reader)
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == BLOCKS * BLOCK
-    (result,) = reader.told_of
+    (result,) = reader.results
     came = Damaged.SOUND if failure == "damaged" else 0
     how = FetchEnd.DONE if came else FetchEnd(failure)
     if failure == "gone" and result.spans[0].how is FetchEnd.REFUSED:
@@ -284,11 +284,11 @@ def test_who_is_not_needed_has_back_at_once_what_it_exports(make_server: MakeSer
     key = encode_tokens(tokens)
     for owner in (first, second):
         owner.serve(tokens)
-        owner.told(Export("export", key))
+        owner.receive(Export("export", key))
     wish = (*spans((first.link.address,), "export"), *spans((second.link.address,), "export"))
-    reader.told(Fetch("r1", key, wish, wait_s=30.0))
+    reader.receive(Fetch("r1", key, wish, wait_s=30.0))
     fetched(reader)
-    (result,) = reader.told_of
+    (result,) = reader.results
     assert [(span.how, span.tokens) for span in result.spans] == [
         (FetchEnd.DONE, BLOCKS * BLOCK),
         (FetchEnd.NEEDLESS, 0),

@@ -154,7 +154,7 @@ def test_a_flush_forgets_what_was_to_be_lent(make_server: MakeServer) -> None:
     owner = make_server(dataclasses.replace(SCENARIO, durability="off"))
     tokens = prompt(1, 20)
     owner.rank.serve(tokens)
-    owner.told(Export("export", encode_tokens(tokens)))
+    owner.receive(Export("export", encode_tokens(tokens)))
     assert owner.peers.busy
     assert owner.rank.scheduler.flush()
     assert not owner.peers.busy
@@ -182,8 +182,8 @@ def test_what_was_fetched_goes_on_to_disk(make_server: MakeServer) -> None:
 def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
     owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
-    owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
+    owner.receive(Export("export", key))
+    reader.receive(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     fetched(reader)
     prefetcher = reader.rank.cache.find(Prefetcher)
     assert prefetcher is not None
@@ -200,9 +200,9 @@ def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
 def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer) -> None:
     owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
-    owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
-    reader.told(Withdraw("hint"))
+    owner.receive(Export("export", key))
+    reader.receive(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
+    reader.receive(Withdraw("hint"))
     fetched(reader)
     prefetcher = reader.rank.cache.find(Prefetcher)
     assert prefetcher is not None
@@ -217,8 +217,8 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    owner.told(Export("export", key))
-    reader.told(Fetch("r1", key, spans(("127.0.0.1:1", owner.link.address), "export"), wait_s=30.0))
+    owner.receive(Export("export", key))
+    reader.receive(Fetch("r1", key, spans(("127.0.0.1:1", owner.link.address), "export"), wait_s=30.0))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
     assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
@@ -240,8 +240,8 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
+    owner.receive(Export("export", key))
+    reader.receive(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     fetch = offered(reader)
     for _ in range(3):
         reader.rank.ranks.each_pass()
@@ -281,11 +281,11 @@ def test_each_span_comes_from_its_peer(make_server: MakeServer) -> None:
     key = encode_tokens(tokens)
     for owner, known in ((first, tokens[: 8 * BLOCK + 1]), (second, tokens)):
         owner.serve(known)
-        owner.told(Export("export", key))
-    reader.told(Fetch("r1", key, two_spans(first, second, tokens), wait_s=30.0))
+        owner.receive(Export("export", key))
+    reader.receive(Fetch("r1", key, two_spans(first, second, tokens), wait_s=30.0))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
-    (result,) = reader.told_of
+    (result,) = reader.results
     assert [(span.how, span.tokens) for span in result.spans] == [
         (FetchEnd.DONE, 8 * BLOCK),
         (FetchEnd.DONE, 12 * BLOCK),
@@ -304,13 +304,13 @@ def test_what_nobody_brings_in_time_is_computed(make_server: MakeServer, missing
     key = encode_tokens(tokens)
     for owner in (first, second):
         owner.serve(tokens)
-        owner.told(Export("export", key))
+        owner.receive(Export("export", key))
     exports = ("nothing", "export") if missing == 0 else ("export", "nothing")
-    reader.told(Fetch("r1", key, two_spans(first, second, tokens, exports), wait_s=1.0))
+    reader.receive(Fetch("r1", key, two_spans(first, second, tokens, exports), wait_s=1.0))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == (0 if missing == 0 else 8 * BLOCK)
-    reader.passes_until(lambda: bool(reader.told_of), "the end")
-    (result,) = reader.told_of
+    reader.passes_until(lambda: bool(reader.results), "the end")
+    (result,) = reader.results
     assert result.spans[missing].how is FetchEnd.LATE
     assert result.tokens == missing * 8 * BLOCK
     # The other owner gets back the blocks that it had exported in vain.
@@ -327,7 +327,7 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
     # No export has this name: the request would wait for as long as it may.
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=30.0))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=30.0))
     scheduler = reader.rank.scheduler
     waiting = scheduler.submit(tokens, new_tokens=2)
     others = [scheduler.submit(tokens, new_tokens=2) for tokens in (prompt(2, 5), prompt(3, 1)[:3])]
@@ -342,7 +342,7 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
 def test_a_request_that_goes_away_leaves_nothing(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     tokens = prompt(1, 20)
-    reader.told(Fetch("r1", encode_tokens(tokens), spans((owner.link.address,), "nothing"), wait_s=30.0))
+    reader.receive(Fetch("r1", encode_tokens(tokens), spans((owner.link.address,), "nothing"), wait_s=30.0))
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
     reader.rank.scheduler.step()
     reader.rank.scheduler.abort(req)
@@ -380,8 +380,8 @@ def lend_20_blocks(owner: Server, reader: Server) -> None:
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    owner.told(Export("export", key, ttl_s=60.0))
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), wait_s=30.0))
+    owner.receive(Export("export", key, ttl_s=60.0))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,), "export"), wait_s=30.0))
     offered(reader)
 
 
@@ -406,7 +406,7 @@ def test_a_reader_that_a_router_calls_dead_keeps_what_it_was_lent_while_it_is_he
 ) -> None:
     owner, reader = make_server(dead_after=LONG), make_server()
     lend_20_blocks(owner, reader)
-    owner.told(PeerDead("server 1", epoch))
+    owner.receive(PeerDead("server 1", epoch))
     told = time.monotonic()
     owner.passes_until(lambda: heard_of(owner) > told + 3 * HEARTBEAT, "heartbeats of the reader")
     assert owner.peers.exports.exported_blocks == 20
@@ -436,7 +436,7 @@ def test_a_silent_reader_loses_what_it_was_lent_sooner_when_a_router_calls_it_de
         owner.passes_until(lambda: time.monotonic() > heard_of(owner) + HEARTBEAT, "the beginning of it")
         heard = heard_of(owner)
         if dead is not None:
-            owner.told(dead)
+            owner.receive(dead)
         if ends:
             owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
             assert owner.peers.exports.counters.given_back == 20
@@ -455,14 +455,14 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
     owner.serve(tokens)
     key = encode_tokens(tokens)
     # It never exports: that would be waited for until the end of the wait.
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=60.0))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=60.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
     with silent(owner) if dies else nullcontext():
         told = time.monotonic()
         client = fetch.job.instance.links[0].client
-        until(lambda: not dies or time.monotonic() > client.heard + HEARTBEAT, "messages under way")
-        reader.told(PeerDead("server 0", EPOCH))
+        until(lambda: not dies or time.monotonic() > client.last_received + HEARTBEAT, "messages under way")
+        reader.receive(PeerDead("server 0", EPOCH))
         if dies:
             req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
             assert req.cached_tokens == 0
@@ -482,7 +482,7 @@ def test_a_silent_holder_is_waited_for_when_nobody_calls_it_dead(make_server: Ma
     owner, reader = make_server(), make_server(dead_after=LONG)
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=60.0))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=60.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
     with silent(owner):
@@ -503,13 +503,13 @@ def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> No
 
 def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
-    told = reader.told_of
+    told = reader.results
     tokens = prompt(1, 20)
     owner.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
     fetched(reader)
-    reader.told(Advise("hint", encode_tokens(tokens), spans=spans((owner.link.address,), "export")))
-    reader.told(Fetch("r2", encode_tokens(tokens), spans(("a:1", "b:2"), "export")))
+    reader.receive(Advise("hint", encode_tokens(tokens), spans=spans((owner.link.address,), "export")))
+    reader.receive(Fetch("r2", encode_tokens(tokens), spans(("a:1", "b:2"), "export")))
     reader.peers.each_pass()
     assert [(each.id, each.ahead, each.how.value, each.tokens) for each in told] == [
         ("r1", False, "done", 20 * BLOCK),
@@ -585,7 +585,7 @@ def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
 def test_a_peer_with_another_number_of_ranks_is_refused(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     key = encode_tokens(prompt(1, 20))
-    reader.told(Fetch("r1", key, spans((owner.link.address,) * 2, "export")))
+    reader.receive(Fetch("r1", key, spans((owner.link.address,) * 2, "export")))
     assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
     assert not reader.peers.fetches.busy
 
@@ -605,7 +605,7 @@ def test_what_is_lent_is_not_evicted(make_server: MakeServer) -> None:
     owner = make_server()
     tokens = prompt(1, 20)
     owner.serve(tokens)
-    owner.told(Export("export", encode_tokens(tokens)))
+    owner.receive(Export("export", encode_tokens(tokens)))
     owner.rank.cache.evict(EvictParams(num_tokens=owner.rank.pools.tokens))
     assert owner.rank.tier is not None
     ids = owner.rank.tier.take(300)

@@ -85,9 +85,15 @@ class Node:
         def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
             assert rank.write_down is not None
             assert rank.router_commands is not None
-            tell = rank.router_commands.reply_to_fetch
+            on_result = rank.router_commands.reply_to_fetch
             return make_peers(
-                rank.write_down, transfers, rank.weights, rank.ranks, rank.moves, endpoints=1, tell=tell
+                rank.write_down,
+                transfers,
+                rank.weights,
+                rank.ranks,
+                rank.moves,
+                endpoints=1,
+                on_result=on_result,
             )
 
         # Every simulated rank has one name, and members of a cluster have different ones.

@@ -38,14 +38,14 @@ def spill(owner: Server, keeper: Server, tokens: list[int], *, salt: str | None 
     begin_to_spill(owner, keeper, tokens, salt=salt)
     fetched(keeper)
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
-    return keeper.told_of[-1].how
+    return keeper.results[-1].how
 
 
 def begin_to_spill(owner: Server, keeper: Server, tokens: list[int], *, salt: str | None = None) -> None:
     key = encode_tokens(tokens)
-    owner.told(Export("spill", key, cache_salt=salt, spills=True))
+    owner.receive(Export("spill", key, cache_salt=salt, spills=True))
     source = spans((owner.link.address,), "spill")
-    keeper.told(Fetch("s1", key, source, cache_salt=salt, for_others=True))
+    keeper.receive(Fetch("s1", key, source, cache_salt=salt, for_others=True))
 
 
 def kept(server: Server) -> int:
@@ -209,7 +209,7 @@ def test_a_keeper_that_dies_meanwhile_costs_nothing(make_server: MakeServer) -> 
     offered(keeper)
     with silent(keeper):
         assert exported(owner) == 20
-        owner.told(PeerDead("server 1", EPOCH))
+        owner.receive(PeerDead("server 1", EPOCH))
         owner.passes_until(lambda: exported(owner) == 0, "the lease to end")
     assert owner.in_dram(tokens) == 20 * BLOCK
     req = owner.finish(owner.rank.scheduler.submit(tokens, new_tokens=2))

@@ -71,13 +71,13 @@ def test_an_end_is_told_when_prompt_and_answer_are_on_disk_and_not_before(setup:
     answer = setup.answer(range(14))
     for step in (setup.passes, setup.to_dram, setup.passes):
         step()
-        assert not setup.answers.may_tell(answer)
+        assert not setup.answers.may_report(answer)
         assert not setup.on_disk(answer)
     assert setup.answers.busy
     setup.clock.advance(0.5)
     setup.to_disk()
     setup.passes()
-    assert setup.answers.may_tell(answer)
+    assert setup.answers.may_report(answer)
     assert setup.on_disk(answer)
     assert answer.details() == {
         "durability_end": "durable",
@@ -90,7 +90,7 @@ def test_an_end_is_told_when_prompt_and_answer_are_on_disk_and_not_before(setup:
 
 
 def test_what_has_no_whole_block_waits_for_nothing(setup: Acking) -> None:
-    assert setup.answers.may_tell(setup.answer(range(3)))
+    assert setup.answers.may_report(setup.answer(range(3)))
 
 
 def test_a_known_answer_is_told_again_at_once(setup: Acking) -> None:
@@ -99,26 +99,26 @@ def test_a_known_answer_is_told_again_at_once(setup: Acking) -> None:
     setup.to_disk()
     again = setup.answer(range(12))
     setup.passes()
-    assert setup.answers.may_tell(again)
+    assert setup.answers.may_report(again)
 
 
 def test_a_turn_may_be_behind_and_the_one_before_it_may_not(make: Callable[..., Acking]) -> None:
     setup = make(behind=1)
     first, other = setup.answer(range(8)), setup.answer(range(50, 54))
-    assert setup.answers.may_tell(first)
-    assert first.told is AckEnd.BEHIND
+    assert setup.answers.may_report(first)
+    assert first.reported is AckEnd.BEHIND
     assert first.details()["durability_tokens"] == 0
     second = setup.answer(range(16))
     setup.passes()
-    assert not setup.answers.may_tell(second)
-    assert setup.answers.may_tell(other)  # another conversation
+    assert not setup.answers.may_report(second)
+    assert setup.answers.may_report(other)  # another conversation
     setup.tier.copies.settle()
     setup.writer.group_bytes = 1
     setup.writer.step()  # the first turn, which was submitted first
     setup.passes()
     assert first.outcome is AckEnd.DURABLE
-    assert setup.answers.may_tell(second)
-    assert second.told is AckEnd.BEHIND
+    assert setup.answers.may_report(second)
+    assert second.reported is AckEnd.BEHIND
     assert not setup.on_disk(second)
 
 
@@ -131,12 +131,12 @@ def test_a_disk_that_refuses_is_said_at_once(setup: Acking, outcome: Outcome) ->
     setup.writer.tier = Refusing(LAYOUT, 10)
     answer, short = setup.answer(range(12)), setup.answer(range(60, 64))
     setup.to_dram()
-    assert not setup.answers.may_tell(answer)
+    assert not setup.answers.may_report(answer)
     setup.to_disk()
     setup.passes()
-    assert setup.answers.may_tell(answer)
-    assert setup.answers.may_tell(short)
-    assert answer.told is short.told is AckEnd.REFUSED
+    assert setup.answers.may_report(answer)
+    assert setup.answers.may_report(short)
+    assert answer.reported is short.reported is AckEnd.REFUSED
     assert answer.details()["durability_tokens"] == 0
 
 
@@ -148,8 +148,8 @@ def test_what_the_writer_skipped_is_tried_again(make: Callable[..., Acking]) -> 
         setup.to_disk()
         setup.passes()
         assert setup.writes.counters.write_skipped == 2
-        assert setup.answers.may_tell(answer)
-        assert answer.told is AckEnd.DURABLE
+        assert setup.answers.may_report(answer)
+        assert answer.reported is AckEnd.DURABLE
 
 
 def test_what_dram_had_no_room_for_is_tried_again(setup: Acking) -> None:
@@ -157,15 +157,15 @@ def test_what_dram_had_no_room_for_is_tried_again(setup: Acking) -> None:
     assert setup.write_down.skipped == 2  # of ten blocks, in an arena of eight
     setup.to_dram()
     setup.passes()
-    assert not setup.answers.may_tell(second)
+    assert not setup.answers.may_report(second)
     setup.to_disk()
     setup.passes()
-    assert setup.answers.may_tell(first)
+    assert setup.answers.may_report(first)
     setup.to_dram()
     setup.to_disk()
     setup.passes()
-    assert setup.answers.may_tell(second)
-    assert second.told is AckEnd.DURABLE
+    assert setup.answers.may_report(second)
+    assert second.reported is AckEnd.DURABLE
     assert setup.on_disk(second)
 
 
@@ -174,15 +174,15 @@ def test_an_end_is_told_late_rather_than_never_and_looked_after_all_the_same(set
     setup.to_dram()
     setup.passes()
     setup.clock.advance(TIMEOUT - 0.1)
-    assert not setup.answers.may_tell(answer)
+    assert not setup.answers.may_report(answer)
     setup.clock.advance(0.2)
-    assert setup.answers.may_tell(answer)
-    assert answer.told is AckEnd.LATE
+    assert setup.answers.may_report(answer)
+    assert answer.reported is AckEnd.LATE
     assert not setup.answers.busy
     setup.to_disk()
     setup.passes()
     assert answer.outcome is AckEnd.DURABLE
-    assert answer.told is AckEnd.LATE
+    assert answer.reported is AckEnd.LATE
 
 
 def test_what_has_left_memory_unwritten_is_lost(setup: Acking) -> None:
@@ -190,9 +190,9 @@ def test_what_has_left_memory_unwritten_is_lost(setup: Acking) -> None:
     setup.to_dram()
     setup.evict_hbm(10)  # DRAM has eight of them
     setup.passes()
-    assert setup.answers.may_tell(lost)
-    assert lost.told is AckEnd.LOST
-    assert not setup.answers.may_tell(kept)
+    assert setup.answers.may_report(lost)
+    assert lost.reported is AckEnd.LOST
+    assert not setup.answers.may_report(kept)
 
 
 def test_what_the_disk_gave_up_meanwhile_is_lost(setup: Acking) -> None:
@@ -202,8 +202,8 @@ def test_what_the_disk_gave_up_meanwhile_is_lost(setup: Acking) -> None:
         pass
     setup.below.drop(setup.names.digest(PLAIN), answer.names[:1])
     setup.passes()
-    assert setup.answers.may_tell(answer)
-    assert answer.told is AckEnd.LOST
+    assert setup.answers.may_report(answer)
+    assert answer.reported is AckEnd.LOST
 
 
 def test_what_is_on_disk_and_left_memory_is_durable(setup: Acking) -> None:
@@ -216,8 +216,8 @@ def test_what_is_on_disk_and_left_memory_is_durable(setup: Acking) -> None:
     setup.store.delete(Tier.DRAM, setup.tree.evict(setup.dram, 3))
     assert not list(setup.tree.nodes())
     setup.passes()
-    assert setup.answers.may_tell(answer)
-    assert answer.told is AckEnd.DURABLE
+    assert setup.answers.may_report(answer)
+    assert answer.reported is AckEnd.DURABLE
 
 
 def in_step(ranks: Sequence[Acking]) -> None:
@@ -241,15 +241,15 @@ def test_what_is_not_on_every_ranks_disk_is_not_durable(make: Callable[..., Acki
     for _ in range(3):
         in_step(ranks)
     assert ranks[0].on_disk(answers[0])
-    assert not any(each.answers.may_tell(answer) for each, answer in zip(ranks, answers, strict=True))
+    assert not any(each.answers.may_report(answer) for each, answer in zip(ranks, answers, strict=True))
     while ranks[1].writer.step():
         pass
     for _ in range(3):
         in_step(ranks)
     for each, answer in zip(ranks, answers, strict=True):
-        assert each.answers.may_tell(answer)
-        assert (answer.told is AckEnd.DURABLE) is not fails
-    assert answers[1].told is (AckEnd.REFUSED if fails else AckEnd.DURABLE)
+        assert each.answers.may_report(answer)
+        assert (answer.reported is AckEnd.DURABLE) is not fails
+    assert answers[1].reported is (AckEnd.REFUSED if fails else AckEnd.DURABLE)
 
 
 class CountedAcked(Acked):
@@ -273,7 +273,7 @@ def test_held_ends_cost_a_pass_over_a_hanging_disk_nothing_each(
 
     def told() -> list[bool]:
         setup.passes(1)
-        return [setup.answers.may_tell(answer) for answer in answers]
+        return [setup.answers.may_report(answer) for answer in answers]
 
     first = told()
     assert first == [n < 2 for n in range(30)]

@@ -62,7 +62,7 @@ def _text(node: Node) -> str:
 
 
 @dataclass
-class Told:
+class Announced:
     text: str
     priority: int
     until: float
@@ -73,7 +73,7 @@ class Model:
     """The same hints, block by block."""
 
     def __init__(self) -> None:
-        self.hints: dict[str, Told] = {}
+        self.hints: dict[str, Announced] = {}
         self.number = 0
 
     def expect(self, id: str, text: str, priority: int, until: float) -> None:
@@ -82,14 +82,14 @@ class Model:
             known.priority, known.until = priority, max(known.until, until)
         else:
             self.number += 1
-            self.hints[id] = Told(text, priority, until, self.number)
+            self.hints[id] = Announced(text, priority, until, self.number)
 
     def strength(self, prefix: str) -> tuple[float, ...] | None:
         """The strength of the strongest hint that names a block."""
         naming = [
-            (told.priority, told.until, told.number)
-            for told in self.hints.values()
-            if told.text.startswith(prefix)
+            (hint.priority, hint.until, hint.number)
+            for hint in self.hints.values()
+            if hint.text.startswith(prefix)
         ]
         return max(naming, default=None)
 
@@ -118,7 +118,7 @@ def test_random_histories(seed: int) -> None:
                 model.hints.pop(id, None)
             case 4:
                 retention.expire(now)
-                model.hints = {id: told for id, told in model.hints.items() if told.until > now}
+                model.hints = {id: hint for id, hint in model.hints.items() if hint.until > now}
             case 5:
                 _evict(rnd, tree, retention, model)
         tree.check()

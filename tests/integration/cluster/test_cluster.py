@@ -48,7 +48,7 @@ END_S = 60.0
 BLOCK = 16
 PROMPT_TOKENS = 40 * BLOCK
 PROMPTS = 4
-NOBODY = Path(__file__).parents[1].joinpath("nobody.py")
+OTHER_USER = Path(__file__).parents[1].joinpath("other_user.py")
 
 pytestmark = pytest.mark.timeout(2 * START_S)
 
@@ -193,7 +193,7 @@ def open_to_others(processes: Iterable[psutil.Process], *paths: Path | str) -> l
     nobody = pwd.getpwnam("nobody").pw_uid
     words = ["python3", "-I", "-S", "-", pids, *map(str, paths)]
     done = subprocess.run(
-        words, input=NOBODY.read_text(), user=nobody, group=nobody, extra_groups=(), cwd="/",
+        words, input=OTHER_USER.read_text(), user=nobody, group=nobody, extra_groups=(), cwd="/",
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -175,7 +175,7 @@ def bodies(seed: int = 0, *, short: bool = False, tokens: int = TOKENS) -> list[
 
 
 @dataclass
-class Heard:
+class Received:
     """A client's view of an answer: all text, all ids, the reported number of tokens, and every event."""
 
     text: str = ""
@@ -200,44 +200,44 @@ class Client:
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url = url
         self._session = session
-        self.heard: list[Heard] = []
+        self.received: list[Received] = []
 
-    async def ask(self, path: str, body: Json) -> Heard:
-        heard = Heard()
-        self.heard.append(heard)
+    async def ask(self, path: str, body: Json) -> Received:
+        received = Received()
+        self.received.append(received)
         since = time.monotonic()
         async with self._session.post(self._url + path, json=body) as answer:
-            heard.instance = answer.headers.get("x-kv-instance", "")
+            received.instance = answer.headers.get("x-kv-instance", "")
             if answer.status != 200:
-                heard.error = await answer.text()
+                received.error = await answer.text()
             elif not body["stream"]:
-                _take(heard, await answer.json())
+                _take(received, await answer.json())
             else:
                 async for line in answer.content:
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                        heard.events += 1
-                        _take(heard, json.loads(line[6:]))
-        heard.seconds = time.monotonic() - since
-        return heard
+                        received.events += 1
+                        _take(received, json.loads(line[6:]))
+        received.seconds = time.monotonic() - since
+        return received
 
 
-def _take(heard: Heard, event: Json) -> None:
+def _take(received: Received, event: Json) -> None:
     if "error" in event:
-        heard.error = json.dumps(event)
+        received.error = json.dumps(event)
         return
     if "meta_info" in event:
-        assert event["text"].startswith(heard.text), "the text was taken back"
-        heard.text, heard.ids = event["text"], event["output_ids"]
-        heard.tokens = event["meta_info"]["completion_tokens"]
-        heard.names.add(event["meta_info"]["id"])
-        heard.stages = StageTimes.of_details(event["meta_info"].get("cached_tokens_details") or {})
+        assert event["text"].startswith(received.text), "the text was taken back"
+        received.text, received.ids = event["text"], event["output_ids"]
+        received.tokens = event["meta_info"]["completion_tokens"]
+        received.names.add(event["meta_info"]["id"])
+        received.stages = StageTimes.of_details(event["meta_info"].get("cached_tokens_details") or {})
         return
-    heard.names.add(event["id"])
+    received.names.add(event["id"])
     for choice in event.get("choices", ()):
         part = choice.get("delta") or choice.get("message") or choice
-        heard.text += part.get("content") or part.get("text") or ""
+        received.text += part.get("content") or part.get("text") or ""
     if event.get("usage"):
-        heard.tokens = event["usage"]["completion_tokens"]
+        received.tokens = event["usage"]["completion_tokens"]
 
 
 @asynccontextmanager
@@ -272,15 +272,15 @@ async def asked_and_drained(
     client: Client,
     asked: list[tuple[str, Json]],
     enough: asyncio.Event | None = None,
-) -> list[asyncio.Task[Heard]]:
+) -> list[asyncio.Task[Received]]:
     """Ask, and drain instance a in the middle of its answers: its scheduler stands still from the first words
     of one until the drain has begun, and is slow from then until a request has moved or it is enough. However
     long the router and the other instance take, then, answers do not end before."""
     source = router.members.member("a").url
     schedulers = next(each for each in fleet.servers if each.url == source).processes("sglang::scheduler")
-    client.heard.clear()
+    client.received.clear()
     answers = [asyncio.create_task(client.ask(*each)) for each in asked]
-    await until(lambda: any(heard.instance == source and heard.events for heard in client.heard))
+    await until(lambda: any(received.instance == source and received.events for received in client.received))
     before = await moved(router)
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
@@ -315,8 +315,8 @@ def test_hosts_have_clocks_that_are_minutes_apart(fleet: Fleet) -> None:
 async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet) -> None:
     async with client_of(router) as client:
         expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))
-        assert not any(heard.error for heard in expected), expected
-        assert len({heard.said for heard in expected}) == 8
+        assert not any(received.error for received in expected), expected
+        assert len({received.said for received in expected}) == 8
         # Else the instance that requests are moved to may have their prompts already, and nothing is copied.
         for server in fleet.servers:
             await asyncio.to_thread(server.wait_idle)
@@ -326,15 +326,15 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
         await until(lambda: router.fleet.rows[url].state is State.LEFT, seconds=60)
         got = await asyncio.gather(*answers)
     assert await moved(router) > before
-    assert [heard.error for heard in got] == [""] * 8
-    for heard, true in zip(got, expected, strict=True):
-        assert heard.said == true.said
-        assert len(heard.names) == 1, "the answer changed its name in the middle"
-        if heard.stages is not None:  # of /generate
+    assert [received.error for received in got] == [""] * 8
+    for received, true in zip(got, expected, strict=True):
+        assert received.said == true.said
+        assert len(received.names) == 1, "the answer changed its name in the middle"
+        if received.stages is not None:  # of /generate
             # A decode server computes no prompt: where a request has moved, this came with its state.
-            assert heard.stages.prefill > 0.0
-            assert heard.stages.total <= heard.seconds
-    assert any(heard.stages is not None and heard.instance == url for heard in got)
+            assert received.stages.prefill > 0.0
+            assert received.stages.total <= received.seconds
+    assert any(received.stages is not None and received.instance == url for received in got)
     server = next(server for server in fleet.servers if server.url == url)
     await until(lambda: running([server]) == 0)
     target = next(server for server in fleet.servers[-2:] if server.url != url)
@@ -435,7 +435,9 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(
             answers = await asked_and_drained(router, fleet, client, asked, stopped)
             await asyncio.wait_for(stopped.wait(), 60)
             there = [
-                task for task, heard in zip(answers, client.heard, strict=True) if heard.instance == source
+                task
+                for task, received in zip(answers, client.received, strict=True)
+                if received.instance == source
             ]
             await until(lambda: router.fleet.rows[target].state is State.DOWN, seconds=60)
             got = await asyncio.gather(*there)
@@ -443,9 +445,9 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         assert got
-        for heard in got:
-            assert heard.error == ""
-            assert heard.said == expected[client.heard.index(heard)].said
+        for received in got:
+            assert received.error == ""
+            assert received.said == expected[client.received.index(received)].said
         assert await moved(router, "failed") >= 1
         router.members.resume("a")
         await asyncio.gather(*answers)
@@ -501,24 +503,24 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
         asked = bodies(seed=1, tokens=MANY_TOKENS)
         expected = await asyncio.gather(*(client.ask(*each) for each in asked))
         url = router.members.member("b").url
-        at_b = [each for each, heard in zip(asked, expected, strict=True) if heard.instance == url]
+        at_b = [each for each, received in zip(asked, expected, strict=True) if received.instance == url]
         assert at_b
-        client.heard.clear()
+        client.received.clear()
         on_loopback = fleet.kind == "decode"
         before = listens(fleet.servers[-1]) if on_loopback else None
         # Traffic goes on through the change, to and fro.
         for wanted in ("prefill", "decode"):
             answers = [asyncio.create_task(client.ask(*each)) for each in asked]
-            await until(lambda: sum(heard.events > 1 for heard in client.heard) >= 5)
+            await until(lambda: sum(received.events > 1 for received in client.received) >= 5)
             # As a user changes it.
             assert await command(router, "role", "b", wanted) == (
                 0,
                 f"b is {wanted}, ready\n",
             )
             got = await asyncio.gather(*answers)
-            assert [heard.error for heard in got] == [""] * 8
-            assert [heard.said for heard in got] == [heard.said for heard in expected]
-            client.heard.clear()
+            assert [received.error for received in got] == [""] * 8
+            assert [received.said for received in got] == [received.said for received in expected]
+            client.received.clear()
             assert before is None or listens(fleet.servers[-1]) == before
             if wanted == "prefill":
                 await found_by_what_it_had(router, url, at_b)
@@ -599,18 +601,18 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
         asked = bodies(seed=5, tokens=MANY_TOKENS)
         expected = await asyncio.gather(*(client.ask(*each) for each in asked))
         # The client sees the instance where its answer began; it may end at another.
-        decoded_by = {heard.instance: each for each, heard in zip(asked, expected, strict=True)}
+        decoded_by = {received.instance: each for each, received in zip(asked, expected, strict=True)}
         assert len(decoded_by) == 2
 
         async def lane(number: int) -> None:
             for turn in range(1 << 20):
                 ids = [100 + (number * 7919 + turn * 104_729 + at) % 300 for at in range(900)]
                 body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
-                heard = await client.ask("/generate", {**body, "stream": True})
-                assert heard.error == ""
+                received = await client.ask("/generate", {**body, "stream": True})
+                assert received.error == ""
 
         lanes = [asyncio.create_task(lane(number)) for number in range(6)]
-        answers: list[Heard] = []
+        answers: list[Received] = []
         try:
             while not (changes := router.role_changes.recent()):
                 answers += await asyncio.gather(*(client.ask(*each) for each in asked))
@@ -623,8 +625,8 @@ async def test_roles_change_by_themselves(fleet: Fleet) -> None:
         assert [(change.role, change.why, change.outcome) for change in changes] == [
             ("prefill", "prefill", "done")
         ]
-        for number, heard in enumerate(answers):
-            assert (heard.error, heard.said) == ("", expected[number % len(asked)].said)
+        for number, received in enumerate(answers):
+            assert (received.error, received.said) == ("", expected[number % len(asked)].said)
         changed = router.members.member(changes[0].instance)
         await found_by_what_it_had(router, changed.url, [decoded_by[changed.url]])
         # The load is another now, and the controller may be about to change them back.

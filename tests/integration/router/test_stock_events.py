@@ -61,7 +61,7 @@ def known(index: Index, name: str, tokens: list[int]) -> int:
     return 0 if match is None else match.tokens
 
 
-class Deaf(StockReplica):
+class IgnoringReplica(StockReplica):
     """Ignores removals."""
 
     def _removed(self, names: list[int]) -> None:
@@ -80,7 +80,7 @@ async def test_what_is_evicted_is_known_where_requests_alone_would_not_tell(
     # Twins: one ignores evictions, one infers the cache from requests alone.
     deaf, believing = Index(FakeClock()), Index(FakeClock(), mode="approximate")
     with monkeypatch.context() as patch:
-        patch.setattr("sglang_ext.router.index.index.StockReplica", Deaf)
+        patch.setattr("sglang_ext.router.index.index.StockReplica", IgnoringReplica)
         replica = deaf.attach_stock(server.url, Role.COLOCATED)
     context = zmq.asyncio.Context()
     link = StockLink(context, deaf, server.url, facts.events, facts.identity, replica, keep_up_s=0.2)

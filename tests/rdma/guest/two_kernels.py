@@ -31,7 +31,7 @@ def say(*words: object) -> None:
     print("@@SAYS", *words, flush=True)
 
 
-def told(word: str) -> None:
+def wait_for(word: str) -> None:
     """The test has done what it was asked for."""
     while TEST.readline().strip() != word:
         pass
@@ -147,7 +147,7 @@ def reader() -> None:
     read_until_gone(channel, side, 1)
     kept = side.memory.copy()
     say("heal")
-    told("healed")
+    wait_for("healed")
     fresh = again.reach(wire)
     fresh.read(0, ALL, CancelToken())
     say("again", np.array_equal(again.memory, content(1)), "untouched", np.array_equal(side.memory, kept))
@@ -182,21 +182,21 @@ def owner() -> None:
         while target.memory.max() == 255:  # the first write
             time.sleep(0.01)
         before = target.memory.copy()
-        while np.array_equal(target.memory, before):  # the twin: it goes on, as long as nobody fences it
+        while np.array_equal(target.memory, before):  # the twin: it goes on, until the owner fences it
             time.sleep(0.01)
         if cut:
             say("cut")
-            told("cut")
+            wait_for("cut")
         barred = served.fence()
         before = target.memory.copy()
         if cut:
             say("heal")
-            told("healed")
+            wait_for("healed")
         wire.recv()  # the writer has seen it
         say("barred", barred, "unchanged", np.array_equal(target.memory, before))
 
     kept.append(side.serve(wire))
-    told("never")  # this machine ends
+    wait_for("never")  # this machine ends
 
 
 {"owner": owner, "reader": reader}[sys.argv[1]]()

@@ -106,13 +106,13 @@ class Store(EmbeddedMembership):
     """The records that were shared."""
 
     published: list[Member] = field(default_factory=list)
-    told: list[RouterStatus] = field(default_factory=list)
+    written: list[RouterStatus] = field(default_factory=list)
 
     def publish(self, member: Member) -> None:
         self.published.append(member)
 
     def share_status(self, status: RouterStatus) -> None:
-        self.told.append(status)
+        self.written.append(status)
 
 
 class NoDocuments:
@@ -192,8 +192,8 @@ def test_the_tiers_that_an_instance_has_are_told(rig: Rig) -> None:
         "hbm": TierFill(used=3, size=8, spilled=1),
         "disk": TierFill(used=0, size=100),
     }
-    told = msgspec.json.decode(msgspec.json.encode(cluster(rig.members)))
-    assert told["instances"][0]["tiers"]["hbm"] == {"used": 3, "size": 8, "spilled": 1}
+    shown = msgspec.json.decode(msgspec.json.encode(cluster(rig.members)))
+    assert shown["instances"][0]["tiers"]["hbm"] == {"used": 3, "size": 8, "spilled": 1}
 
 
 def test_an_instance_without_an_agent_is_not_connected(rig: Rig) -> None:
@@ -466,7 +466,7 @@ def test_what_other_routers_send_is_load(rig: Rig) -> None:
     rig.members.on_routers({})
     assert rig.fleet.usable()[0].in_flight == 0
     rig.members.tick()
-    assert rig.store.told[-1].instances["a"] == Seen("ready", 0)
+    assert rig.store.written[-1].instances["a"] == Seen("ready", 0)
 
 
 def test_a_view_survives_the_wire(rig: Rig) -> None:

@@ -233,7 +233,7 @@ LONG_ANSWERS = StageTimes(0.0, 0.001, 0.01, 0.0, 6.0)
 async def load(rig: Rig, client: Any, stages: StageTimes) -> AsyncIterator[None]:
     """Requests, one after the other in four lanes; answers say that they took so long."""
     for worker in rig.workers.values():
-        worker.told_at_end = stages.details()
+        worker.end_details = stages.details()
 
     async def lane(number: int) -> None:
         for turn in range(1 << 30):

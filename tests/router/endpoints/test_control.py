@@ -227,7 +227,7 @@ def test_causes(told: LoggedRequest, evictions: Any, elsewhere: int, expected: l
     assert causes(told, evictions, elsewhere, 16) == expected
 
 
-def test_stories_are_bounded_and_the_oldest_go() -> None:
+def test_the_request_log_is_bounded_and_the_oldest_go() -> None:
     log = RequestLog(20_000)
     key = encode_tokens(range(500))
     for number in range(50):

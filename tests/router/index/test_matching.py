@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping
 
 import pytest
-from test_router_index import NAMING, NS, Told, key
+from test_router_index import NAMING, NS, Reporter, key
 from test_stock_replica import Stock
 
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
@@ -124,8 +124,8 @@ def agrees(index: Index, prompt: bytes, expected: Mapping[str, Match] | None = N
     return dict(expected)
 
 
-class Filling(Told):
-    """A teller whose snapshots come in parts."""
+class Filling(Reporter):
+    """A reporter whose snapshots come in parts."""
 
     def half(self) -> None:
         """A snapshot begins, and half of it is in."""
@@ -164,28 +164,28 @@ class Scene:
 
     def step(self) -> None:
         rng, prompt = self.rng, self.rng.choice(self.prompts)
-        teller, stock = rng.choice(self.tellers), rng.choice(self.stock)
-        passive = teller.name in self.filling
+        reporter, stock = rng.choice(self.tellers), rng.choice(self.stock)
+        passive = reporter.name in self.filling
         match rng.randrange(12):
             case 0 | 1 | 2 if not passive:
-                teller.insert(prompt, dram=rng.random() < 0.3)
+                reporter.insert(prompt, dram=rng.random() < 0.3)
             case 3 if not passive:
-                teller.evict(rng.randrange(1, 6), dram=rng.random() < 0.5)
-            case 4 if not passive and (runs := teller.log.truth()):
+                reporter.evict(rng.randrange(1, 6), dram=rng.random() < 0.5)
+            case 4 if not passive and (runs := reporter.log.truth()):
                 tiers = rng.choice([UNKNOWN, UNKNOWN | Tier.DRAM.bit, Tier.DRAM.bit, 3])
-                teller.tell(Moved(rng.choice(runs).run, tiers))
+                reporter.report(Moved(rng.choice(runs).run, tiers))
             case 5 if not passive:
                 names = names_of(NAMING, TENANT, prompt, BLOCK)
                 kind = rng.choice([NamesStored, NamesStored, NamesRemoved])
-                teller.tell(kind(Tier.DISK.level, b"".join(names[: rng.randrange(9)])))
+                reporter.report(kind(Tier.DISK.level, b"".join(names[: rng.randrange(9)])))
             case 6 if passive:
-                teller.full()
-                self.filling.discard(teller.name)
+                reporter.full()
+                self.filling.discard(reporter.name)
             case 6 if rng.random() < 0.3:
-                teller.half()
-                self.filling.add(teller.name)
+                reporter.half()
+                self.filling.add(reporter.name)
             case 7:
-                self.index.on_heartbeat(teller.name, alive=rng.random() < 0.8)
+                self.index.on_heartbeat(reporter.name, alive=rng.random() < 0.8)
             case 8 | 9:
                 stock.store(decode_tokens(prompt).tolist())
             case 10 if rng.random() < 0.5:
@@ -237,10 +237,10 @@ def test_holders_of_the_same_part_share_one_match() -> None:
     """A thousand instances that hold a system prompt are a thousand names of it."""
     index = Index(FakeClock(), block_size=BLOCK)
     for number in range(8):
-        teller = Told(index, str(number))
-        teller.insert(key(1, 2))
+        reporter = Reporter(index, str(number))
+        reporter.insert(key(1, 2))
         if number > 5:
-            teller.insert(key(1, 2, number))
+            reporter.insert(key(1, 2, number))
     found = index.match(NS, key(1, 2, 3))
     assert [found[str(number)].own for number in range(8)] == [True] * 6 + [False] * 2
     assert len({id(match) for match in found.values()}) == 2

@@ -51,7 +51,7 @@ def test_one_that_joins_later_takes_nothing_back_and_a_whole_fleet_does() -> Non
     assert readiness.look(3.0, ["a", "b"], ["a"]) is State.WAITING
 
 
-class Telling:
+class Reporter:
     """The agent of an instance, whose every message waits until the test sends it."""
 
     def __init__(self, router: Router, name: str, role: Role = Role.COLOCATED) -> None:
@@ -145,10 +145,10 @@ async def test_until_a_snapshot_is_in_decisions_say_that_they_lack_it(
     assert told["routing"][0]["index_not_trusted"] == []
     assert "index-awaited" in told["causes"]
 
-    first = Telling(router, one.url)
+    first = Reporter(router, one.url)
     first.begin()
     first.end()
-    second = Telling(router, two.url)
+    second = Reporter(router, two.url)
     assert (await ask(router, client, 2))[1] == "index-awaited", "it has said hello, and no more"
     second.begin()
     second.part(second.on_disk(prompt(3)))
@@ -170,7 +170,7 @@ async def test_until_a_snapshot_is_in_decisions_say_that_they_lack_it(
 
 async def test_a_cluster_says_of_whom_it_waits(start: Start, client: Any) -> None:
     router, (one, two) = await start()
-    first = Telling(router, one.url)
+    first = Reporter(router, one.url)
     first.begin()
     first.end()
     async with client.get(router.url + "/cluster") as answer:
@@ -209,9 +209,9 @@ async def test_waiting_can_be_left_out(
 async def test_a_restarted_instance_is_awaited_and_the_router_stays_ready(start: Start, client: Any) -> None:
     router, (one, two) = await start()
     for worker in (one, two):
-        telling = Telling(router, worker.url)
-        telling.begin()
-        telling.end()
+        reporter = Reporter(router, worker.url)
+        reporter.begin()
+        reporter.end()
     assert (await ready(router, client))[0] == 200
     router.fleet.lost(two.url, "the test says so")
     router.trees.detach(two.url)
@@ -226,9 +226,9 @@ async def test_a_restarted_instance_is_awaited_and_the_router_stays_ready(start:
 async def test_a_broken_stream_is_not_what_is_awaited(start: Start, client: Any) -> None:
     """A gap in the events of an instance that was known is another matter."""
     router, (one,) = await start(1)
-    telling = Telling(router, one.url)
-    telling.begin()
-    telling.end()
+    reporter = Reporter(router, one.url)
+    reporter.begin()
+    reporter.end()
     replica = router.trees.replica(one.url)
     assert replica is not None
     replica.lost_touch()

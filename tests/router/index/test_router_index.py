@@ -47,7 +47,7 @@ def key(*blocks: int) -> bytes:
     return encode_tokens([block for block in blocks for _ in range(BLOCK)])
 
 
-class Told:
+class Reporter:
     """An instance that reports every change to an index at once."""
 
     def __init__(
@@ -71,13 +71,13 @@ class Told:
 
     def insert(self, prompt: bytes, *, dram: bool = False, salt: str | None = None) -> None:
         self.tree.insert((None, salt), prompt, self.dram if dram else self.hbm)
-        self.tell()
+        self.report()
 
     def evict(self, blocks: int, *, dram: bool = False) -> None:
         self.tree.evict(self.dram if dram else self.hbm, blocks)
-        self.tell()
+        self.report()
 
-    def tell(self, *more: PlacementEvent) -> None:
+    def report(self, *more: PlacementEvent) -> None:
         self._receive(self.stream.publish([*self.log.take(), *more]))
 
     def _receive(self, sends: Sends) -> None:
@@ -102,11 +102,11 @@ def index(clock: FakeClock) -> Index:
 
 def test_each_instance_is_matched_with_its_tiers_whatever_its_role(index: Index) -> None:
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("c", Role.COLOCATED)):
-        told = Told(index, name, role)
-        told.insert(key(1, 2, 3))
-        told.insert(key(1, 2), dram=True)
+        reporter = Reporter(index, name, role)
+        reporter.insert(key(1, 2, 3))
+        reporter.insert(key(1, 2), dram=True)
         if role is not Role.PREFILL:
-            told.evict(2)
+            reporter.evict(2)
     assert index.match(NS, key(1, 2, 3, 4)) == {
         "p": Match(12, own=True),
         "d": Match(8, own=True, below={Tier.DRAM: 4}),
@@ -117,7 +117,7 @@ def test_each_instance_is_matched_with_its_tiers_whatever_its_role(index: Index)
 
 
 def test_a_match_in_mid_way_is_not_the_requests_own_past(index: Index) -> None:
-    Told(index, "a").insert(key(1, 2, 3))
+    Reporter(index, "a").insert(key(1, 2, 3))
     assert index.match(NS, key(1, 2)) == {"a": Match(8, own=True)}  # all of it is there
     assert index.match(NS, key(1, 2, 9)) == {"a": Match(8, own=False)}
     assert index.match(NS, key(1, 2, 3, 9)) == {"a": Match(12, own=True)}
@@ -125,21 +125,21 @@ def test_a_match_in_mid_way_is_not_the_requests_own_past(index: Index) -> None:
 
 
 def test_who_is_not_trusted_does_not_attract(index: Index) -> None:
-    told = Told(index, "a")
-    told.insert(key(1, 2))
+    reporter = Reporter(index, "a")
+    reporter.insert(key(1, 2))
     assert index.trusted("a")
     index.on_heartbeat("a", alive=False)
     assert not index.trusted("a")
     assert index.match(NS, key(1, 2)) == {}
     index.on_heartbeat("a", alive=True)
     assert index.match(NS, key(1, 2)) == {"a": Match(8, own=True)}
-    gap = Events(told.stream.epoch, told.stream.next + 5, (NamesStored(Tier.DISK.level, b""),))
+    gap = Events(reporter.stream.epoch, reporter.stream.next + 5, (NamesStored(Tier.DISK.level, b""),))
     assert index.apply("a", gap) is Outcome.BROKEN
     assert not index.trusted("a")
 
 
 def test_guesses_are_for_both_and_live_two_seconds(index: Index, clock: FakeClock) -> None:
-    Told(index, "a").insert(key(1))
+    Reporter(index, "a").insert(key(1))
     index.guess(NS, key(1, 2, 3), "a")
     index.guess(NS, key(1, 2), "stock")
     assert index.match(NS, key(1, 2, 3)) == {"a": Match(12, own=True), "stock": Match(8, own=True)}
@@ -148,7 +148,7 @@ def test_guesses_are_for_both_and_live_two_seconds(index: Index, clock: FakeCloc
 
 
 def test_what_passes_by_counts_for_stock_servers_only(index: Index) -> None:
-    Told(index, "a")
+    Reporter(index, "a")
     for name in ("a", "stock"):
         index.confirm(NS, key(1, 2), name)
     assert index.match(NS, key(1, 2)) == {"stock": Match(8, own=True)}
@@ -158,7 +158,7 @@ def test_what_passes_by_counts_for_stock_servers_only(index: Index) -> None:
 
 
 def test_whose_answers_are_worth_reading_is_told(index: Index) -> None:
-    Told(index, "a")
+    Reporter(index, "a")
     text = ("text", None, None, None)
     assert not index.learns_of(NS, "a")
     assert index.learns_of(text, "a")  # the engine cannot tell it
@@ -170,15 +170,15 @@ def test_whose_answers_are_worth_reading_is_told(index: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "told", "stock"), [("auto", 12, 8), ("exact", 12, 0), ("approximate", 8, 8)]
+    ("mode", "reporter", "stock"), [("auto", 12, 8), ("exact", 12, 0), ("approximate", 8, 8)]
 )
-def test_what_is_looked_at_can_be_set(clock: FakeClock, mode: str, told: int, stock: int) -> None:
+def test_what_is_looked_at_can_be_set(clock: FakeClock, mode: str, reporter: int, stock: int) -> None:
     index = Index(clock, block_size=BLOCK, mode=mode)
-    Told(index, "a").insert(key(1, 2, 3))
+    Reporter(index, "a").insert(key(1, 2, 3))
     for name in ("a", "stock"):
         index.confirm(NS, key(1, 2), name)
     found = {name: match.tokens for name, match in index.match(NS, key(1, 2, 3)).items()}
-    assert (found.get("a", 0), found.get("stock", 0)) == (told, stock)
+    assert (found.get("a", 0), found.get("stock", 0)) == (reporter, stock)
     assert index.trusted("stock") == (mode != "exact")
 
 
@@ -200,30 +200,30 @@ def test_namespaces_of_router_and_engine_are_the_same(
 
 
 def test_a_disk_continues_what_is_in_memory(index: Index) -> None:
-    told = Told(index, "a", naming=NAMING)
+    reporter = Reporter(index, "a", naming=NAMING)
     prompt = key(1, 2, 3, 4)
     names = names_of(NAMING, (None, None), prompt, BLOCK)
     assert names != block_keys(b"", prompt, BLOCK)
-    told.insert(key(1))
-    told.tell(NamesStored(Tier.DISK.level, b"".join(names[:3])))
+    reporter.insert(key(1))
+    reporter.report(NamesStored(Tier.DISK.level, b"".join(names[:3])))
     assert index.match(NS, prompt) == {"a": Match(12, own=False, below={Tier.DISK: 8})}
-    told.tell(NamesRemoved(Tier.DISK.level, names[2]))
+    reporter.report(NamesRemoved(Tier.DISK.level, names[2]))
     assert index.match(NS, prompt) == {"a": Match(8, own=False, below={Tier.DISK: 4})}
-    told.evict(1)
+    reporter.evict(1)
     assert index.match(NS, prompt) == {"a": Match(8, own=False, below={Tier.DISK: 8})}
     assert index.match(("tokens", None, None, "s"), prompt) == {}
 
 
 def test_history_says_what_left_which_tier_and_when(index: Index, clock: FakeClock) -> None:
-    told = Told(index, "a")
-    told.insert(key(1, 2, 3))
-    told.insert(key(1, 2, 3), dram=True)
+    reporter = Reporter(index, "a")
+    reporter.insert(key(1, 2, 3))
+    reporter.insert(key(1, 2, 3), dram=True)
     clock.advance(5)
-    told.evict(1)
+    reporter.evict(1)
     clock.advance(5)
-    told.evict(2, dram=True)  # the second block's HBM copy is still there
-    told.evict(2)
-    told.evict(1, dram=True)
+    reporter.evict(2, dram=True)  # the second block's HBM copy is still there
+    reporter.evict(2)
+    reporter.evict(1, dram=True)
     gone = [(d.tier, d.tokens, d.still_in) for d in index.history(NS, key(1, 2, 3, 9))]
     assert gone == [
         ("hbm", 12, "dram"),
@@ -241,10 +241,10 @@ def test_history_says_what_left_which_tier_and_when(index: Index, clock: FakeClo
 
 def test_the_history_is_bounded_and_forgets_the_oldest(clock: FakeClock) -> None:
     index = Index(clock, block_size=BLOCK, max_bytes=400_000)
-    told = Told(index, "a")
+    reporter = Reporter(index, "a")
     for number in range(60):
-        told.insert(key(number, 1))
-        told.evict(2)
+        reporter.insert(key(number, 1))
+        reporter.evict(2)
     assert index._past.size_bytes <= 400_000 // 16
     assert index.history(NS, key(0, 1)) == []
     assert [gone.tokens for gone in index.history(NS, key(59, 1))] == [4]
@@ -252,7 +252,7 @@ def test_the_history_is_bounded_and_forgets_the_oldest(clock: FakeClock) -> None
 
 def test_an_instance_that_goes_leaves_nothing(index: Index) -> None:
     for name in "ab":
-        Told(index, name).insert(key(1, 2, 3))
+        Reporter(index, name).insert(key(1, 2, 3))
     index.detach("a")
     assert index.match(NS, key(1, 2)) == {"b": Match(8, own=True)}
     while index.tidy():
@@ -281,13 +281,13 @@ def prompts(count: int, seed: int = 3) -> list[bytes]:
 
 def test_too_much_for_the_memory_is_known_in_part_and_never_more_than_there_is(clock: FakeClock) -> None:
     index = Index(clock, block_size=16, max_bytes=400_000)
-    told = {name: Told(index, name) for name in "ab"}
+    reporter = {name: Reporter(index, name) for name in "ab"}
     for number, prompt in enumerate(prompts(600)):
         clock.advance(0.01)
         name = "ab"[number % 2]
-        told[name].insert(prompt)
+        reporter[name].insert(prompt)
         if number % 7 == 6:
-            told[name].evict(9)
+            reporter[name].evict(9)
         assert index.size_bytes <= 400_000
     while index.tidy():
         pass
@@ -296,7 +296,7 @@ def test_too_much_for_the_memory_is_known_in_part_and_never_more_than_there_is(c
     partial = short = 0
     for prompt in prompts(600):
         found = index.match(NS, prompt)
-        for name, instance in told.items():
+        for name, instance in reporter.items():
             known = found[name].tokens if name in found else 0
             truth = instance.tree.holders((None, None), prompt).get(instance.hbm, 0)
             assert known <= truth
@@ -304,18 +304,18 @@ def test_too_much_for_the_memory_is_known_in_part_and_never_more_than_there_is(c
         partial += bool(found)
     assert partial > 0, "nothing at all is known any more"
     assert short > 0
-    assert all(instance.index.trusted(name) for name, instance in told.items())
+    assert all(instance.index.trusted(name) for name, instance in reporter.items())
 
 
 @pytest.mark.parametrize("instances", [1, 4])
 def test_the_estimate_of_memory_is_near_the_truth(clock: FakeClock, instances: int) -> None:
     index = Index(clock, block_size=16)
-    told = [Told(index, f"instance-{number}") for number in range(instances)]
-    streams = [[data for each in prompts(400) for data in _reports(instance, each)] for instance in told]
+    reporter = [Reporter(index, f"instance-{number}") for number in range(instances)]
+    streams = [[data for each in prompts(400) for data in _reports(instance, each)] for instance in reporter]
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        for instance, messages in zip(told, streams, strict=True):
+        for instance, messages in zip(reporter, streams, strict=True):
             for data in messages:
                 index.apply(instance.name, FROM_AGENT.decode(data))  # type: ignore[arg-type]
         real = tracemalloc.get_traced_memory()[0] - before
@@ -324,7 +324,7 @@ def test_the_estimate_of_memory_is_near_the_truth(clock: FakeClock, instances: i
     assert 0.9 < index.size_bytes / real < 1.6
 
 
-def _reports(instance: Told, prompt: bytes) -> list[bytes]:
+def _reports(instance: Reporter, prompt: bytes) -> list[bytes]:
     """The messages that an instance would send on an insertion."""
     instance.tree.insert((None, None), prompt, instance.hbm)
     return [data for _, data in instance.stream.publish(instance.log.take())]
@@ -334,26 +334,27 @@ def test_what_a_newer_peer_has_in_tiers_unknown_here_is_left_out(index: Index) -
     """The index then holds less than the peer does; runs that continue the unknown ones, and later runs, are
     still understood."""
     unknown = 1 << 5
-    told = Told(index, "a")
-    told.insert(key(1))
-    hbm = told.log.truth()[0].run
-    told.tell(Stored(50, hbm, key(2), unknown), Stored(51, 50, key(3), unknown))
-    told.tell(NamesStored(9, bytes(16)))
+    reporter = Reporter(index, "a")
+    reporter.insert(key(1))
+    hbm = reporter.log.truth()[0].run
+    reporter.report(Stored(50, hbm, key(2), unknown), Stored(51, 50, key(3), unknown))
+    reporter.report(NamesStored(9, bytes(16)))
     assert index.trusted("a")
     assert index.match(NS, key(1, 2, 3)) == {"a": Match(BLOCK, own=False)}
-    told.tell(Moved(50, unknown | Tier.DRAM.bit))
+    reporter.report(Moved(50, unknown | Tier.DRAM.bit))
     assert index.match(NS, key(1, 2, 3)) == {"a": Match(2 * BLOCK, own=False, below={Tier.DRAM: BLOCK})}
-    told.tell(NamesRemoved(9, bytes(16)), Removed(51))
+    reporter.report(NamesRemoved(9, bytes(16)), Removed(51))
     assert index.trusted("a")
     assert index.match(NS, key(1, 2, 3)) == {"a": Match(2 * BLOCK, own=True, below={Tier.DRAM: BLOCK})}
 
 
 def test_the_estimate_of_names_on_disk_is_near_the_truth(clock: FakeClock) -> None:
     index = Index(clock, block_size=16)
-    told = Told(index, "a")
+    reporter = Reporter(index, "a")
     rng = random.Random(1)
     messages = [
-        told.stream.publish([NamesStored(Tier.DISK.level, rng.randbytes(16 * 1000))])[0][1] for _ in range(40)
+        reporter.stream.publish([NamesStored(Tier.DISK.level, rng.randbytes(16 * 1000))])[0][1]
+        for _ in range(40)
     ]
     tracemalloc.start()
     try:
@@ -380,17 +381,17 @@ def test_matches_are_what_each_tree_would_say(clock: FakeClock) -> None:
     """Random traffic on several instances, each judged by its own tree."""
     rng = random.Random(7)
     index = Index(clock, block_size=BLOCK)
-    told = [Told(index, str(number), rng.choice(list(Role))) for number in range(5)]
+    reporter = [Reporter(index, str(number), rng.choice(list(Role))) for number in range(5)]
     seen = [key(*(rng.randrange(3) for _ in range(rng.randrange(1, 9)))) for _ in range(60)]
     for _ in range(1500):
-        instance = rng.choice(told)
+        instance = rng.choice(reporter)
         if rng.random() < 0.6:
             instance.insert(rng.choice(seen), dram=rng.random() < 0.3)
         else:
             instance.evict(rng.randrange(1, 6), dram=rng.random() < 0.5)
         prompt = rng.choice(seen)
         found = index.match(NS, prompt)
-        for each in told:
+        for each in reporter:
             held = each.tree.holders((None, None), prompt)
             hbm, dram = held.get(each.hbm, 0), held.get(each.dram, 0)
             match = found.get(each.name, Match(0))
@@ -406,7 +407,7 @@ def watched_fleet(clock: FakeClock, take_changed: Callable[[Index], Callable[[],
     rng = random.Random(5)
     index = Index(clock, block_size=BLOCK, ttl_s=20.0, max_bytes=40_000, wait_s=1.0)
     fleet = Fleet(view=index.holdings_of, changed=take_changed(index))
-    told: dict[str, Told] = {}
+    reporter: dict[str, Reporter] = {}
     names = ["a", "b", "c", "d"]
     for name in names:
         fleet.join(name)
@@ -423,9 +424,9 @@ def watched_fleet(clock: FakeClock, take_changed: Callable[[Index], Callable[[],
             case 2:
                 index.forget(name)
             case 3 if index.replica(name) is None:
-                told[name] = Told(index, name)
+                reporter[name] = Reporter(index, name)
             case 4 | 5 if (replica := index.replica(name)) is not None and replica.trusted:
-                told[name].insert(prompt, dram=rng.random() < 0.3)
+                reporter[name].insert(prompt, dram=rng.random() < 0.3)
             case 6:
                 index.on_heartbeat(name, alive=rng.random() < 0.7)
             case 7 if rng.random() < 0.3:

@@ -51,14 +51,14 @@ class Stock:
             start = new[0] - self.page
             parent = self.held[salt, *tokens[:start]] if start else None
             names = [self.held[salt, *tokens[:at]] for at in new]
-            self.tell(BlockStored(names, parent, tokens[start:end], self.page, None, "GPU", salt))
+            self.report(BlockStored(names, parent, tokens[start:end], self.page, None, "GPU", salt))
 
     def evict(self, tokens: list[int], keep: int, salt: str | None = None) -> None:
         prefixes = [p for p in self.held if len(p) - 1 > keep and p[: keep + 1] == (salt, *tokens[:keep])]
         if prefixes:
-            self.tell(BlockRemoved([self.held.pop(p) for p in prefixes], "GPU"))
+            self.report(BlockRemoved([self.held.pop(p) for p in prefixes], "GPU"))
 
-    def tell(self, *events: Any) -> None:
+    def report(self, *events: Any) -> None:
         payload = ENCODE(Batch(0.0, list(events), 0))
         assert self.replica.take(self.number, payload) is Outcome.APPLIED
         self.number += 1
@@ -109,7 +109,7 @@ def test_the_copy_is_what_the_server_finds_again(index: Index, page: int) -> Non
             stock.evict(there, rng.randrange(len(there) // page + 1) * page, whose)
         if rng.random() < 0.02:
             stock.held.clear()
-            stock.tell(AllBlocksCleared())
+            stock.report(AllBlocksCleared())
         for there, whose in rng.sample(prompts, min(len(prompts), 5)):
             assert found(index, there, whose) == stock.truth(there, whose)
             seen.add(stock.truth(there, whose))
@@ -127,7 +127,7 @@ def test_what_is_in_another_medium_is_passed_over(index: Index) -> None:
     stock = Stock(index)
     stock.store(list(range(8)))
     names = [stock.held[None, *range(at)] for at in range(1, 9)]
-    stock.tell(BlockStored([99], names[-1], [7], 1, None, "CPU_PINNED"), BlockRemoved(names, "CPU_PINNED"))
+    stock.report(BlockStored([99], names[-1], [7], 1, None, "CPU_PINNED"), BlockRemoved(names, "CPU_PINNED"))
     assert found(index, list(range(8))) == 8
 
 
@@ -135,9 +135,9 @@ def test_what_an_adapter_has_computed_is_passed_over(index: Index) -> None:
     stock = Stock(index)
     stock.store(list(range(8)))
     end = stock.held[None, *range(8)]
-    stock.tell(BlockStored([96, 97, 98, 99], end, [8, 9, 10, 11], 1, None, "GPU", lora_name="adapter"))
+    stock.report(BlockStored([96, 97, 98, 99], end, [8, 9, 10, 11], 1, None, "GPU", lora_name="adapter"))
     assert found(index, list(range(12))) == 8
-    stock.tell(BlockStored([96, 97, 98, 99], end, [8, 9, 10, 11], 1, None, "GPU"))
+    stock.report(BlockStored([96, 97, 98, 99], end, [8, 9, 10, 11], 1, None, "GPU"))
     assert found(index, list(range(12))) == 12
 
 
@@ -150,7 +150,7 @@ def test_a_batch_that_is_missing_is_missed_and_one_that_comes_again_is_not_taken
     assert stock.replica.take(2, later) is Outcome.BROKEN
     assert not index.trusted("s")
     assert index.match(NS, encode_tokens(list(range(8)))) == {}
-    stock.tell(AllBlocksCleared())  # it was number 1
+    stock.report(AllBlocksCleared())  # it was number 1
     assert stock.replica.take(2, later) is Outcome.APPLIED
     assert index.trusted("s")
     assert not stock.replica.partial
@@ -165,15 +165,15 @@ def test_what_was_lost_is_all_dropped_and_what_passes_by_is_believed_beside_the_
     index.confirm(NS, encode_tokens(old), "s")  # of no interest: it tells
     stock.replica.lost(5)
     stock.number = 5
-    stock.tell()
+    stock.report()
     assert (found(index, old), stock.replica.partial, stock.replica.lost_count) == (0, True, 1)
     index.confirm(NS, encode_tokens(old), "s")
     stock.held.clear()
     stock.store(new)
-    stock.tell(BlockStored([999], 4242, [1], 1, None, "GPU"))  # continues a run that was reported before
+    stock.report(BlockStored([999], 4242, [1], 1, None, "GPU"))  # continues a run that was reported before
     assert (found(index, old), found(index, new)) == (8, 8)
     stock.held.clear()
-    stock.tell(AllBlocksCleared())  # nothing is missing any more
+    stock.report(AllBlocksCleared())  # nothing is missing any more
     assert (found(index, old), found(index, new), stock.replica.partial) == (0, 0, False)
 
 

@@ -70,7 +70,7 @@ class Channels(AgentChannels):
         default_factory=lambda: {name: registration(name) for name in ("a", "b")}
     )
     deaf: set[str] = field(default_factory=set)
-    told: list[tuple[str, ToAgent]] = field(default_factory=list)
+    sent: list[tuple[str, ToAgent]] = field(default_factory=list)
     messages: Signal[[str, FromAgent]] = field(default_factory=Signal)
 
     def registration(self, name: str) -> Registration | None:
@@ -79,7 +79,7 @@ class Channels(AgentChannels):
     def send(self, name: str, message: ToAgent) -> bool:
         if name in self.deaf:
             return False
-        self.told.append((name, message))
+        self.sent.append((name, message))
         return True
 
 
@@ -185,7 +185,7 @@ def test_another_instance_is_told_to_compute_the_beginning() -> None:
     first, rest = note.spans
     assert (first.source, first.tier, first.start) == ("b", "compute", 0)
     assert (rest.source, rest.start, rest.stop) == (None, first.stop, 1000)
-    (helper, export), (target, fetch) = channels.told
+    (helper, export), (target, fetch) = channels.sent
     assert (helper, target) == ("b", "a")
     assert isinstance(export, Export)
     assert export.compute
@@ -207,7 +207,7 @@ def test_requests_of_one_id_free_their_helper_each() -> None:
     found, channels = splitting()
     for _ in range(5):
         assert carried_out(found, Decision("a", Reason.NO_PREFIX), FLEET, {}, split=TERMS) is not None
-    ids = [message.id for _, message in channels.told if isinstance(message, agent_messages.Fetch)]
+    ids = [message.id for _, message in channels.sent if isinstance(message, agent_messages.Fetch)]
     assert (len(set(ids)), found.under_way) == (5, 5)
     for id in ids:
         channels.messages("a", Fetched(b"e" * 16, id, False, "done", (FetchedSpan("done", 512, 1.0),)))
@@ -234,7 +234,7 @@ def test_a_death_ends_what_is_computed_for_it() -> None:
 def test_who_computes_alone(registered: Any, decision: Decision, matches: dict[str, Match]) -> None:
     found, channels = splitting(**registered)
     assert carried_out(found, decision, FLEET, matches, split=TERMS) is None
-    assert not channels.told
+    assert not channels.sent
 
 
 def test_what_another_one_holds_is_fetched_and_not_computed_again() -> None:
@@ -242,7 +242,7 @@ def test_what_another_one_holds_is_fetched_and_not_computed_again() -> None:
     decision = Decision("a", Reason.REBALANCED)
     note = carried_out(found, decision, FLEET, {"b": Match(960)}, split=TERMS)
     assert note is not None
-    assert not any(isinstance(told, Export) and told.compute for _, told in channels.told)
+    assert not any(isinstance(sent, Export) and sent.compute for _, sent in channels.sent)
 
 
 # -- whether ----------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_the_policys_word_counts() -> None:
 def test_both_are_told_the_same_loan() -> None:
     channels = Channels()
     assert fetch_from_b(fetching(channels))
-    (holder, export), (chosen, fetch) = channels.told
+    (holder, export), (chosen, fetch) = channels.sent
     assert (holder, chosen) == ("b", "a")
     assert isinstance(export, Export)
     assert isinstance(fetch, agent_messages.Fetch)
@@ -311,7 +311,7 @@ def test_what_cannot_be_moved_is_left_alone(made: list[Encoded]) -> None:
     channels = Channels()
     decision = Decision("a", Reason.FETCH, fetch=(Fetch("b", made[0].units),))
     assert not carried_out(fetching(channels), decision, FLEET, {"b": Match(960)}, made)
-    assert channels.told == []
+    assert channels.sent == []
 
 
 def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
@@ -319,7 +319,7 @@ def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
     note = fetch_from_b(fetching(channels))
     assert note is not None
     assert note.end == UNSENT
-    assert channels.told == []
+    assert channels.sent == []
 
 
 # -- the outcome of a fetch -------------------------------------------------------------------------
@@ -409,10 +409,10 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
     carried_out(found, FROM_B, fleet, matches)
     found.on_message("a", fetched(seconds=0.5))
     assert wanted(found, decision, fleet, matches) == Fetch("c", 960)
-    channels.told.clear()
+    channels.sent.clear()
     assert exported(found, "a", fleet, matches)
     # And the other one is asked too, for the case that this does not come.
-    assert [name for name, _ in channels.told] == ["c", "b"]
+    assert [name for name, _ in channels.sent] == ["c", "b"]
 
 
 def test_a_disk_is_read_from_while_it_is_fast_enough() -> None:
@@ -450,14 +450,14 @@ def test_who_has_it_too_is_asked_for_the_case_that_it_does_not_come() -> None:
     fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(900)}
     note = carried_out(found, FROM_B, fleet, matches)
     assert note is not None
-    assert [name for name, _ in channels.told] == ["b", "c", "a"]
-    message = channels.told[-1][1]
+    assert [name for name, _ in channels.sent] == ["b", "c", "a"]
+    message = channels.sent[-1][1]
     assert isinstance(message, agent_messages.Fetch)
     assert [span.tokens for span in message.spans] == [960, 900]
     ends = (FetchedSpan("gone", 0, 0.1), FetchedSpan("done", 900, 0.1))
     found.on_message("a", Fetched(b"e" * 16, "r1", False, "done", ends))
-    told = note.as_json()
-    assert (told["plan"][0]["end"], told["spare"]["from"], told["spare"]["end"]) == ("gone", "c", "done")
+    shown = note.as_json()
+    assert (shown["plan"][0]["end"], shown["spare"]["from"], shown["spare"]["end"]) == ("gone", "c", "done")
     assert (note.moved, note.headers()["x-kv-fetch-source"]) == (900, "b,c")
 
 
@@ -471,7 +471,7 @@ def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
             for _ in range(prompts):
                 queue.enter_context(costs.sending("b", 1000, 0, streams=True))
             fetch_from_b(found)
-        message = channels.told[-1][1]
+        message = channels.sent[-1][1]
         assert isinstance(message, agent_messages.Fetch)
         waits.append(message.wait_s)
     assert waits[0] < waits[1] < waits[2] <= waits[0] + MOST_BUSY_S
@@ -503,7 +503,7 @@ def test_a_hint_names_a_source() -> None:
     channels = Channels()
     (span,) = exported(fetching(channels), "a", FLEET, {"b": Match(960)})
     assert (span.source.endpoints, span.tokens) == (("b:7",), 960)
-    assert [name for name, _ in channels.told] == ["b"]
+    assert [name for name, _ in channels.sent] == ["b"]
     assert exported(fetching(channels), "b", FLEET, {"b": Match(960)}) == ()
 
 
@@ -518,12 +518,12 @@ def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
         "x-kv-fetch-source": "b",
         "x-kv-fetched-tokens": "640",
     }
-    told = note.as_json()
-    assert (told["tokens"], told["moved_tokens"]) == (960, 640)
-    plan = [(span["from"], span["tier"], span["start"], span["stop"], span["end"]) for span in told["plan"]]
+    shown = note.as_json()
+    assert (shown["tokens"], shown["moved_tokens"]) == (960, 640)
+    plan = [(span["from"], span["tier"], span["start"], span["stop"], span["end"]) for span in shown["plan"]]
     assert plan == [
         ("a", "hbm", 0, 320, None),
         ("b", "hbm", 320, 960, "done"),
         ("compute", None, 960, 1000, None),
     ]
-    assert 0 < told["expected_transfer_s"] < told["expected_saving_s"]
+    assert 0 < shown["expected_transfer_s"] < shown["expected_saving_s"]

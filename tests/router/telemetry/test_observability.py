@@ -185,7 +185,7 @@ STAGES_TOLD = StageTimes(0.5, 0.25, 0.0625, 0.0, 1.0)
 async def test_what_instances_tell_of_stages_is_seen_everywhere(start_worker, start_router, client) -> None:
     tracing, exporter = in_memory()
     worker = await start_worker()
-    worker.told_at_end = {**STAGES_TOLD.details(), "durability_end": "behind"}
+    worker.end_details = {**STAGES_TOLD.details(), "durability_end": "behind"}
     router = await traced(start_router, tracing, worker)
     message = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     asked = 0

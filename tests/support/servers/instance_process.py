@@ -40,7 +40,7 @@ class Gauges:
         return ()
 
 
-class Telling(StandInWorker):
+class ReportingWorker(StandInWorker):
     """Publishes its cached prefixes as a scheduler does: into the tree that its agent's feed watches."""
 
     def __init__(self, tree: RadixTree, holder: Holder, feed: PlacementFeed, tokenizer_path: str) -> None:
@@ -61,7 +61,7 @@ def say(**what: Any) -> None:
     sys.stdout.flush()
 
 
-def heard(reader: object, message: object) -> None:
+def answer(reader: object, message: object) -> None:
     """Handle a router's messages to the agent."""
     if isinstance(message, PeerDead):
         say(dead=message.instance, epoch=message.epoch.hex())
@@ -78,8 +78,10 @@ async def main(
     feed = PlacementFeed(tree, holders)
     key = read_cluster_key(key_file) if key_file else None
     socket = AgentSocket(address, (0,), key)
-    agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=heard)
-    async with running_worker(Telling(tree, holders[0], feed, tokenizer_path), host=address) as worker:
+    agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=answer)
+    async with running_worker(
+        ReportingWorker(tree, holders[0], feed, tokenizer_path), host=address
+    ) as worker:
         registration = Registration(
             url=worker.url,
             instance=name,

@@ -50,7 +50,7 @@ def _conversation(body: Json) -> list[Json]:
     return system + [{"role": m["role"], "content": plain(m["content"])} for m in body["messages"]]
 
 
-def told_on_the_side(body: Json, details: Json | None) -> Json:
+def cached_details(body: Json, details: Json | None) -> Json:
     """The answer's field for ``return_cached_tokens_details``."""
     if not body.get("return_cached_tokens_details") or details is None:
         return {}

@@ -131,7 +131,7 @@ class StandInWorker:
         self.refuses_tools = False
         self.skew_tokens = False
         """``/v1/tokenize`` answers with other tokens than those that are served."""
-        self.told_at_end: dict[str, int | str] = {}
+        self.end_details: dict[str, int | str] = {}
         """Fields that answers add about their requests at the end: stages, for example."""
         self.role_refusals: list[str] = []
         """Refusals with which ``/pd_role_switch`` answers before it changes the role."""
@@ -174,9 +174,9 @@ class StandInWorker:
 
     def details(self, cached: int) -> Json | None:
         """``cached_tokens_details`` of an answer: None if there are no details."""
-        if not cached and not self.told_at_end:
+        if not cached and not self.end_details:
             return None
-        return {"device": cached, "host": 0, **self.told_at_end}
+        return {"device": cached, "host": 0, **self.end_details}
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class StandInWorker:
                     "completion_tokens": upto,
                     "cached_tokens": cached,
                     "cached_tokens_details": self.details(cached)
-                    if finished or not self.told_at_end
+                    if finished or not self.end_details
                     else None,
                 },
             }
@@ -387,7 +387,7 @@ class StandInWorker:
         }
         kind = "chat.completion" if is_chat else "text_completion"
         base: Json = {"id": "x", "object": kind, "created": 0, "model": body.get("model", "default")}
-        side = dialects.told_on_the_side(body, self.details(cached))
+        side = dialects.cached_details(body, self.details(cached))
 
         def choice(content: Json, finish: str | None) -> Json:
             return {"index": 0, **content, "finish_reason": finish}

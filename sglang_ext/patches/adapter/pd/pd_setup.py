@@ -108,13 +108,13 @@ def around_layers(
         if stock is None:
             continue
 
-        def told(layer: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
+        def announced(layer: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
             before(layer.layer_id)
             result = _stock(layer, *args, **kwargs)
             after(layer.layer_id)
             return result
 
-        setattr(kvcache, name, told)
+        setattr(kvcache, name, announced)
 
 
 def settings_of(model_config: Any, kvcache: Any) -> dict[str, str]:

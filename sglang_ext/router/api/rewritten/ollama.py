@@ -141,8 +141,8 @@ class OllamaAnswer:
             choices = event.get("choices")
             return (choices[0].get("delta") or {}).get("content") or "" if choices else ""
         text: str = event.get("text") or ""
-        ids, told = event.get("output_ids"), event["meta_info"].get("completion_tokens")
-        if isinstance(ids, list) and len(ids) != told:
+        ids, reported = event.get("output_ids"), event["meta_info"].get("completion_tokens")
+        if isinstance(ids, list) and len(ids) != reported:
             return text  # the server streams increments (--incremental-streaming-output)
         new, self._text = text[len(self._text) :], text
         return new
