@@ -138,7 +138,7 @@ BY_TYPE: Mapping[type, Parser] = {
 
 
 def one_of(*choices: str) -> Parser:
-    """One of these words."""
+    """A parser that accepts one of these words."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -149,7 +149,7 @@ def one_of(*choices: str) -> Parser:
 
 
 def several_of(*choices: str) -> Parser:
-    """Some of these words with commas between them, or nothing."""
+    """A parser that accepts some of these words with commas between them, or nothing."""
 
     def parse(text: str) -> str:
         return ",".join(one_of(*choices).parse(word) for word in text.split(",")) if text else text

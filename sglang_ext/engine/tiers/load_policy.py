@@ -83,7 +83,7 @@ class PrefillCost:
         return self._by_tokens / self._linear, 0.0
 
     def seconds(self, tokens: int, context: int) -> float | None:
-        """To compute ``tokens`` after ``context``; None when unknown."""
+        """Seconds to compute ``tokens`` after ``context``; None when unknown."""
         return _seconds(self.coefficients(), tokens, context)
 
 
@@ -129,7 +129,7 @@ class Speeds(Protocol):
         """Of recent loads; None when unknown."""
 
     def seconds(self, tokens: int, context: int) -> float | None:
-        """To compute ``tokens`` after ``context``; None when unknown."""
+        """Seconds to compute ``tokens`` after ``context``; None when unknown."""
 
 
 class Unmeasured:
@@ -170,7 +170,7 @@ class AgreedSpeeds:
         return None if numbers is None else numbers[0] or None
 
     def seconds(self, tokens: int, context: int) -> float | None:
-        """To compute ``tokens`` after ``context``; None when unknown."""
+        """Seconds to compute ``tokens`` after ``context``; None when unknown."""
         numbers = self._agreed.numbers
         if numbers is None or min(numbers[1:]) < 0:
             return None

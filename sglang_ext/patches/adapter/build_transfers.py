@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def may_fetch(config: KvConfig, *, adapters: bool) -> bool:
-    """Whether a server, in whichever role, exchanges KV with peers: when a router can tell it to.
+    """Whether a server, in whichever role, exchanges KV with peers: when a router can send it `Fetch`.
 
     Not with adapters, whose names mean something on one server only.
     """

@@ -32,7 +32,7 @@ def computed_end(req: Req) -> int:
 
 
 def release(req: Req, cache: Any, *, keep: bool) -> None:
-    """Take a request's slots from it. keep: the tree takes over its whole blocks first."""
+    """Free a request's slots. keep: the tree takes over its whole blocks first."""
     release_kv_cache(req, cache, checkpoint=keep)
 
 

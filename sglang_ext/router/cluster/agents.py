@@ -183,7 +183,7 @@ class Agents(AgentChannels):
         return self.clock.monotonic() - link.last_seen_at if link is not None and link.alive else math.inf
 
     def counters(self) -> dict[str, AgentCounters]:
-        """By instance, of those that have an agent."""
+        """The counters of each agent's channel, by instance."""
         return {name: link.counters for name, link in self._links.items()}
 
     def measure(self, metrics: RouterMetrics) -> None:

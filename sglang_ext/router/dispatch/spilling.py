@@ -88,7 +88,7 @@ class Spilled:
     moved_tokens: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """For ``/explain``."""
+        """The spilled prompt, as ``/explain`` shows it."""
         return {
             "from": self.source,
             "to": self.target,

@@ -227,7 +227,7 @@ class HintBook:
             self._ranks.setdefault(name, Counter())[entry.hint.priority] += 1
 
     def arrived(self, entry: Entry, now: float) -> list[Entry]:
-        """Everything is there. Returns those that can start now."""
+        """All KV of a hint is in HBM: it is ready. Returns the hints that can start now."""
         if entry.state in BUSY:
             self._move_on(entry, State.READY)
             entry.ready_at = now

@@ -66,7 +66,7 @@ class RemoteHint:
 
 
 class RemoteHints:
-    """All copies, by what finds them."""
+    """The copies of other routers' hints; found by id, by session, or by the beginning of a prompt."""
 
     def __init__(self) -> None:
         self._copies: dict[str, RemoteHint] = {}
@@ -83,7 +83,7 @@ class RemoteHints:
         """Instance -> priorities of the requests expected there."""
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """The number of copies that have not ended."""
         return sum(self._live.values())
 
     def __repr__(self) -> str:

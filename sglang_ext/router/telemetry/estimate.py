@@ -31,5 +31,5 @@ class Estimate(msgspec.Struct):
         return self.queue_s + self.load_s + self.transfer_s + self.exec_s
 
     def as_json(self) -> dict[str, Any]:
-        """For ``/explain``."""
+        """The estimate in seconds, as ``/explain`` shows it."""
         return {"ttft_s": self.ttft_s, **msgspec.structs.asdict(self)}
