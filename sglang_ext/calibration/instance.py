@@ -51,7 +51,6 @@ class Instance:
 
     Args:
         url: ``http://host:port``.
-        api_key: the server's API key.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

@@ -88,7 +88,6 @@ class Bench:
     """Sends prompts with a controlled cached prefix to one instance.
 
     Args:
-        instance: the instance to measure.
         tokens: fresh prompts.
         longest: tokens of the longest prompt.
         patience_s: how long to wait for others' requests to end.

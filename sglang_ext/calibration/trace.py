@@ -136,9 +136,6 @@ def condensed(seen: Sequence[Pass], hidden: int) -> list[TimedStep]:
 
     The same prefill runs the same operators in the same order, so that each operator can be compared with
     itself: different disturbances of single repetitions do not affect the result.
-
-    Args:
-        hidden: the model's hidden size.
     """
     groups: dict[tuple[int, int], list[Pass]] = {}
     for one in seen:

@@ -95,7 +95,6 @@ def open_door(config: ClusterConfig, ports: Ports, private: Path) -> tuple[int, 
     """The routers' port, and the sockets and ports that their processes inherit; all held by ``ports``.
 
     Args:
-        config: the cluster's configuration.
         ports: holds the opened sockets and reserved ports.
         private: a folder closed to other users, in which several routers get their shared one.
 
@@ -120,7 +119,6 @@ async def running_cluster(
     """The cluster that ``config`` describes, starting; it has ended when the block has.
 
     Args:
-        config: the cluster to run.
         log_dir: existing folder for the logs.
         observer: notified of every change.
         host: this machine; determined here when it is None.

@@ -156,9 +156,6 @@ def make_plan(
     """The servers, then the routers.
 
     Args:
-        config: the cluster's configuration.
-        host: this machine.
-        router_port: the router's port.
         server_ports: one per server, then one more per server that prefills or decodes, then one per server
             for torch's rendezvous.
         keys: made for the cluster, used unless the user has named others.

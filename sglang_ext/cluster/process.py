@@ -61,7 +61,6 @@ class PartProcess:
     """A part's process under its guard.
 
     Args:
-        part: the part to run.
         log: file that output is appended to.
         watch: read end of a pipe whose write end only this process has; see ``guard``.
         grace_s: seconds between SIGTERM and SIGKILL when it is to end.

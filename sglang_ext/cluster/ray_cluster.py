@@ -49,7 +49,6 @@ class RayProcess:
     """A part's processes on the nodes where Ray has room for it; see ``process.Running``.
 
     Args:
-        ray: the library.
         group: the placement group.
         bundles: indices of the part's bundles in the group.
         wanted: ports of each.

@@ -175,8 +175,6 @@ def server_parts(
     """Server ``index``, a part for each of its nodes; the first one answers.
 
     Args:
-        config: the cluster's configuration.
-        index: the server's index.
         nodes: of the Ray cluster: the router may be at any.
         places: one per node of the server, with ``PORTS`` ports each.
     """

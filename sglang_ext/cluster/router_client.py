@@ -31,7 +31,6 @@ class RouterClient:
     """One router.
 
     Args:
-        url: where it is.
         api_key: an administrator's key.
         key: of the cluster; used when there is no API key.
         wall: seconds since the epoch, by this machine.

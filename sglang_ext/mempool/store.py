@@ -257,11 +257,7 @@ class Incoming:
 
 
 class Store:
-    """See the module's docstring.
-
-    Args:
-        tree: the rank's index.
-    """
+    """See the module's docstring."""
 
     def __init__(self, tree: RadixTree) -> None:
         self.tree = tree
@@ -480,7 +476,6 @@ class Store:
         """Reserve memory for the whole blocks of a prompt that a tier lacks.
 
         Args:
-            level: the tier.
             namespace, key: of the prompt, encoded, as far as its KV is to be brought.
             use: the purpose of the memory.
             whole: all blocks or none; otherwise as many leading blocks as there is room for.

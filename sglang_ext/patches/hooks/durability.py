@@ -35,12 +35,7 @@ _ACKED: Final = "sglang_ext_acked"
 
 
 class HeldEnds(Listener):
-    """The finished requests whose end was not sent yet.
-
-    Args:
-        cache: ours.
-        answers: of the cache.
-    """
+    """The finished requests whose end was not sent yet."""
 
     def __init__(self, cache: Any, answers: AckedAnswers) -> None:
         self._cache = cache

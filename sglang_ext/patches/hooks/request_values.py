@@ -341,11 +341,7 @@ class Alone:
 
 
 class BatchOfOne:
-    """The part of a batch that SGLang reads when it builds the sampling. It keeps a weak reference to it.
-
-    Args:
-        request: the one request.
-    """
+    """The part of a batch that SGLang reads when it builds the sampling. It keeps a weak reference to it."""
 
     device = "cpu"
 

@@ -25,13 +25,10 @@ class Adoption:
     """Follows the fleet from model to model.
 
     Args:
-        fleet: reports the model that it serves.
-        trees, costs, tokenizers: are the model's.
         api: asks instances for their tokens, to compare.
         clock: seconds.
         cost_profile: see ``--cost-profile``.
         on_loaded: called when a tokenizer has been loaded.
-        rounds: run the loading.
     """
 
     def __init__(

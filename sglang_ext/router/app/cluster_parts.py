@@ -17,8 +17,6 @@ class ClusterParts:
     """Membership, and the parts that follow its changes.
 
     Args:
-        base: configuration, metrics and keys.
-        of: the instances.
         routing: gets the documents of other routers, and forgets instances that went away.
         requests: gets the sessions of other routers, and moves requests off an instance that drains.
     """

@@ -33,10 +33,7 @@ class EndpointParts:
     """The endpoints that have state of their own, and the table of all routes.
 
     Args:
-        base: configuration, metrics and keys.
-        of: the instances.
         routing: the choice of an instance, and the queue.
-        requests: requests on their way.
         cluster: members and roles.
     """
 
@@ -91,7 +88,6 @@ class ServerParts:
     """The service behind the HTTP server, and the server.
 
     Args:
-        base: configuration, metrics and keys.
         routes: every endpoint.
         cluster: the role controller counts ended requests.
     """

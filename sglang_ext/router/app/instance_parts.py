@@ -24,7 +24,6 @@ class InstanceParts:
     """The instances, what their agents report, and what computing takes there.
 
     Args:
-        base: configuration, metrics and keys.
         on_loaded: called when a tokenizer has been loaded.
     """
 

@@ -22,8 +22,6 @@ class RequestParts:
     """Requests on their way, the log of recent ones, and what routers share about them.
 
     Args:
-        base: configuration, metrics and keys.
-        of: the instances.
         routing: the choice of an instance, and the queue.
     """
 

@@ -24,12 +24,7 @@ from sglang_ext.router.policies import PolicyOptions, policy_named
 
 
 class RoutingParts:
-    """Hints, documents and spilling, the choice of an instance, and the queue before it.
-
-    Args:
-        base: configuration, metrics and keys.
-        of: the instances.
-    """
+    """Hints, documents and spilling, the choice of an instance, and the queue before it."""
 
     def __init__(self, base: Foundation, of: InstanceParts) -> None:
         config, clock, metrics = base.config, base.clock, base.metrics

@@ -48,7 +48,6 @@ class Service:
         routes: the handler of each path; endpoints may be added while it runs.
         keys: the valid API keys.
         budgets: the budgets of clients.
-        metrics: counted here.
         sites: the web pages that may send requests.
         clock: seconds.
         tracing: a span per request, where that is wanted.

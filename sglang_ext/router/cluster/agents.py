@@ -78,7 +78,6 @@ class Agents(AgentChannels):
         key: of the cluster.
         listener: receives heartbeats and silence.
         far_verdict_s: how long an agent on another machine may be silent.
-        rounds: run the channels.
     """
 
     def __init__(

@@ -101,13 +101,9 @@ class Members:
     """The members of one router's cluster.
 
     Args:
-        fleet: their lives.
-        watch: probes them.
         store: shares them.
-        links: their agents.
         clock: seconds.
         homes, documents: the sessions' instances and the documents, which routers share.
-        channel: to the other routers.
         on_drain: called with the URL of an instance that begins to drain.
     """
 

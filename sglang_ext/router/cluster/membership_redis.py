@@ -79,7 +79,6 @@ class RedisMembership:
         password: of that Redis, where it is not in the URL.
         key: of the cluster; seals each record; records without a valid seal are left out.
         clock: seconds.
-        rounds: run the sharing.
 
     Raises:
         ConfigError: redis-py is missing.

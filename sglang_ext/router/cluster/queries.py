@@ -41,11 +41,7 @@ class _Asked:
 
 
 class Queries:
-    """Sends queries to all other routers, and replies to theirs. A ``Topic``.
-
-    Args:
-        channel: to the other routers.
-    """
+    """Sends queries to all other routers, and replies to theirs. A ``Topic``."""
 
     def __init__(self, channel: RouterChannel) -> None:
         self._channel = channel

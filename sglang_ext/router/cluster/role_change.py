@@ -53,7 +53,6 @@ class RoleChanges:
     """See the module's docstring.
 
     Args:
-        members: drains and resumes instances.
         api: calls to them.
     """
 

@@ -64,7 +64,6 @@ class RoleController:
     Args:
         mode: one of `MODES`.
         dwell_s: the least time between two changes.
-        members: the instances.
         changes: changes roles.
         knows: the instances' loads.
         cached_tokens: tokens that an instance is believed to have cached.

@@ -16,7 +16,6 @@ class SharedLimits:
     """Sends the use of limits at this router to the others, and takes in theirs. A ``Topic``.
 
     Args:
-        channel: to the other routers.
         keys: the keys whose limits are shared.
         clock: seconds.
         secret: of the cluster; seals the key's digest, so that a limit's name does not reveal its API key.

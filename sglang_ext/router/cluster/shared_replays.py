@@ -18,7 +18,6 @@ class SharedReplays:
     Signatures are lost when a router ends, so a router takes no request that was signed before it began.
 
     Args:
-        channel: to the other routers.
         clock: seconds.
     """
 

@@ -46,7 +46,6 @@ class StockLinks:
 
     Args:
         index: receives the changes.
-        fleet: the instances.
     """
 
     def __init__(self, index: Index, fleet: Fleet) -> None:
@@ -115,7 +114,6 @@ class StockLink:
         context: of ZeroMQ.
         index: is notified when the copy has changed.
         identity: of the server's process, as its facts give it.
-        replica: the copy.
         keep_up_s: see ``KEEP_UP_S``.
     """
 

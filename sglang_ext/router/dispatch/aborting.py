@@ -16,12 +16,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 class Aborting:
-    """Aborts requests of this router.
-
-    Args:
-        flights: requests on their way.
-        api: reaches the instances.
-    """
+    """Aborts requests of this router."""
 
     def __init__(self, flights: Flights, api: WorkerApi) -> None:
         self._flights = flights

@@ -53,11 +53,7 @@ class Chooser:
 
     Args:
         routing: the policy and its thresholds.
-        fleet: the instances.
-        trees: the index of their prefixes.
         costs: of computing and moving, and the queues.
-        metrics: counts decisions.
-        fetching: carries out plans.
         expectations: the hints.
     """
 

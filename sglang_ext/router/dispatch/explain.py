@@ -320,7 +320,6 @@ class Explainer:
     """Explains requests that this router has served.
 
     Args:
-        log: recent requests.
         trees: the index, and its record of evictions.
         instances: the names of the fleet's instances.
         spilled: see ``as_json``.

@@ -121,11 +121,7 @@ class Mover:
     """See the module's docstring.
 
     Args:
-        fleet: the instances and their loads.
-        channels: to the agents.
-        forwarding: sends a request to an instance.
         clock: seconds.
-        metrics: counts moves by outcome.
     """
 
     def __init__(

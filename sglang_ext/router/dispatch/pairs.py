@@ -29,7 +29,6 @@ def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
 
     Args:
         prefill: URL of the prefill instance.
-        facts: the instance's own report.
     """
     host, port = bootstrap_of(prefill, facts)
     return {

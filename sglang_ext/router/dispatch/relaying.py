@@ -50,15 +50,11 @@ class Relay:
     """Sends requests to instances.
 
     Args:
-        forwarding: sends a request to an instance.
-        fleet: counts requests in flight.
         trees: records which instance has computed which prompt.
         costs: corrected by observed times.
         tokenizers: for the tokens of answers.
         homes: records which instance keeps which response.
-        metrics: counts streams that broke off.
         clock: seconds.
-        mover: moves running requests to other instances.
         suspects: records requests that an instance's death interrupted.
         on_background: called for each response that its instance continues to generate in the background,
             while the request still counts.

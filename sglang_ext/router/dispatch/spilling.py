@@ -104,10 +104,6 @@ class Spilling:
 
     Args:
         terms: thresholds of full and idle instances, and each tenant's share.
-        fleet: the instances.
-        trees: the index of their prefixes.
-        channels: to the agents.
-        metrics: counts spills.
         clock: seconds.
     """
 

@@ -62,7 +62,6 @@ class Suspects:
     """Requests that instances' deaths interrupted. A ``broadcast.Topic``.
 
     Args:
-        channel: to the other routers.
         clock: seconds.
     """
 

@@ -58,7 +58,6 @@ class AdvisoryApi:
         fleet: has the model, against which hints are checked.
         documents: puts documents that a hint names in front of its prompt.
         clock: seconds.
-        queries: to other routers.
     """
 
     def __init__(

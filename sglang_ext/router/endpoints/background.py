@@ -33,7 +33,6 @@ class Background:
 
     Args:
         api: asks the instances.
-        fleet, admission: count them.
         clock: seconds.
         limit_s: how long one may take; then it is cancelled.
     """

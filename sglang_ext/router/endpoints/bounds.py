@@ -30,12 +30,7 @@ SECONDS_PER_BYTE: Final = 4e-6
 
 
 class Bounds:
-    """Judges requests by their length.
-
-    Args:
-        fleet: has the model.
-        tokenizers: counts tokens.
-    """
+    """Judges requests by their length."""
 
     def __init__(self, fleet: Fleet, tokenizers: TokenizerService) -> None:
         self._fleet = fleet

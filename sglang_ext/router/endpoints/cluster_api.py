@@ -37,10 +37,7 @@ class ClusterApi:
     """Answers requests under ``/cluster``.
 
     Args:
-        members: the members of the cluster.
-        roles: changes them.
         controller: wishes changes.
-        queries: to other routers.
         key: of the cluster; ``None`` when there is none.
         keys: API keys; those of administrators are good here.
         local: whether the router listens on loopback only.

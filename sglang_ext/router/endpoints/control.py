@@ -38,8 +38,6 @@ class Control:
     """Serves requests to instances other than generation.
 
     Args:
-        fleet: the instances.
-        api: reaches the instances.
         aborting: aborts requests at instances.
         shared: requests and responses, of all routers.
         bounds: judges requests by their length.

@@ -29,7 +29,6 @@ class DocumentsApi:
         fleet: has the model, against which contents are checked.
         clock: seconds.
         ttl_s: how long a document lives unless its body sets a time.
-        queries: to other routers.
     """
 
     def __init__(

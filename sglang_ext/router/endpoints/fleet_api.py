@@ -70,7 +70,6 @@ class FleetApi:
     """Serves the rows of the table that no other part serves.
 
     Args:
-        fleet: the workers.
         trees: forgets a worker after a flush or a change of its weights.
         api: reaches the workers.
         bounds: judges requests by their length.

@@ -71,19 +71,13 @@ class Generation:
 
     Args:
         rules: for reading requests.
-        fleet: the instances.
         chooser: from requests to instances.
-        relay: sends requests on.
         tokenizers: from prompts to keys.
         admission: where requests wait for room.
-        flights: requests on their way.
         suspects: requests that were at an instance's death.
         shared: finds the instances that keep responses.
-        queries: to other routers.
         log: recent requests, to be explained.
-        hinting: takes the hints in requests.
         documents: puts documents that a request names in front of its prompt.
-        metrics: counts retries.
         clock: seconds.
         max_retries: other instances tried for one request.
         retry_budget: see ``RetryBudget``.

@@ -34,7 +34,6 @@ class IndexerApi:
     """Answers ``/query``.
 
     Args:
-        fleet: the model and its instances.
         trees: asked.
     """
 

@@ -50,8 +50,6 @@ class Information:
     """Answers without changing anything.
 
     Args:
-        fleet, trees, tokenizers, admission: looked at.
-        api: asks the workers.
         metrics: shown at ``/metrics``.
         shared: explains recent requests, for ``/explain``.
         clock: seconds.

@@ -42,7 +42,6 @@ class Sessions:
     """Opens and closes sessions.
 
     Args:
-        fleet: the instances.
         api: reaches them.
         shared: finds the instances that keep sessions.
         homes: learns where sessions are opened.

@@ -29,7 +29,6 @@ class SharedRequests:
     """Looks here first, then asks the other routers.
 
     Args:
-        queries: to other routers.
         aborting, explainer, homes: requests and responses of this router.
     """
 

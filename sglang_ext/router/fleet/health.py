@@ -35,7 +35,6 @@ class HealthWatch:
 
     Args:
         fleet: receives the findings.
-        api: asks the workers.
         clock: for pauses.
         interval_s: between two probes that are answered.
         timeout_s: for each probe.

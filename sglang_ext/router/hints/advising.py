@@ -43,13 +43,8 @@ class Advisor:
     """Takes hints, and gives requests the places that were prepared for them.
 
     Args:
-        fleet: the instances.
         thresholds: when an instance is too far ahead of others in load.
-        metrics: counts hints.
         clock: seconds.
-        book: the live hints of this router.
-        remote: the hints of other routers.
-        preparer: brings the KV up.
     """
 
     def __init__(

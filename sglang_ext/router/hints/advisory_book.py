@@ -106,7 +106,6 @@ class HintBook:
 
     Args:
         limits: of every tenant.
-        remote: the hints of other routers.
     """
 
     def __init__(self, limits: HintLimits, remote: RemoteCounts) -> None:

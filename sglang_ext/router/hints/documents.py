@@ -70,13 +70,9 @@ class Documents:
 
     Args:
         book: all documents and their budgets.
-        fleet: the instances.
-        trees: the index of their prefixes.
         tokenizers: show whether tokens are still the model's.
         encoder: makes the hint of a document's content.
-        links: to the agents.
         fetching: has instances fetch from each other.
-        metrics: counts requests that name documents.
         clock: seconds.
     """
 

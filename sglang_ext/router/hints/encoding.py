@@ -21,8 +21,6 @@ class HintEncoder:
     """Makes hints of advisory requests.
 
     Args:
-        fleet: knows the served model.
-        tokenizers: tokenize conversations.
         sessions: the last prompt of each session.
         ask: asks other routers for the last prompt of a session.
     """

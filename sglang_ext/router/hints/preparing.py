@@ -78,15 +78,11 @@ class Preparer:
     """Starts, follows and ends the work of instances for hints.
 
     Args:
-        fleet: the instances.
-        trees: the index of their prefixes.
         costs: of computing and moving, and the queues.
         options: how requests are placed.
-        links: to the agents.
         metrics: counts tokens that were moved and computed.
         clock: seconds.
         fetching: has instances export KV to each other.
-        book: the live hints of this router.
     """
 
     def __init__(

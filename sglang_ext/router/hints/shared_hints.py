@@ -34,7 +34,6 @@ class SharedHints:
     """Sends the hints that this router has taken to the others, and takes in theirs. A ``Topic``.
 
     Args:
-        channel: to the other routers.
         advisor: has the hints of all routers.
         clock: seconds.
     """
@@ -124,12 +123,7 @@ class SharedHints:
 
 
 class SharedSessions:
-    """Asks other routers for the last prompt of a session, and replies to their queries.
-
-    Args:
-        sessions: the sessions of this router.
-        queries: to other routers.
-    """
+    """Asks other routers for the last prompt of a session, and replies to their queries."""
 
     def __init__(self, sessions: SessionMemory, queries: Queries) -> None:
         self._sessions = sessions

@@ -40,11 +40,9 @@ class HttpServer:
     """Listens on one address or several until stopped.
 
     Args:
-        handler: answers the requests.
         limits: of what clients may do.
         tls: with it, HTTPS is spoken, and nothing else.
         clock: seconds.
-        rounds: run the server's own work.
         grace_s: how long running requests may take to end when the server stops; then they are cut.
     """
 

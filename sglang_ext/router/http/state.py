@@ -58,7 +58,6 @@ class ServerState:
     """Counters, and a clock that is read now and then instead of for every request.
 
     Args:
-        handler: answers requests.
         clock: seconds.
         loop: the event loop it all runs on.
     """

@@ -171,7 +171,6 @@ class RequestRefused(UserError):
     """A request that is answered with an error of ours, in OpenAI's form.
 
     Args:
-        status: HTTP status.
         param: the field that is wrong.
         code: a word for programs.
         kind: OpenAI's ``type``.

@@ -32,7 +32,6 @@ class WorkerConnection(asyncio.Protocol):
     """The router's end of one connection.
 
     Args:
-        loop: the event loop it runs on.
         origin: the worker's URL, for texts.
         on_closed: told when the connection has ended.
     """

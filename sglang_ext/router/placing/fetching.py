@@ -59,7 +59,6 @@ class Fetching:
     """See the module's docstring.
 
     Args:
-        channels: to the agents.
         costs: learns from the fetches that have ended.
         metrics: counts fetches by reason and by end.
         new_id: returns the name of a fetch. A request's own id is its client's choice and may come twice.

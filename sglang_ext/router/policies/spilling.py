@@ -120,7 +120,6 @@ def spills(
     """Choose the spills of one round.
 
     Args:
-        memories: of all instances.
         prefixes: of conversations that may continue, the coldest first.
         taken: spilled blocks of each tenant, including transfers under way.
         can_fetch: (source, target).

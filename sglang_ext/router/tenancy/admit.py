@@ -51,7 +51,6 @@ def admit(
 
     Args:
         payload: its body, parsed.
-        request: as it came.
         limits: of the model.
         new_rid: the request's name at the worker, unless the client gives one.
         in_place: whether the model sees system messages in the midst of a conversation.
