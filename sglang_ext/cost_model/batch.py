@@ -40,6 +40,18 @@ class Batch(msgspec.Struct, frozen=True):
             self.context_squares + context * context,
         )
 
+    def without(self, new: int, context: int) -> Batch:
+        """With one of its prompts less."""
+        x = new + context
+        return Batch(
+            self.prompts - 1,
+            self.new - new,
+            self.tokens - x,
+            self.squares - x * x,
+            self.crossed - x * context,
+            self.context_squares - context * context,
+        )
+
 
 NOTHING = Batch()
 

@@ -51,6 +51,28 @@ class Passes:
         last_s = self._pass_s(self.open) if self.open.prompts else 0.0
         return self._closed_s + last_s - self._around_s * max(0, count - 1)
 
+    def sooner(self, seconds: float) -> Passes:
+        """With so many seconds less, and the same last pass."""
+        return Passes(
+            self._pass_s,
+            self._around_s,
+            self._batching,
+            closed=self.closed,
+            closed_s=self._closed_s - seconds,
+            open=self.open,
+        )
+
+    def without(self, new: int, context: int) -> Passes:
+        """With one prompt less, which is whole in the last pass."""
+        return Passes(
+            self._pass_s,
+            self._around_s,
+            self._batching,
+            closed=self.closed,
+            closed_s=self._closed_s,
+            open=self.open.without(new, context),
+        )
+
     def adding(self, new: int, context: int) -> Passes:
         """With one prompt more."""
         chunk, most = self._batching.chunk, self._batching.most

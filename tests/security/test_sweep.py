@@ -23,6 +23,7 @@ from sglang_ext.router import Router
 from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
 from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.testing.waiting import until
 
 MIB = 1 << 20
 HEADER_BYTES = 6000
@@ -280,7 +281,35 @@ async def test_a_refused_request_leaves_nothing_behind(start_worker, start_route
         ):
             method = "put" if "documents" in path else "post"
             assert 400 <= await send(client, router, method, path, body) < 500
-        left = [each for each in gc.get_objects() if issubclass(type(each), RequestRefused)]
+        # The client has its answer before the router's handler has ended, which has the refusal until then.
+        await until(lambda: not refusals(), what="all refusals to end with their requests")
     finally:
         gc.enable()
-    assert left == []
+
+
+def refusals() -> list[object]:
+    """That exist."""
+    return [each for each in gc.get_objects() if issubclass(type(each), RequestRefused)]
+
+
+async def test_a_refusal_that_is_kept_by_its_traceback_is_found() -> None:
+    """The twin: a frame that has the refusal which has the frame."""
+
+    def refuse() -> None:
+        refused = RequestRefused("no")
+        try:
+            raise refused
+        except RequestRefused as error:
+            kept.append(error)  # with its traceback, this frame, and so ``refused``
+
+    kept: list[RequestRefused] = []
+    gc.collect()
+    gc.disable()
+    try:
+        refuse()
+        kept.clear()
+        assert len(refusals()) == 1
+    finally:
+        gc.enable()
+        gc.collect()
+    assert refusals() == []

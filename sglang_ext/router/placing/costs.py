@@ -202,6 +202,8 @@ class RouterCosts:
         self._factors.clear()
         self._transfers.clear()
         self._disks.clear()
+        for queue in self._queues.values():
+            queue.replan()
 
     @property
     def calibrated(self) -> bool:

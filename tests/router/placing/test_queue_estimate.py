@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_queue_estimate import PlainQueueEstimate
 from router_costs import router_costs
 
 from sglang_ext.cost_model import Batch, Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
 from sglang_ext.router.placing.costs import BOUND_DEFAULT, REPORT_S, RouterCosts
-from sglang_ext.router.placing.queue_estimate import Computed, QueueEstimate
+from sglang_ext.router.placing.queue_estimate import SHORT, Computed, QueueEstimate
 from sglang_ext.router.policies import Instance, Match, Role
 from sglang_ext.router.policies.plan import Way
 from sglang_ext.router.policies.spans import price_at
@@ -165,6 +167,93 @@ def test_it_never_owes_more_than_was_sent_nor_less_than_nothing(events, chunk) -
     for entry in entries:
         queue.leave(entry, now)
     assert queue.waits_s(now) == 0.0
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["enter", "enter", "first", "leave", "look"]),
+        st.integers(0, 250),
+        st.integers(0, 500),
+        st.floats(0, 100),
+        st.booleans(),
+        st.integers(0, 10**6),
+    ),
+    max_size=120,
+)
+ONCE_S = 50.0
+
+
+def pass_s(batch: Batch) -> float:
+    """A fixed time, one per token, and attention, which does not depend on where prompts are cut."""
+    return ONCE_S + batch.new + 0.01 * (batch.squares - batch.context_squares)
+
+
+def run_both(events, batching: Batching, crowd: int, *, in_order: bool) -> Iterator[tuple[float, float, int]]:
+    """Both forms with the same events behind ``crowd`` prompts: (expected, by the plain form, prompts gone
+    since the line was planned). in_order: prompts leave only as they are computed."""
+    idle = Passes(pass_s, 0.0, batching)
+    queue, plain = QueueEstimate(lambda: idle, lambda: 1.5), PlainQueueEstimate(lambda: idle, lambda: 1.5)
+    first = [("enter", 40 + 7 * number % 60, 0, 0.0, True, 0) for number in range(crowd)]
+    now, pairs = 0.0, []
+    for what, new, context, later, streams, which in [*first, *events]:
+        now += later
+        if what == "enter":
+            pairs.append(tuple(each.enter(new, context, now, streams=streams) for each in (queue, plain)))
+        elif what in ("first", "leave") and pairs:
+            among = [pair for pair in pairs if pair[1] in plain.group] if in_order else pairs
+            ours, theirs = among[which % len(among)] if among else pairs[0]
+            if what == "leave":
+                queue.leave(ours, now)
+                plain.leave(theirs, now)
+            elif theirs.streams:
+                assert queue.first_byte(ours, now) == plain.first_byte(theirs, now)
+        assert queue.waiting(now) == plain.waiting(now)
+        assert queue.waiting_tokens(now) == plain.waiting_tokens(now)
+        yield queue.waits_s(now), plain.waits_s(now), queue._gone
+        queue.check()
+
+
+@given(EVENTS, st.sampled_from([Batching(), Batching(chunk=100), Batching(most=100)]))
+def test_a_short_line_takes_what_the_plain_form_says(events, batching) -> None:
+    for ours, plain, _ in run_both(events[:SHORT], batching, 0, in_order=False):
+        assert ours == plain
+
+
+@settings(max_examples=30)
+@given(EVENTS, st.sampled_from([Batching(), Batching(most=100)]))
+def test_a_long_line_that_is_not_cut_is_exact_while_prompts_leave_in_order(events, batching) -> None:
+    for ours, plain, _ in run_both(events, batching, 3 * SHORT, in_order=True):
+        assert ours == pytest.approx(plain, rel=1e-9, abs=1e-6)
+
+
+@settings(max_examples=30)
+@given(EVENTS, st.sampled_from([Batching(), Batching(chunk=100), Batching(most=100)]))
+def test_a_long_line_is_wrong_by_at_most_a_pass_for_each_that_left(events, batching) -> None:
+    for ours, plain, gone in run_both(events, batching, 3 * SHORT, in_order=False):
+        assert abs(ours - plain) <= 1.5 * ONCE_S * (gone + 1) + 1e-6
+
+
+def test_what_a_call_costs_does_not_grow_with_the_line() -> None:
+    """Prompts leave from the middle, and each is priced: a pass is planned a few times at most."""
+
+    def passes_planned(crowd: int) -> float:
+        """For each prompt."""
+        planned = 0
+
+        def counted_s(batch: Batch) -> float:
+            nonlocal planned
+            planned += 1
+            return 1.0 + batch.new
+
+        idle = Passes(counted_s, 0.0, Batching(chunk=100))
+        queue = QueueEstimate(lambda: idle)
+        entries = [queue.enter(30, 0, 0.0, streams=True) for _ in range(crowd)]
+        for number in range(crowd // 2):
+            queue.leave(entries[number * 7919 % crowd], 0.0)
+            queue.waits_s(0.0)
+        return planned / crowd
+
+    assert passes_planned(4000) < 1.5 * passes_planned(250) < 15
 
 
 class Clock:
