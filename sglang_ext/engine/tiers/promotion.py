@@ -1,4 +1,6 @@
-"""Looking on the disk for blocks of a prompt that are not in memory: the request, and the result."""
+"""Around a promotion: the request for blocks that are not in memory, the look for them on the disk, and KV
+that has arrived for a request.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import Decision, LoadReport
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.radix_global import Node, RadixTree
+from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.layers import AHEAD
+from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockTier, Get
 from sglang_ext.tiers import Tier
 
@@ -70,25 +73,30 @@ class Look:
 
 
 class DiskLook:
-    """Finds the blocks of a prompt on disk that continue its prefix in memory.
+    """Finds the blocks of prompts on disk that continue their prefixes in memory.
 
     Args:
         tree: the rank's tree.
         names: of blocks.
         tier: the disk.
         policy: decides how many blocks to read.
+        loader: reads from the disk; its reads under way come before those that a look may begin.
     """
 
-    def __init__(self, tree: RadixTree, names: BlockNames, tier: BlockTier, policy: DiskPolicy) -> None:
+    def __init__(
+        self, tree: RadixTree, names: BlockNames, tier: BlockTier, policy: DiskPolicy, loader: Loader
+    ) -> None:
         self._tree = tree
         self._names = names
         self._tier = tier
         self._policy = policy
+        self._loader = loader
+        self._worth_reading = 0
+        """Bytes that earlier looks have found worth reading, and whose reads have not begun."""
 
-    def look(self, wanted: Wanted, waiting_bytes: int) -> Look | None:
-        """Look for a prompt's blocks on disk. None when memory has all its whole blocks.
-
-        waiting_bytes: bytes of reads under way.
+    def look(self, wanted: Wanted) -> Look | None:
+        """Look for a prompt's blocks on disk. None when memory has all its whole blocks. The caller ends the
+        look (`end`, `drop`).
         """
         match = self._tree.match(wanted.namespace, wanted.key)
         block = self._tree.block_size
@@ -112,7 +120,62 @@ class DiskLook:
                 look.sources,
                 look.blocks,
                 new_tokens=len(wanted.key) // TOKEN_BYTES + 1 - (look.blocks + look.found) * block,
-                waiting_bytes=waiting_bytes,
+                waiting_bytes=self._loader.waiting_bytes + self._worth_reading,
             )
             look.decision = self._policy.last
+        self._worth_reading += self._bytes(look)
         return look
+
+    def end(self, look: Look) -> None:
+        """The caller reads or unpins the blocks of a look."""
+        self._worth_reading -= self._bytes(look)
+
+    def drop(self, look: Look) -> None:
+        """Unpin the blocks of a look: they are not read."""
+        self.end(look)
+        if look.get is not None:
+            self._tier.complete_get(look.get)
+
+    def _bytes(self, look: Look) -> int:
+        return look.chosen * self._tier.layout.block_bytes
+
+
+class Arrivals:
+    """KV that was brought for requests, locked in DRAM until they are admitted or gone.
+
+    Args:
+        tree: the rank's tree.
+        dram: the holder that stands for this rank's DRAM.
+    """
+
+    def __init__(self, tree: RadixTree, dram: Holder) -> None:
+        self._tree = tree
+        self._dram = dram
+        self._of: dict[Hashable, Promoted] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @property
+    def handles(self) -> list[Hashable]:
+        """The requests."""
+        return list(self._of)
+
+    def get(self, handle: Hashable) -> Promoted | None:
+        """The KV that was brought for a request; None for none."""
+        return self._of.get(handle)
+
+    def add(self, handle: Hashable, start: int, tokens: int, node: Node) -> None:
+        """KV of a request has come, up to a node; it continues what came for it before."""
+        self._tree.lock(node, self._dram)
+        before = self._of.get(handle)
+        if before is not None:
+            self._tree.unlock(before.node, self._dram)
+            start, tokens = before.start, start - before.start + tokens
+        self._of[handle] = Promoted(start, tokens, node)
+
+    def release(self, handle: Hashable) -> None:
+        """A request has been admitted or is gone."""
+        arrived = self._of.pop(handle, None)
+        if arrived is not None:
+            self._tree.unlock(arrived.node, self._dram)

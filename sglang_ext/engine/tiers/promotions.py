@@ -34,7 +34,7 @@ from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
-from sglang_ext.engine.tiers.promotion import DiskLook, Look, Promoted, Wanted
+from sglang_ext.engine.tiers.promotion import Arrivals, DiskLook, Look, Promoted, Wanted
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Committed, Refusal, Use
 from sglang_ext.radix_global import Holder, Node, RadixTree
@@ -135,15 +135,13 @@ class Promotions(Planner, MovePlanner):
         self._clock = moves.clock
         self._wanted: dict[Hashable, Promotion] = {}
         """The promotions that look on the disk in the next pass, by request."""
-        self._looked_bytes = 0
-        """Of the blocks that looks of this pass have found worth reading."""
         self._under_way: dict[bytes, Promotion] = {}
         """By the name of the first block."""
         self._waiting: dict[Hashable, Promotion] = {}
-        self._arrived: dict[Hashable, Promoted] = {}
+        self._arrivals = Arrivals(tree, dram)
         self._direct = DirectLoads(tier, loader, dram_tier, moves, self._direct_ended)
         dram_tier.store.add_source(Tier.DISK, self)
-        self._disk_look = DiskLook(tree, writes.names, tier, policy)
+        self._disk_look = DiskLook(tree, writes.names, tier, policy, loader)
         self.counters = PromotionCounters()
         self.decisions = {part.tier: LoadDecisions() for part in tier.parts}
         """By the tier of the first block found."""
@@ -198,7 +196,7 @@ class Promotions(Planner, MovePlanner):
             assert promotion.reservation is not None
             assert promotion.reservation.parent is not None
             return Promoted(promotion.start * block, promotion.blocks * block, promotion.reservation.parent)
-        return self._arrived.get(handle)
+        return self._arrivals.get(handle)
 
     def release(self, handle: Hashable) -> None:
         """The request has been admitted or is gone."""
@@ -208,15 +206,13 @@ class Promotions(Planner, MovePlanner):
             del waiting.handles[handle]
             if waiting.streams_to == handle:
                 self._moves.release(handle)
-        arrived = self._arrived.pop(handle, None)
-        if arrived is not None:
-            self._tree.unlock(arrived.node, self._dram)
+        self._arrivals.release(handle)
         self._direct.drop(handle)
 
     def _drop_wanted(self, handle: Hashable) -> None:
         promotion = self._wanted.pop(handle, None)
         if promotion is not None:
-            self._unpin(promotion)
+            self._drop_look(promotion)
             self._moves.cancel(promotion)
 
     # -- in front of the forward pass -------------------------------------------------------------
@@ -238,25 +234,16 @@ class Promotions(Planner, MovePlanner):
         """The blocks found below DRAM, the blocks worth reading, and whether all of them are in the nearest
         tier.
         """
-        waiting_bytes = self._loader.waiting_bytes + self._looked_bytes
-        look = move.look = self._disk_look.look(move.wanted, waiting_bytes)
+        look = move.look = self._disk_look.look(move.wanted)
         if look is None:
             self._drop_wanted(move.handle)
             return None
-        self._looked_bytes += look.chosen * self._tier.layout.block_bytes
         return look.found, look.chosen, int(self._is_near(look.sources))
 
-    def _take_look(self, promotion: Promotion) -> Look | None:
-        """The look of this pass, whose blocks the caller reads or unpins."""
+    def _drop_look(self, promotion: Promotion) -> None:
         look, promotion.look = promotion.look, None
         if look is not None:
-            self._looked_bytes -= look.chosen * self._tier.layout.block_bytes
-        return look
-
-    def _unpin(self, promotion: Promotion) -> None:
-        look = self._take_look(promotion)
-        if look is not None and look.get is not None:
-            self._tier.complete_get(look.get)
+            self._disk_look.drop(look)
 
     def offered(self, move: Promotion, agreed: Sequence[int]) -> None:
         """Start to read the blocks that every rank has and finds worth reading."""
@@ -266,7 +253,7 @@ class Promotions(Planner, MovePlanner):
         match = self._tree.match(wanted.namespace, wanted.key)
         if match.blocks != look.blocks:
             # The prompt's prefix in memory has changed since the look: look again in the next pass.
-            self._unpin(move)
+            self._drop_look(move)
             return
         # Blocks from disk can only continue blocks in DRAM, so blocks in HBM alone are copied to DRAM first.
         reached = self._dram_tier.store.reach(Tier.DRAM, match) if found else None
@@ -276,7 +263,8 @@ class Promotions(Planner, MovePlanner):
             if reached is not None and shared is not None:
                 self._join(shared, move.handle, wanted)
             return
-        self._take_look(move)
+        move.look = None
+        self._disk_look.end(look)
         del self._wanted[move.handle]
         move.onward = not near
         self._start(move, look, look.get, reached[0], found, chosen)
@@ -389,7 +377,7 @@ class Promotions(Planner, MovePlanner):
             if lost:
                 wanted.report.came(blocks * block, Reason.LATE if late else Reason.FAILED)
             if done is not None:
-                self._arrive(handle, promotion.start * block, tokens, done.node)
+                self._arrivals.add(handle, promotion.start * block, tokens, done.node)
                 tokens = 0  # the others find it in DRAM
         for handle, wanted in promotion.handles.items():
             if len(wanted.key) > len(promotion.wanted.key):
@@ -404,14 +392,6 @@ class Promotions(Planner, MovePlanner):
             self._writes.place(node, promotion.names[place : place + node.blocks])
             place += node.blocks
 
-    def _arrive(self, handle: Hashable, start: int, tokens: int, node: Node) -> None:
-        self._tree.lock(node, self._dram)
-        before = self._arrived.get(handle)
-        if before is not None:
-            self._tree.unlock(before.node, self._dram)
-            start, tokens = before.start, start - before.start + tokens
-        self._arrived[handle] = Promoted(start, tokens, node)
-
     # -- whole ----------------------------------------------------------------------------------
 
     @property
@@ -420,7 +400,7 @@ class Promotions(Planner, MovePlanner):
 
     def drop_in_flight(self) -> None:
         """Give up every promotion under way and every lock held for a request."""
-        for handle in [*self._wanted, *self._arrived, *self._direct.handles]:
+        for handle in [*self._wanted, *self._arrivals.handles, *self._direct.handles]:
             self.release(handle)
         self._waiting.clear()
         for move in [*self._moves.of(self), *self._moves.of(self._direct)]:

@@ -85,7 +85,7 @@ class Decode:
     def nothing_is_held(self) -> bool:
         assert self.rank.promotions is not None
         self.cache.check_hicache_events()
-        held = self.rank.promotions.reading or self.rank.promotions._arrived or self.cache.store.reservations
+        held = self.rank.promotions.reading or self.rank.promotions._arrivals or self.cache.store.reservations
         return not held
 
 
