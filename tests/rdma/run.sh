@@ -10,7 +10,7 @@ PREPARED=$(bash "$HERE/prepare.sh" "$PYTHON" "$W/site") || { status=$?; tail -1 
 mapfile -t QEMU <<< "$PREPARED"
 LOG=$W/guest.log
 "${QEMU[@]}" -serial stdio \
-  -append "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off rdinit=/init" </dev/null >"$LOG" 2>&1 &
+  -append "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off no_timer_check rdinit=/init" </dev/null >"$LOG" 2>&1 &
 GUEST=$!
 trap 'kill "$GUEST" 2>/dev/null' EXIT
 while kill -0 "$GUEST" 2>/dev/null; do
