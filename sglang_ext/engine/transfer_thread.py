@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 CALL_SECONDS = 60.0
 
+HBM_POOL = "hbm"
+"""The pool of the engine's pages, in every endpoint of a server that hands KV over."""
+
 
 class LoopThread:
     """Started by the constructor; `close` ends it."""

@@ -19,10 +19,9 @@ from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
 from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
 from sglang_ext.testing.waiting import wait_until
 
@@ -106,7 +105,7 @@ def pool_and_geometry(rank: int, ranks: int, page: int, seed: int) -> tuple[Pool
         MemoryRange(int(plane.ctypes.data), plane.nbytes, MemoryKind.HOST, keep=plane)
         for plane in planes.values()
     ]
-    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes, geometry
+    return PoolSpec.of_geometry(HBM_POOL, geometry, memory, lease_budget=PAGES), planes, geometry
 
 
 def latent_pool(page: int, seed: int) -> tuple[PoolSpec, Planes, Geometry]:
@@ -128,7 +127,7 @@ def latent_pool(page: int, seed: int) -> tuple[PoolSpec, Planes, Geometry]:
         MemoryRange(int(plane.ctypes.data), plane.nbytes, MemoryKind.HOST, keep=plane)
         for plane in planes.values()
     ]
-    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes, geometry
+    return PoolSpec.of_geometry(HBM_POOL, geometry, memory, lease_budget=PAGES), planes, geometry
 
 
 def transfer_thread(

@@ -356,6 +356,9 @@ class OwnedPool:
             every = np.arange(self.blocks)
             pinned = self._leases.is_pinned(every)
             assert self._generations.is_sealed(every[pinned]).all(), "a leased block is open"
+            assert not self._borrowed or not self._generations.is_sealed(every[~pinned]).any(), (
+                "a block that an engine may reuse is sealed"
+            )
             assert not (pinned & self._granted).any(), "a leased block is granted to a writer"
 
     def _free(self, blocks: Ids) -> None:

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.disagg.transfer.staging import STAGING, Staging
+from sglang_ext.disagg.transfer.staging import STAGING
 from sglang_ext.engine.pd.answers import Answers, ReceivesReturns, Returns
 from sglang_ext.engine.pd.bootstrap import Registry, keep_registered
 from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
 from sglang_ext.engine.pd.granting import Claims, Granting
 from sglang_ext.engine.pd.joins import PrefillJoins
 from sglang_ext.engine.pd.landing import Landing, MetadataRows
-from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import Ask, RankInfo, Weights
 from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
@@ -31,7 +30,7 @@ from sglang_ext.engine.pd.prefill_sender import PrefillSender
 from sglang_ext.engine.pd.pushing import LayerFeed, Pusher
 from sglang_ext.engine.pd.reading import Reading
 from sglang_ext.engine.pd.sending_handover import SendingRank
-from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
 from sglang_ext.mempool.store import Call
 from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.tasks import Tasks
@@ -95,6 +94,8 @@ class Agent:
         self.transfers = transfers
         self.endpoint = transfers.endpoint
         self._rows = rows
+        self._leasing = (HBM_POOL,) if transfers.staging is None else (HBM_POOL, STAGING)
+        """The pools that peers read hand-overs and returns from."""
         self._clock = clock or SystemClock()
         self.alarm = Alarm()
         self._tasks = Tasks()
@@ -139,7 +140,7 @@ class Agent:
         return AgentState(
             live={"prefill": self.sender.live, "decode": self.receiver.live},
             ends={"prefill": dict(self.sender.ends), "decode": dict(self.receiver.ends)},
-            leased_pages=sum(book.pool.pinned for book in self._books.values()),
+            leased_pages=sum(self.endpoint.pools[name].pinned for name in self._leasing),
             unfenced_pages=self.endpoint.owner.set_aside,
             returns={
                 side: dict(part.outcomes)
@@ -212,31 +213,24 @@ class Agent:
         pushes = config.local.mode != "pull"
         self.claims = Claims(self.endpoint.owner.revoke)
         self.endpoint.owner.let_write(self.claims if pushes else None)
-        pool = self.endpoint.pools[POOL]
-        self.book = LeaseBook(pool, self.endpoint)
-        self._books = {POOL: self.book}
-        staged: tuple[Staging, LeaseBook] | None = None
-        if staging is not None:
-            self._books[STAGING] = LeaseBook(self.endpoint.pools[STAGING], self.endpoint, self.book.lock)
-            staged = staging, self._books[STAGING]
-        for name, book in self._books.items():
-            self.transfers.watch_leases(name, book.ended)
         self.sender = PrefillSender(
             SendingRank(
-                book=self.book,
+                endpoint=self.endpoint,
                 clock=self._clock,
                 loop=loop,
                 connected=self.endpoint.owner.connected,
                 wake=self.alarm.ring,
                 claim=Pusher(self.endpoint, staging, self.calls, self.pushed).claim,
                 pushes=pushes,
-                staging=staged,
-                page_bytes=pool.block_bytes,
+                staging=staging,
             )
         )
+        for name in self._leasing:
+            self.transfers.watch_leases(name, self.sender.lease_ended)
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.joins = PrefillJoins(self._peers, self._clock)
-        landing, epoch = Landing(self._rows, staging, pool.block_bytes), self.endpoint.epoch
+        epoch, pages = self.endpoint.epoch, self.endpoint.pools[HBM_POOL]
+        landing = Landing(self._rows, staging, pages.block_bytes)
         self.receiver = DecodeReceiver(
             self._peers,
             epoch,
@@ -260,7 +254,7 @@ class Agent:
         await self._peers.close()
         await self.endpoint.leave()
         self.endpoint.owner.let_write(None)
-        for name in self._books:
+        for name in self._leasing:
             self.transfers.watch_leases(name, None)
 
     async def _answered(self, identity: bytes, message: Ask) -> Any:

@@ -15,9 +15,9 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.forward_fence import Passed, nothing_runs
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Ready
 from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs, require_sound
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.wire import pack_ids, unpack_ids
 
 
@@ -65,7 +65,7 @@ class Landing:
         staging = self._staging
         blocks = staging.take(wanted.pages.size) if staging is not None else None
         if staging is None or blocks is None:
-            yield POOL, wanted.pages
+            yield HBM_POOL, wanted.pages
             return
         try:
             yield STAGING, blocks

@@ -6,6 +6,7 @@ The pages are the engine's own, or copies in staging, where a request is packed 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,11 +16,12 @@ import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import LEASE_SECONDS
+from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.transfer.leases import LeaseEnd
-from sglang_ext.disagg.transfer.staging import Staging
-from sglang_ext.engine.pd.leases import LeaseBook
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.messages import Join, Meet, Ready, Weights, alike
+from sglang_ext.engine.transfer_thread import HBM_POOL
 
 T = TypeVar("T")
 
@@ -37,9 +39,8 @@ class Reader:
     """The weights with which decode will go on."""
     done: bool = False
     """Whether it needs nothing more."""
-    lease: int = 0
-    book: LeaseBook | None = None
-    """The lease's book: of the engine's pages, or of those in staging."""
+    offer: Offer | None = None
+    """Its lease, as long as that lives."""
     answer: asyncio.Future[Ready] | None = None
 
     def expect(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Ready]:
@@ -58,12 +59,11 @@ class Reader:
             error = RefusedError("handover", reason)
             self.answer.get_loop().call_soon_threadsafe(_fail, self.answer, error)
 
-    def withdraw(self) -> None:
+    def withdraw(self, endpoint: Endpoint) -> None:
         """End the decode rank's lease, if it has one; its pages are open when this returns."""
-        if self.lease:
-            lease, self.lease = self.lease, 0
-            assert self.book is not None
-            self.book.withdraw(lease)
+        offer, self.offer = self.offer, None
+        if offer is not None:
+            endpoint.withdraw(offer.pool, offer.lease)
 
 
 class Readers(dict[bytes, Reader]):
@@ -110,13 +110,15 @@ class Offering:
 
     Args:
         name: of its leases.
-        book: leases the engine's pages.
-        staging: where the pages are packed first, with the book of its leases; None: they are not.
+        endpoint: leases pages.
+        lock: the sender's.
+        staging: where the pages are packed first; None: they are not.
     """
 
-    def __init__(self, name: str, book: LeaseBook, staging: tuple[Staging, LeaseBook] | None) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, lock: threading.RLock, staging: Staging | None) -> None:
         self._name = name
-        self._book = book
+        self._endpoint = endpoint
+        self._lock = lock
         self._staging = staging
         self.pages: Ids = np.empty(0, np.int64)
         """Of the whole prompt."""
@@ -132,6 +134,11 @@ class Offering:
         self.pages, self.ready = pages, ready
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the pages in this rank."""
+        return self.pages.size * self._endpoint.pools[HBM_POOL].block_bytes
+
+    @property
     def to_be_packed(self) -> bool:
         """Whether the pages are still to be packed, or are being packed, before they are offered."""
         return not self._packed and self.pages.size > 0
@@ -143,46 +150,39 @@ class Offering:
             lives: whether the hand-over has not ended.
         """
         assert self._staging is not None
-        self._packing = asyncio.create_task(self._pack(self._staging[0], lives, then))
+        self._packing = asyncio.create_task(self._pack(self._staging, lives, then))
 
     async def _pack(self, staging: Staging, lives: Callable[[], bool], then: Callable[[], None]) -> None:
         blocks = staging.take(self.pages.size)
         try:
             if blocks is not None:
                 await staging.pack(self.pages, blocks)
-                with self._book.lock:
+                with self._lock:
                     if lives():
                         self._staged, blocks = blocks, None
         finally:
             if blocks is not None:
                 staging.give(blocks)
-            with self._book.lock:
+            with self._lock:
                 self._packed = True
                 if lives():
                     then()
 
-    def offer(self, reader: Reader, on_end: Callable[[Reader, LeaseEnd], None]) -> None:
-        """Answer a decode rank, and lease the pages to it if it reads. on_end: called when the lease ends by
-        itself.
+    def offer(self, reader: Reader) -> None:
+        """Answer a decode rank, and lease the pages to it if it reads.
 
         Raises:
             RefusedError: the lease budget is spent.
         """
-        offer = None
         if reader.reads and self.pages.size:
-            pages, reader.book = self.pages, self._book
-            if self._staged is not None and self._staging is not None:
-                pages, reader.book = self._staged, self._staging[1]
-            offer = reader.book.lease(
-                self._name, pages, LEASE_SECONDS, reader.epoch, lambda how: on_end(reader, how)
-            )
-            reader.lease = offer.lease
-        reader.answer_with(msgspec.structs.replace(self.ready, offer=offer))
+            pool, pages = (HBM_POOL, self.pages) if self._staged is None else (STAGING, self._staged)
+            reader.offer = self._endpoint.publish(pool, self._name, pages, LEASE_SECONDS, reader.epoch)
+        reader.answer_with(msgspec.structs.replace(self.ready, offer=reader.offer))
 
     def give_back(self) -> None:
         """The hand-over has ended: free the blocks in staging."""
         if self._staged is not None and self._staging is not None:
-            self._staging[0].give(self._staged)
+            self._staging.give(self._staged)
             self._staged = None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import JOIN_SECONDS, Event, SenderState
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.engine.pd.early_ranks import EarlyRanks
 from sglang_ext.engine.pd.messages import MAX_NUMBER, Join, Meet, Push, Ready, Weights
 from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs
@@ -25,13 +26,13 @@ class PrefillSender:
         self.rank = rank
         self.weights: Weights = ""
         """The weights with which this rank computes. Set by `weights_changed`."""
-        self._lock = rank.book.lock
+        self._lock = rank.lock
         self._handovers: dict[int, SendingHandover] = {}
-        self.early = EarlyRanks(rank.book.lock, rank.clock, rank.loop)
+        self.early = EarlyRanks(rank.lock, rank.clock, rank.loop)
         self.ends = rank.ends
 
     def __repr__(self) -> str:
-        return f"<PrefillSender handovers={len(self._handovers)} {self.rank.book!r} early={len(self.early)}>"
+        return f"<PrefillSender handovers={len(self._handovers)} early={len(self.early)}>"
 
     @property
     def live(self) -> int:
@@ -163,6 +164,14 @@ class PrefillSender:
                 return
         handover.give_up(reason, Event.PEER_ABORT)
 
+    def lease_ended(self, ended: Ended) -> None:
+        """A lease of a pool has ended, and its pages are open. Ignores leases of returns. On the event loop,
+        or in a call that ends a lease."""
+        with self._lock:
+            handover = self._handovers.get(_number_of(ended.lease.request))
+            if handover is not None:
+                handover.lease_ended(ended)
+
     def tick(self) -> None:
         """End hand-overs that are overdue, and those in which a decode rank's session is over."""
         now = self.rank.clock.monotonic()
@@ -176,11 +185,10 @@ class PrefillSender:
             handover.end_if_overdue()
 
     def check(self) -> None:
-        """Verify that leases belong to live hand-overs, and the book's invariants."""
+        """Verify that leases belong to live hand-overs."""
         with self._lock:
-            self.rank.book.check()
             for handover in self._handovers.values():
-                leased = any(reader.lease for reader in handover.readers.values())
+                leased = any(reader.offer for reader in handover.readers.values())
                 assert not (leased and handover.over), "a lease of a hand-over that is over"
 
     # -- inside -----------------------------------------------------------------------------------
@@ -216,3 +224,11 @@ class PrefillSender:
         """
         if not self.rank.connected(message.session):
             raise RefusedError("session", "this session is over; connect again")
+
+
+def _number_of(name: str) -> int:
+    """The hand-over that a lease's name stands for; 0, which is none, for a return's."""
+    try:
+        return int(name, 16)
+    except ValueError:
+        return 0

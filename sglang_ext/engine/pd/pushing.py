@@ -24,8 +24,8 @@ from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Push
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.mempool.remote import RemoteMemory
 from sglang_ext.mempool.store import Call
@@ -76,7 +76,7 @@ class Writing:
         target: Ids,
         calls: Counter[Call],
         pushed: Counter[str],
-        pool: str = POOL,
+        pool: str = HBM_POOL,
         staging: Staging | None = None,
     ) -> Writing:
         """Have the pages granted, in a pool of decode's. staging: where to pack first.
@@ -94,7 +94,7 @@ class Writing:
                 raise PeerProtocolError("nothing of this rank belongs there")
             return plan.ranks[0]
 
-        part = part_from(POOL)
+        part = part_from(HBM_POOL)
         packed = (staging, part_from(STAGING)) if staging is not None else None
         return cls(
             await RemoteMemory.alloc_mem(link, name, pool, target, calls), part, target, pushed, packed

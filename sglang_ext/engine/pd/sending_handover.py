@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from sglang_ext.clock import Clock
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import FACTS, JOIN_SECONDS, Event, SenderState, after, moving_seconds
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.transfer.leases import LeaseEnd
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.leases import Ended, LeaseEnd
 from sglang_ext.disagg.transfer.staging import Staging
-from sglang_ext.engine.pd.leases import LeaseBook
 from sglang_ext.engine.pd.messages import Join, Meet, Push, Ready, Weights, alike
 from sglang_ext.engine.pd.offering import Offering, Reader, Readers
 from sglang_ext.engine.pd.pushing import Filling, Writing
@@ -34,8 +35,8 @@ log = logging.getLogger(__name__)
 class SendingRank:
     """A prefill rank, as its hand-overs use it."""
 
-    book: LeaseBook
-    """Leases the engine's pages. All hand-overs of the rank share its lock."""
+    endpoint: Endpoint
+    """Leases pages to decode ranks."""
     clock: Clock
     loop: asyncio.AbstractEventLoop
     connected: Callable[[bytes], bool]
@@ -45,11 +46,10 @@ class SendingRank:
     claim: Callable[[int, Push], Awaitable[Writing | None]]
     """Makes a decode rank's pages ours to write (push); None when it lacks none."""
     pushes: bool
-    staging: tuple[Staging, LeaseBook] | None
-    """Where requests are packed before they are read, with the book of its leases; None: they are read from
-    the engine's pages."""
-    page_bytes: int
-    """Size of this rank's part of a page."""
+    staging: Staging | None
+    """Where requests are packed before they are read; None: they are read from the engine's pages."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Of all hand-overs of the rank."""
     stopping: Tasks = field(default_factory=Tasks)
     """Writings that are being given up."""
     ends: Counter[str] = field(default_factory=Counter)
@@ -74,9 +74,9 @@ class SendingHandover:
         """The weights with which it is computed; None before that."""
         self.readers = Readers()
         self._rank = rank
-        self._lock = rank.book.lock
+        self._lock = rank.lock
         self._read = read
-        self._offering = Offering(f"{number:x}", rank.book, rank.staging if read else None)
+        self._offering = Offering(f"{number:x}", rank.endpoint, rank.lock, rank.staging if read else None)
         self._filling = Filling(rank.stopping)
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class SendingHandover:
             if self.over:
                 return
             for reader in self.readers.values():
-                reader.withdraw()
+                reader.withdraw(self._rank.endpoint)
                 reader.refuse(reason)
             if self._filling.writings:
                 writings = list(self._filling.writings)
@@ -206,7 +206,7 @@ class SendingHandover:
         """
         reader = self.readers.part_of(epoch, self.number)
         reader.done = True
-        reader.withdraw()
+        reader.withdraw(self._rank.endpoint)
         self._release_if_all_done()
 
     def leave(self, epoch: bytes) -> bool:
@@ -218,10 +218,24 @@ class SendingHandover:
         if self._filling.named_by(epoch) or self.state is SenderState.WRITING:
             return False
         del self.readers[epoch]
-        reader.withdraw()
+        reader.withdraw(self._rank.endpoint)
         reader.refuse("it was left")
         self._move(Event.LEFT)
         return True
+
+    def lease_ended(self, ended: Ended) -> None:
+        """A lease of this hand-over is over, and its pages are open. Ignores leases that were withdrawn
+        here. Under the lock."""
+        reader = self.readers.get(ended.lease.reader or b"")
+        if reader is None or reader.offer is None or reader.offer.lease != ended.lease.number:
+            return
+        reader.offer = None
+        if ended.how is LeaseEnd.COMPLETED:
+            reader.done = True
+            self._release_if_all_done()
+            return
+        event = Event.PEER_DEAD if ended.how is LeaseEnd.READER_DEAD else Event.FAULT
+        self.give_up(f"a decode rank did not take the KV: {ended.how.value}", event)
 
     def end_if_overdue(self) -> None:
         """End it when its time is over, or the session of a decode rank."""
@@ -235,7 +249,7 @@ class SendingHandover:
                 self.give_up(text, Event.FAULT)
         elif (limit := facts.seconds) is not None:
             if self.state is SenderState.WRITING:
-                limit = moving_seconds(limit, self._offering.pages.size * self._rank.page_bytes)
+                limit = moving_seconds(limit, self._offering.nbytes)
             if waited > limit:
                 text = f"no decode server has asked for this request within {limit:.0f} s"
                 self.give_up(text, facts.on_deadline)
@@ -260,17 +274,7 @@ class SendingHandover:
         for reader in (joined,) if joined is not None else self.readers.values():
             if reader.answer is not None:
                 self._move(Event.JOINED)
-                self._offering.offer(reader, self._lease_ended)
-
-    def _lease_ended(self, reader: Reader, how: LeaseEnd) -> None:
-        """A lease is over, and its pages are open."""
-        reader.lease = 0
-        if how is LeaseEnd.COMPLETED:
-            reader.done = True
-            self._release_if_all_done()
-            return
-        event = Event.PEER_DEAD if how is LeaseEnd.READER_DEAD else Event.FAULT
-        self.give_up(f"a decode rank did not take the KV: {how.value}", event)
+                self._offering.offer(reader)
 
     def _filled(self) -> None:
         """Every decode rank's pages are filled. On the event loop, without the lock."""

@@ -21,7 +21,6 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.moves.moves import Moves
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.peers.computed_spans import SpanHost
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
@@ -30,7 +29,7 @@ from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
-from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
@@ -129,7 +128,7 @@ def start_transfers(
         ConfigError: the pool is on a device, and the layout `aggregated`. Also the errors of
             ``Endpoint.start``.
     """
-    pools = [pool.spec(POOL), *([dram] if dram is not None else ())]
+    pools = [pool.spec(HBM_POOL), *([dram] if dram is not None else ())]
     staging = staging_of(config, pool.pages, pool.kind)
     return TransferThread(endpoint, pools, staging=staging, messages=MESSAGES)
 

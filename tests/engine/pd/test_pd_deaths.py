@@ -26,10 +26,10 @@ from sglang_ext.disagg.messages import Complete
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.landing import Wanted
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.testing.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -209,11 +209,11 @@ def test_prefill_survives_decode_whose_complete_is_under_way(
         assert_nothing_is_held(found)
         return
     assert_over(found, handover, found.die(how))
-    another = agent.book.lease("another", pages, 60.0, bytes(16), lambda _: None)
+    another = agent.endpoint.publish(HBM_POOL, "another", pages, 60.0, bytes(16))
     agent.transfers.loop.call_soon_threadsafe(arrives.set)
     assert handled.wait(20)
-    assert agent.endpoint.pools[POOL].is_sealed(pages).all()
-    agent.book.withdraw(another.lease)
+    assert agent.endpoint.pools[HBM_POOL].is_sealed(pages).all()
+    agent.endpoint.withdraw(HBM_POOL, another.lease)
     assert_nothing_is_held(found)
 
 
@@ -322,7 +322,7 @@ def assert_nothing_is_held(found: Scene) -> None:
     """No hand-over has a task, no page is sealed or granted."""
     agent = found.survivor
     wait_until(lambda: agent.sender.live == agent.receiver.live == 0, seconds=20, what="hand-overs to end")
-    pages = agent.endpoint.pools[POOL]
+    pages = agent.endpoint.pools[HBM_POOL]
     assert not pages.is_sealed(np.arange(PAGES)).any()
     assert pages.granted == 0
     agent.sender.check()

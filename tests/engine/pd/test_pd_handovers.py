@@ -21,11 +21,11 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd import early_ranks, sending_handover
 from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry
 from sglang_ext.engine.pd.landing import Wanted, after_skip
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import PROTOCOL, Done, RankInfo
 from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.stages import StageTimes
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import pack_ids
@@ -154,7 +154,7 @@ def test_ranks_may_cut_the_heads_differently(prefill: int, decode: int) -> None:
 
 def test_pages_are_sealed_only_while_they_are_leased(one: Rig) -> None:
     side, decode = one.prefill[0], one.decode[0].agent
-    pages = side.agent.endpoint.pools[POOL]
+    pages = side.agent.endpoint.pools[HBM_POOL]
     numbers = [next(NUMBERS), next(NUMBERS)]
     handovers = [side.agent.sender.open(number) for number in numbers]
     receiving = [decode.receiver.open(one.address, number) for number in numbers]
@@ -337,7 +337,7 @@ def test_nothing_answers_at_the_address(one: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 def test_prompts_that_differ_in_length_are_noticed() -> None:
-    offer = Offer("p", 0, b"e" * 16, POOL, "r", 1, pack_ids([4, 5, 6]), pack_ids([2, 2, 2]), 1000)
+    offer = Offer("p", 0, b"e" * 16, HBM_POOL, "r", 1, pack_ids([4, 5, 6]), pack_ids([2, 2, 2]), 1000)
     kept = after_skip(offer, Wanted(np.array([1, 2]), 1, 0))
     assert kept.blocks == pack_ids([5, 6])
     with pytest.raises(PeerProtocolError, match="3 pages"):

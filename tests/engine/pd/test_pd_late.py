@@ -21,7 +21,7 @@ from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.engine.pd import offering, reading
 from sglang_ext.engine.pd.granting import Claims
 from sglang_ext.engine.pd.landing import Wanted
-from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool import remote
 from sglang_ext.testing.transfer.rig import Gate
 
@@ -47,7 +47,7 @@ def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.
         servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
         (link,) = decode.endpoint.instances[0].links
         gate = Gate(link.peer, "read")
-        table: LeaseTable = prefill.endpoint.pools[POOL]._leases
+        table: LeaseTable = prefill.endpoint.pools[HBM_POOL]._leases
         (lease,) = table._leases
         granted = table._leases[lease].deadline
         decode.receiver.read(taken, Wanted(np.array(THERE), 0, 0))

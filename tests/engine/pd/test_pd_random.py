@@ -12,9 +12,9 @@ from pd_rig import METADATA, PAGES, Rig, rig
 
 from sglang_ext.disagg.handover import ReceiverState, SenderState, State, ended
 from sglang_ext.engine.pd.landing import Wanted
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
+from sglang_ext.engine.transfer_thread import HBM_POOL
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +140,7 @@ def test_random_aborts_leave_nothing_and_damage_nothing(mode: str, ranks: int, l
             "hand-overs to end",
         )
         for side in (*servers.prefill, *servers.decode):
-            pages = side.agent.endpoint.pools[POOL]
+            pages = side.agent.endpoint.pools[HBM_POOL]
             servers.wait(lambda pages=pages: pages.granted == 0, "grants to end")
             assert not pages.is_sealed(np.arange(PAGES)).any()
         servers.check()

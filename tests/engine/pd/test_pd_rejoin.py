@@ -15,10 +15,10 @@ from sglang_ext.disagg.errors import SessionEndedError
 from sglang_ext.disagg.handover import ReceiverState, SenderState, ended
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.engine.pd.landing import Wanted
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Abort
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.protocol.agent import PrefillServer, PrefillServers
 
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ def nothing_is_left(servers: Rig) -> None:
         agent = side.agent
         servers.wait(lambda agent=agent: agent.sender.live == agent.receiver.live == 0, "hand-overs to end")
         servers.wait(lambda agent=agent: not agent.sender.early, "nothing to wait for a hand-over")
-        pages = agent.endpoint.pools[POOL]
+        pages = agent.endpoint.pools[HBM_POOL]
         assert not pages.is_sealed(np.arange(PAGES)).any()
         servers.wait(lambda pages=pages: pages.granted == 0, "grants to end")
     for side in servers.prefill:

@@ -21,7 +21,6 @@ from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import RANK_COMMANDS, TakeBack
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.returns import return_receiver as receiving_returns
@@ -31,6 +30,7 @@ from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
 from sglang_ext.engine.pd.returns.return_sender import ReturnSender
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool.store import Call
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
@@ -52,7 +52,7 @@ def agent_of(
         for layer in rank.pools.tensors
         for plane in layer
     ]
-    spec = PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
+    spec = PoolSpec.of_geometry(HBM_POOL, geometry, memory, lease_budget=geometry.slots)
     local = Local(number, ranks, rank.pools.kind.page, METADATA)
     arena = rank.arena
     assert arena is not None
@@ -206,7 +206,7 @@ def test_prefill_inserts_without_an_acknowledgement_of_what_it_has_read(
     pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("returned")
     pair.compare(ANSWERED)
-    assert decode.endpoint.pools[POOL].pinned == 0
+    assert decode.endpoint.pools[HBM_POOL].pinned == 0
     decode.transfers.loop.call_soon_threadsafe(gate.set)
 
 
@@ -225,7 +225,7 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
     gate = Gate(link.peer, "read")
     pair.decode.serve(ANSWERED)
     pair.return_sender.ended(pair.request(), ANSWERED)
-    leases = decode.endpoint.pools[POOL]._leases._leases
+    leases = decode.endpoint.pools[HBM_POOL]._leases._leases
     (number,) = leases
     granted = leases[number].deadline
     try:
@@ -390,7 +390,7 @@ def test_an_emptied_cache_ends_returns(
     part.clear()
     if side == "decode":
         # Its pages are open: reads from now on are discarded.
-        assert pair.return_sender._agent.endpoint.pools[POOL].pinned == 0
+        assert pair.return_sender._agent.endpoint.pools[HBM_POOL].pinned == 0
         gone.set()
     assert not any(node.locks for node in rank.tree.nodes())
     rank.check()

@@ -18,7 +18,7 @@ from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.landing import Wanted
-from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.build_transfers import staging_of
 from sglang_ext.patches.adapter.hbm import pool_geometry
@@ -135,7 +135,7 @@ def test_the_engines_pages_are_not_leased_while_packed_ones_are_read() -> None:
         agent.sender.complete(handover, np.array([1, 2, 3]), ROWS)
         servers.wait(lambda: receiving.state is ReceiverState.READY, "an offer")
         pools = agent.endpoint.pools
-        assert (pools[POOL].pinned, pools[STAGING].pinned) == (0, 3)
+        assert (pools[HBM_POOL].pinned, pools[STAGING].pinned) == (0, 3)
         servers.decode[0].agent.receiver.abort(receiving, "the client is gone")
         servers.wait(lambda: handover.state is SenderState.LOST, "the end on prefill")
         assert pools[STAGING].pinned == 0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
@@ -85,7 +85,7 @@ class Reservations:
         """The endpoint's pool that a reservation is in, and its blocks there."""
         if reservation.tier is Tier.DRAM:
             return DRAM_POOL, reservation.places
-        return POOL, self.blocks.pages(reservation.places)
+        return HBM_POOL, self.blocks.pages(reservation.places)
 
     @property
     def tokens(self) -> dict[str, int]:

@@ -17,7 +17,6 @@ from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.landing import Wanted, after_skip
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import (
     RANK_COMMANDS,
     RETURN_SECONDS,
@@ -29,6 +28,7 @@ from sglang_ext.engine.pd.messages import (
 )
 from sglang_ext.engine.pd.returns.reservations import Reservations
 from sglang_ext.engine.ranks import NOT_YET
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.mempool.store import Refusal, Reservation
 from sglang_ext.tiers import Tier
@@ -250,7 +250,7 @@ class ReturnReceiver:
     def _nbytes(self, message: Return) -> int:
         """Bytes of this rank's part of the offer, if it lacks all of it."""
         pages = self._places.blocks.pages_of(message.tokens)
-        return pages * self._agent.endpoint.pools[POOL].block_bytes
+        return pages * self._agent.endpoint.pools[HBM_POOL].block_bytes
 
     async def _stop(self, coming: _Coming) -> None:
         coming.unwanted = True

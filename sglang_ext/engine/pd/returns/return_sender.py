@@ -15,10 +15,10 @@ from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd.agent import Agent
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, ReturnEnd
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.returns.reservations import BUDGET, Blocks
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Call
@@ -94,7 +94,7 @@ class ReturnSender:
 
     def _withdraw(self, going: _Going) -> None:
         for offer in going.offers:
-            self._agent.book.withdraw(offer.lease)
+            self._agent.endpoint.withdraw(HBM_POOL, offer.lease)
 
     def _start(self, req: Any, tokens: Any) -> ReturnEnd | None:
         """Why there is nothing to return; None when a return has begun, on all ranks alike."""
@@ -106,7 +106,7 @@ class ReturnSender:
         if not count:
             return ReturnEnd.SHORT
         pages = np.concatenate([self._blocks.pages(each) for each in slots])
-        if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[POOL].blocks:
+        if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[HBM_POOL].blocks:
             return ReturnEnd.BUDGET
         self._begun += 1
         name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
@@ -126,7 +126,7 @@ class ReturnSender:
         try:
             for rank in peer.ranks:
                 going.offers.append(
-                    self._agent.book.lease("return", going.pages, LEASE_SECONDS, rank.epoch, lambda _: None)
+                    self._agent.endpoint.publish(HBM_POOL, "return", going.pages, LEASE_SECONDS, rank.epoch)
                 )
         except RefusedError:
             self._withdraw(going)
@@ -147,7 +147,7 @@ class ReturnSender:
 
     async def _give(self, going: _Going, message: Return, peer: PrefillPeer) -> None:
         try:
-            nbytes = len(going.pages) * self._agent.endpoint.pools[POOL].block_bytes
+            nbytes = len(going.pages) * self._agent.endpoint.pools[HBM_POOL].block_bytes
             answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
             going.outcome, going.tokens = answer.skipped or ReturnEnd.RETURNED, answer.tokens
             if answer.skipped is None:  # else prefill has neither read nor inserted anything

@@ -21,9 +21,9 @@ from sglang_ext.addresses import bracketed, connectable, listen_host
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.pushing import LayerFeed
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import transfers_of
 from sglang_ext.patches.adapter.pd.pd_setup import (
@@ -80,7 +80,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.agent = self._take_part(scheduler, cache, config, prefill=prefill)
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
-            first, layers, *_ = self.agent.endpoint.pools[POOL].meta.shard
+            first, layers, *_ = self.agent.endpoint.pools[HBM_POOL].meta.shard
             self.feed = self.agent.layer_feed(first, layers)
             watch_layers(scheduler.token_to_kv_pool_allocator.get_kvcache(), self.feed)
         PROCESS.manager = self
