@@ -4,7 +4,7 @@
 #   RDMA_CACHE: see prepare.sh     RDMA_LIMIT: seconds that the guest may print nothing; on a busy machine it is slow
 #   RDMA_PYTEST: more arguments for pytest, such as -k scattered
 set -u
-HERE=$(cd "$(dirname "$0")" && pwd); PYTHON=${1:-python3}; LIMIT=${RDMA_LIMIT:-240}
+HERE=$(cd "$(dirname "$0")" && pwd); PYTHON=${1:-python3}; LIMIT=${RDMA_LIMIT:-900}
 W=${RDMA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-ext/rdma}
 PREPARED=$(bash "$HERE/prepare.sh" "$PYTHON" "$W/site") || { status=$?; tail -1 <<< "$PREPARED"; exit $status; }
 mapfile -t QEMU <<< "$PREPARED"

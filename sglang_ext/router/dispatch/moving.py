@@ -1,8 +1,8 @@
 """Migrates running requests, with their KV, off an instance that is draining (MemServe, table 3).
 
 The instance stops each request between two tokens (`Park`). Another instance of its kind gets the request
-with the generated tokens, fetches the KV, and continues (`engine.migration`). Once it reports that it does
-(`Running`), the router reads the answer from there and leaves out the part that the client has
+with the generated tokens, fetches the KV, and continues (`patches.adapter.migration`). Once it reports that
+it does (`Running`), the router reads the answer from there and leaves out the part that the client has
 (`stream_splice`). Until then nothing is lost: if the other instance fails, the first one continues. Requests
 that cannot be migrated finish in place.
 """
