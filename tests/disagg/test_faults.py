@@ -302,11 +302,11 @@ async def test_closing_ends_what_connects_meanwhile(monkeypatch: pytest.MonkeyPa
             made.append(stock_open(*args))  # type: ignore[arg-type]
             return made[-1]
 
-        async def connects(address: str) -> Link:
+        async def connects(address: str, *only: object) -> Link:
             if made:
                 reached.set()
                 await asyncio.Event().wait()
-            link = await stock_connect(address)
+            link = await stock_connect(address, *only)  # type: ignore[arg-type]
             made.append(link.peer.channel)
             return link
 

@@ -155,7 +155,7 @@ def test_a_transport_survives_every_handshake(long_run: bool) -> None:
     try:
         for number in range(OVER_SOCKETS // 10 if long_run else 50):
             with socket.create_connection(
-                ("127.0.0.1", transport._port), timeout=HANDSHAKE_SECONDS + 5
+                ("127.0.0.1", transport.port), timeout=HANDSHAKE_SECONDS + 5
             ) as sock:
                 size = random.choice((0, 1, SESSION_BYTES, SESSION_BYTES + 32, SESSION_BYTES + 33, 500))
                 # Closed at any moment from our side or theirs.

@@ -173,7 +173,7 @@ def lose_entry(tree: RadixTree) -> None:
         (shorten_edge, "has an edge of 4 bytes"),
         (no_blocks, "has an edge of 0 bytes"),
         (change_edge, "is not found by its first block"),
-        (abandon, "is held by nobody"),
+        (abandon, "has no holder"),
         (make_hole, "a/1/HBM has a hole above"),
         (odd_address, "has an address of 3 entries"),
         (empty_address, "has an address of 0 entries"),
