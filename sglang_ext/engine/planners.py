@@ -40,7 +40,7 @@ class Planner:
         return False
 
     def expire(self, now: float) -> None:
-        """Drop what has expired and begin what is due. now: rank 0's time."""
+        """Drop expired entries, and begin those that are due. now: rank 0's time."""
 
     def takes_command(self, message: Message, at: float) -> bool:
         """Carry out a command if it is for this planner, and return whether it is. at: rank 0's time."""

@@ -139,7 +139,7 @@ class RankCache:
         return min((planner.alarm for planner in self.planners), default=math.inf)
 
     def expire(self, now: float) -> None:
-        """Drop what has expired and begin what is due. now: rank 0's time."""
+        """Drop expired entries, and begin those that are due. now: rank 0's time."""
         for planner in self.planners:
             planner.expire(now)
 

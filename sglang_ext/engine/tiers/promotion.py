@@ -166,7 +166,7 @@ class Arrivals:
         return self._of.get(handle)
 
     def add(self, handle: Hashable, start: int, tokens: int, node: Node) -> None:
-        """KV of a request has come, up to a node; it continues what came for it before."""
+        """KV of a request has come, up to a node; it continues earlier KV of that request."""
         self._tree.lock(node, self._dram)
         before = self._of.get(handle)
         if before is not None:

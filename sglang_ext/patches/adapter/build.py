@@ -128,7 +128,7 @@ def _write_down(build: Building) -> WriteDown | None:
     if build.arena is None:
         return None
     config, ctx = build.config, build.ctx
-    # In this order on every rank: both add parts to `Ranks`, and rank 0's feed already needs what is below.
+    # In this order on every rank: both add parts to `Ranks`, and rank 0's feed already needs the tiers below.
     below = build.below
     feed = build.find(PlacementFeed)
     observer = None if feed is None else feed.log

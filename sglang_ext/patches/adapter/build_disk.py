@@ -58,7 +58,7 @@ def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = Tru
 
 
 def names_on(disk: BlockTier | None) -> dict[Tier, ListsNames]:
-    """The tiers below memory that can list what they have."""
+    """The tiers below memory that can list their blocks."""
     parts = () if disk is None else disk.parts
     return {part.tier: part for part in parts if isinstance(part, ListsNames)}
 

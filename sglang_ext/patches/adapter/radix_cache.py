@@ -252,7 +252,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             self.move_lock(req, node)
 
     def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int] | None:
-        """Insert the whole blocks of a request's row; frees the slots of what the tree had already.
+        """Insert the whole blocks of a request's row; frees the slots of blocks that the tree had.
 
         Returns the node at which they end, and how many leading tokens the tree had before. None after a
         fault that left all slots with the request.
@@ -267,7 +267,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
                 Tier.HBM,
                 self.namespace_of(req),
                 key,
-                self.slot_ops.keep(row)[:whole],  # a slice of what is kept: torch's is slow
+                self.slot_ops.keep(row)[:whole],  # a slice of the kept slots: torch's is slow
                 priority=req.priority or 0,
             )
             done = result.node, result.held_blocks * self.block_size, whole
@@ -364,8 +364,8 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         return self.slot_ops.keep(self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end])
 
     def check_hicache_events(self) -> None:
-        """Called once per scheduler iteration, after requests came and before a batch is formed: take note of
-        what has completed on every rank."""
+        """Called once per scheduler iteration, after requests came and before a batch is formed: complete the
+        operations that have ended on every rank."""
         with self.faults.guard("each_pass"):
             self.each_pass()
         # `alarm` looks at every hint, so it is asked for only where this pass may have changed it.
