@@ -122,7 +122,7 @@ class Rounds:
             name: of the work, as metrics and the log have it; several pieces of work may have one name.
             of_one_peer: the work serves one peer, and no number of failures ends it; the caller goes on
                 without that peer.
-            on_end: told the task when it has ended, in place of ``Rounds``' own.
+            on_end: called with the task when it has ended, in place of ``Rounds``' own.
         """
         self.names.add(name)
         task = asyncio.create_task(self._run(name, each, self._counter(name), of_one_peer), name=name)

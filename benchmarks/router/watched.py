@@ -51,13 +51,13 @@ class Watch:
         elif self._turn in (2, 4):
             sys.settrace(None)
             name = "bytecodes" if self._turn == 2 else "idle"
-            self._tell(name, {code: (self._codes[code], calls) for code, calls in self._calls.items()})
+            self._write(name, {code: (self._codes[code], calls) for code, calls in self._calls.items()})
         elif self._turn == 5:
             signal.signal(signal.SIGPROF, self._tick)
             signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
         else:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            self._tell("ticks", {c: (n, 0) for c, n in self._ticks.items()})
+            self._write("ticks", {c: (n, 0) for c, n in self._ticks.items()})
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         self._calls[frame.f_code] += 1
@@ -74,7 +74,7 @@ class Watch:
         is_between = frame is None or frame.f_lasti <= ENTRY
         self._ticks[None if is_between or frame is None else frame.f_code] += 1
 
-    def _tell(self, name: str, seen: dict[CodeType | None, tuple[int, int]] | Any) -> None:
+    def _write(self, name: str, seen: dict[CodeType | None, tuple[int, int]] | Any) -> None:
         rows = [
             ["" if code is None else code.co_filename, "" if code is None else code.co_qualname, *counts]
             for code, counts in seen.items()

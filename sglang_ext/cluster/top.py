@@ -167,7 +167,7 @@ def _hits(seen: Seen, before: Seen | None) -> str:
         for (tier,) in seen.by("tier_tokens_total", "tier")
     ]
     since = "" if before is not None else " since the router's start"
-    by_tier = ", ".join(tiers) or "tiers not told"
+    by_tier = ", ".join(tiers) or "tiers not reported"
     return f"hits: [bold]{cached:.0%}[/] of {asked:,.0f} prompt tokens{since} ({by_tier})"
 
 

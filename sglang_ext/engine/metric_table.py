@@ -37,7 +37,7 @@ _CACHE: Final = (
     ),
     Metric(
         "acked_answers", COUNTER, "answers", ("end",),
-        "Answers whose end waited for the disk (--kv-durability acked), by what it was told with: "
+        "Answers whose end waited for the disk (--kv-durability acked), by what was reported with it: "
         "durable, behind (as the flag allows), late, refused (by the disk), lost, or uncached.",
     ),
     Metric(

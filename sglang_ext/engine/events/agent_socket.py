@@ -202,7 +202,7 @@ class AgentSocket:
         outbox.messages.append(data)
         outbox.nbytes += len(data)
         if outbox.nbytes > OUTBOX_BYTES:
-            logger.warning("a router does not take what it is sent; it is told nothing until it asks again")
+            logger.warning("a router does not receive its messages; nothing more is sent until it asks again")
             self.drop(reader)
             return False
         return True

@@ -104,7 +104,7 @@ def _concerns_weights(recv_req: Any) -> bool:
 
 PATCH = hook_patch(
     "weight_updates",
-    "our cache is told of weight updates and of the release of the pool's memory",
+    "reports weight updates and the release of the pool's memory to our cache",
     Hook(f"{_MANAGER}.update_weights_from_disk", "around", around_weights_change),
     Hook(f"{_MANAGER}.update_weights_from_distributed", "around", around_weights_change),
     Hook(f"{_MANAGER}.update_weights_from_tensor", "around", around_weights_change),
