@@ -6,10 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sglang_ext.tiers import Tier
 from sglang_ext.wire import Message
+
+
+class ReadsBatch(Protocol):
+    """How planners read the requests of a batch, which are SGLang's."""
+
+    def computed_end(self, request: Any) -> int:
+        """The token up to which the batch computes a request."""
+
+    def slots_of(self, request: Any, start: int, end: int) -> Any:
+        """Where tokens ``start`` to ``end`` of a request are."""
 
 
 class Planner:
@@ -52,6 +62,12 @@ class Planner:
     def prefill_ended(self) -> None:
         """The result of the oldest such batch was processed."""
 
+    def pass_begins(self, requests: Sequence[Any], reads: ReadsBatch) -> None:
+        """A prefill batch of these requests is about to run; their slots are in the request table."""
+
+    def pass_ended(self, *, held: bool) -> None:
+        """A prefill batch has run. held: whether all KV that streamed into it has verified."""
+
     def drop_in_flight(self) -> None:
         """Give up all transfers under way. When this returns, none of their KV arrives."""
 
@@ -75,6 +91,10 @@ class Planner:
 
     def blocks(self) -> Mapping[Tier, tuple[int, int]]:
         """Blocks held and blocks that fit, of each tier that this planner fills."""
+        return {}
+
+    def totals(self) -> Mapping[str, Mapping[str, int]]:
+        """Totals since the start, by metric (`engine.metric_table`) and the value of its label."""
         return {}
 
 

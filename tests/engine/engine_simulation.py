@@ -25,14 +25,14 @@ from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
-from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.events.router_commands import Replies, RouterCommands
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import Planner
-from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import Retraction
@@ -258,6 +258,7 @@ class Rank:
             gate = gate_class(self.mover, geometry.n_layers)
             self.pools.kvcache.register_layer_transfer_counter(gate)
 
+        replies = self.router_commands or Replies()
         moved_by = None if transfers is None else transfers(self)
         peer_kv = None if peers is None or moved_by is None else peers(self, moved_by)
         hbm_tier = HbmTier(
@@ -276,8 +277,12 @@ class Rank:
                 ranks,
                 always=not scenario.weigh,
             )
-            tell = None if self.router_commands is None else self.router_commands.reply_to_hint
-            advice = Advice(loading.prefetcher, tell, peers=peer_kv, priority_sign=priority_sign)
+            advice = Advice(
+                loading.prefetcher,
+                replies.reply_to_hint,
+                fetch_ahead=fetch_nothing if peer_kv is None else peer_kv.fetch_ahead,
+                priority_sign=priority_sign,
+            )
             bringing = loading.prefill_clock, loading.load_back, loading.prefetcher
             bringing += (advice,) if takes_hints else ()
         wait = scenario.settings.retract_wait
@@ -297,7 +302,7 @@ class Rank:
             check=check,
         )
         host = SglangHost(self.pools.allocator)
-        self.cache = cache_class(self.pools.params(), parts, host, self.router_commands)
+        self.cache = cache_class(self.pools.params(), parts, host, replies)
         self.expects_faults = False
         """Calls of the cache fail, because a test has them do so."""
         self.look_inside = True

@@ -9,7 +9,6 @@ from typing import Any
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.cache.rank_cache import RankCache
 from sglang_ext.engine.metric_table import cache_table, weighed
-from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.retraction import Retraction
@@ -58,9 +57,11 @@ class CacheMetrics:
         if cache.peers is not None:
             self._events("peers", cache.peers.fetches.counts())
             self._events("peers", dataclasses.asdict(cache.peers.exports.counters))
-            self._events("peers", dataclasses.asdict(cache.peers.spans.counters))
             self._events("fetched_bytes", cache.peers.transport_bytes)
-        self._show_prefetches(cache.find(Prefetcher), cache.find(Advice))
+        self._show_prefetches(cache.find(Prefetcher))
+        for planner in cache.planners:
+            for name, totals in planner.totals().items():
+                self._events(name, totals)
 
     def _show_retraction(self, retraction: Retraction | None) -> None:
         if retraction is not None:
@@ -75,14 +76,12 @@ class CacheMetrics:
             while answers.waits:
                 self._metrics.observe("durability_wait_seconds", answers.waits.popleft())
 
-    def _show_prefetches(self, prefetcher: Prefetcher | None, advice: Advice | None) -> None:
+    def _show_prefetches(self, prefetcher: Prefetcher | None) -> None:
         if prefetcher is not None:
             self._events("prefetches", prefetcher.counters)
             self._metrics.set("announced_prompts", len(prefetcher.retention))
             self._metrics.set("deferred_prompts", prefetcher.resting)
             self._events("announced_blocks", {"given_up": prefetcher.retention.given_up})
-        if advice is not None and advice.computes is not None:
-            self._events("announced_blocks", {"computed": advice.computes.blocks})
 
     def _show_dram(self, cache: RankCache) -> None:
         write_down = cache.write_down

@@ -119,6 +119,15 @@ class RankCache:
             for planner in self.planners:
                 planner.prefill_ended()
 
+    def streams_hold(self) -> bool:
+        """After a forward pass: whether everything that streamed into it has verified. Only then does the
+        KV that it has computed for others count.
+        """
+        held = self.moves.streams_hold()
+        for planner in self.planners:
+            planner.pass_ended(held=held)
+        return held
+
     def each_pass(self) -> None:
         """Apply the operations that have completed on every rank, and take the next step of each planner."""
         self.ranks.each_pass()

@@ -57,7 +57,28 @@ class _Senders:
             return self._readers.pop(id, None) if last else self._readers.get(id)
 
 
-class RouterCommands:
+class Replies:
+    """A rank's replies to routers, and the commands that it queues for all ranks. Those of this class are
+    dropped: routers are connected to rank 0 alone.
+    """
+
+    epoch = b""
+
+    def enqueue(self, message: ToAgent) -> bool:
+        """Queue a command for every rank. False when it was not queued."""
+        return False
+
+    def reply_to_hint(self, result: PrefetchResult) -> None:
+        """Send the result of a hint to its router."""
+
+    def reply_to_fetch(self, result: FetchResult) -> None:
+        """Send the result of a fetch to its router."""
+
+    def reply_to_move(self, message: Parked | Running) -> None:
+        """Send the state of a request that is moved to the router that moves it."""
+
+
+class RouterCommands(Replies):
     """See the module's docstring. ``receive`` runs in the agent's thread, the other methods in any.
 
     Args:
@@ -106,7 +127,6 @@ class RouterCommands:
         return self._queue.put(TO_AGENT.encode(message))
 
     def reply_to_hint(self, result: PrefetchResult) -> None:
-        """Send the result of a hint to its router."""
         reader = self._hints.get(result.id, last=result.end is not PrefetchEnd.COMPUTING)
         if reader is not None:
             end = result.end.value
@@ -115,7 +135,6 @@ class RouterCommands:
             )
 
     def reply_to_fetch(self, result: FetchResult) -> None:
-        """Send the result of a fetch to its router."""
         # After a fetch for a hint the result of the hint itself follows.
         senders = self._hints if result.ahead else self._fetches
         reader = senders.get(result.id, last=not result.ahead)
@@ -124,6 +143,5 @@ class RouterCommands:
             self._post(reader, Fetched(self.epoch, result.id, result.ahead, result.how.value, spans))
 
     def reply_to_move(self, message: Parked | Running) -> None:
-        """Send the state of a request that is moved to the router that moves it."""
         if (reader := self._moves.get(message.id, last=False)) is not None:
             self._post(reader, message)

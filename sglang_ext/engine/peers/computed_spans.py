@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from sglang_ext.clock import Clock
-from sglang_ext.engine.movers.mover import BlockIds, Slots
-from sglang_ext.engine.peers.export import ExportLink, Exports
+from sglang_ext.engine.movers.mover import BlockIds
+from sglang_ext.engine.peers.export import ExportLink, Exports, layer_name
+from sglang_ext.engine.planners import Planner, ReadsBatch
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.protocol.agent import Export
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier
+from sglang_ext.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,6 @@ LEASE_SECONDS: Final = 30.0
 """The time that a peer has to read a layer."""
 COPY_CHECK_S: Final = 1.0
 """How often to look whether copying has failed, while the last layer is waited for."""
-
-
-def layer_name(export: str, layer: int) -> str:
-    """The name under which a layer (of this rank's, from 0) of a computed span is exported."""
-    return f"{export}.{layer}"
 
 
 class Running(Protocol):
@@ -111,7 +109,7 @@ class _Computing:
         return layer < self.computed
 
 
-class ComputedSpans:
+class ComputedSpans(Planner):
     """See the module's docstring.
 
     Args:
@@ -119,7 +117,8 @@ class ComputedSpans:
         link: publishes.
         exports: keeps published blocks in DRAM until the peer has read them.
         clock: seconds, monotonic.
-        host: computes; None on an instance that computes nothing for peers.
+        host: computes.
+        wanted: the namespace of an export, and the encoded whole blocks of its prompt (`PeerKv.wanted`).
     """
 
     def __init__(
@@ -129,7 +128,8 @@ class ComputedSpans:
         link: ExportLink,
         exports: Exports,
         clock: Clock,
-        host: SpanHost | None = None,
+        host: SpanHost,
+        wanted: Callable[[Export], tuple[Hashable, bytes]],
     ) -> None:
         self._tree = tree
         self._tier = tier
@@ -137,33 +137,34 @@ class ComputedSpans:
         self._exports = exports
         self._clock = clock
         self._step = tree.block_size * TOKEN_BYTES
-        self.host = host
+        self._host = host
+        self._wanted = wanted
         self._layers = 0
         self._waiting: list[_Span] = []
         self._computing: list[_Computing] = []
         self.counters = SpanCounters()
 
-    def begin(
-        self,
-        export: str,
-        namespace: Hashable,
-        key: bytes,
-        extra_key: str | None,
-        cache_salt: str | None,
-        seconds: float,
-    ) -> None:
-        """Compute a prompt's beginning (encoded, whole blocks), and export it under that name."""
+    def takes_command(self, message: Message, at: float) -> bool:
+        if isinstance(message, Export) and message.compute:
+            self._begin(message)
+            return True
+        return False
+
+    def _begin(self, message: Export) -> None:
+        """Compute a prompt's beginning, and export it."""
+        (namespace, key), seconds = self._wanted(message), message.ttl_s
         request = None
-        if self.host is not None and key and len(self._waiting) < MOST_SPANS:
-            self._layers = self._layers or self.host.watch(self.layer_written)
-            tokens = decode_tokens(key).tolist()
-            request = self.host.start(f"span_{export}", tokens, extra_key, cache_salt)
-        span = _Span(export, namespace, key, seconds, self._clock.monotonic() + seconds, request or _Nobody())
+        if key and len(self._waiting) < MOST_SPANS:
+            self._layers = self._layers or self._host.watch(self.layer_written)
+            name, tokens = f"span_{message.export}", decode_tokens(key).tolist()
+            request = self._host.start(name, tokens, message.extra_key, message.cache_salt)
+        until = self._clock.monotonic() + seconds
+        span = _Span(message.export, namespace, key, seconds, until, request or _NotTaken())
         self._waiting.append(span)
         if request is None:
             self._give_up(span)
 
-    def drain(self) -> None:
+    def each_pass(self) -> None:
         """Publish the failure of spans that will not be computed. Once per pass."""
         now = self._clock.monotonic()
         for span in list(self._waiting):
@@ -173,9 +174,9 @@ class ComputedSpans:
     def _give_up(self, span: _Span) -> None:
         """Drop a span that will not be computed, and publish the failure."""
         self._waiting.remove(span)
-        self._tell_nothing(span, 1)
+        self._export_nothing(span, 1)
 
-    def _tell_nothing(self, span: _Span, layers: int) -> None:
+    def _export_nothing(self, span: _Span, layers: int) -> None:
         """Export zero blocks for each of the first ``layers`` layers, so that a peer that asks for one gets
         an answer.
         """
@@ -187,28 +188,16 @@ class ComputedSpans:
 
     # -- the pass that ends it --------------------------------------------------------------------
 
-    def pass_begins(
-        self,
-        requests: Iterable[Any],
-        end: Callable[[Any], int],
-        slots: Callable[[Any, int, int], Slots],
-    ) -> None:
-        """A prefill batch is about to run.
-
-        Args:
-            requests: of the batch.
-            end: the token up to which the batch computes a request.
-            slots: where tokens (from, to) of a request are.
-        """
+    def pass_begins(self, requests: Sequence[Any], reads: ReadsBatch) -> None:
         if not self._waiting:
             return
         ours = {id(span.request): span for span in self._waiting}
         for request in requests:
             span = ours.get(id(request))
-            if span is not None and end(request) * TOKEN_BYTES == len(span.key):
-                self._compute(span, request, slots)
+            if span is not None and reads.computed_end(request) * TOKEN_BYTES == len(span.key):
+                self._compute(span, request, reads)
 
-    def _compute(self, span: _Span, request: Any, slots: Callable[[Any, int, int], Slots]) -> None:
+    def _compute(self, span: _Span, request: Any, reads: ReadsBatch) -> None:
         reservation = self._tier.store.reserve(
             Tier.DRAM, span.namespace, span.key, Use.SPAN, whole=True, share=SHARE
         )
@@ -228,7 +217,7 @@ class ComputedSpans:
         computing = _Computing(span, reservation, ids.astype(np.int64), self._layers)
         self._computing.append(computing)
         block = self._tree.block_size
-        places = slots(request, reservation.start * block, len(span.key) // TOKEN_BYTES)
+        places = reads.slots_of(request, reservation.start * block, len(span.key) // TOKEN_BYTES)
 
         def copied(layer: int) -> None:
             if layer == computing.layers - 1:
@@ -250,7 +239,6 @@ class ComputedSpans:
             computing.computed = max(computing.computed, layer + 1)
 
     def pass_ended(self, *, held: bool) -> None:
-        """The pass has run. held: whether all KV that streamed into it has verified."""
         for computing in self._computing:
             computing.computed = computing.layers
             # The request may give up its slots next.
@@ -270,7 +258,7 @@ class ComputedSpans:
             for lease in computing.leases:
                 if lease is not None:
                     self._link.withdraw(lease)
-            self._tell_nothing(computing.span, computing.layers)
+            self._export_nothing(computing.span, computing.layers)
             return
         self._publish(computing, computing.layers - 1)
         self.counters.span_computed += computing.ids.size
@@ -278,8 +266,14 @@ class ComputedSpans:
 
     # -- whole ------------------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        """The cache is about to be emptied: nothing more is exported. No pass is under way."""
+    def totals(self) -> Mapping[str, Mapping[str, int]]:
+        return {"peers": asdict(self.counters)}
+
+    def close(self) -> None:
+        self.drop_in_flight()
+
+    def drop_in_flight(self) -> None:
+        """Give up all spans, so that nothing more is exported. No pass is under way."""
         for span in list(self._waiting):
             self._give_up(span)
 
@@ -292,7 +286,7 @@ class ComputedSpans:
         return f"ComputedSpans({len(self._waiting)} waiting, {self.counters})"
 
 
-class _Nobody:
+class _NotTaken:
     """Stands for a request that the scheduler did not take."""
 
     def finished(self) -> bool:

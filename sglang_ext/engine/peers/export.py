@@ -25,7 +25,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.clock import Clock
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.promotion import Promoted, Wanted
@@ -39,6 +39,11 @@ from sglang_ext.tiers import Tier
 MOST_EXPORTS: Final = 32
 SHARE: Final = 4
 """At most ``1 / SHARE`` of DRAM is exported at a time."""
+
+
+def layer_name(export: str, layer: int) -> str:
+    """The name of one layer (of this rank's, from 0) of an export that comes layer by layer."""
+    return f"{export}.{layer}"
 
 
 class ExportLink(Protocol):
@@ -119,8 +124,8 @@ class Exports:
         write_down: copies to DRAM.
         link: publishes.
         ranks: agree on which exports have ended.
-        disk: brings blocks to DRAM from the tiers below; None without such tiers.
         clock: seconds, monotonic.
+        below: bring blocks to DRAM from the tiers below it.
     """
 
     def __init__(
@@ -129,16 +134,15 @@ class Exports:
         write_down: WriteDown,
         link: ExportLink,
         ranks: Ranks,
-        disk: FromDisk | None = None,
-        *,
-        clock: Clock | None = None,
+        clock: Clock,
+        below: Sequence[FromDisk] = (),
     ) -> None:
         self._tree = tree
         self._write_down = write_down
         self._tier = write_down.dram
         self._link = link
-        self._disk = disk
-        self._clock = clock or SystemClock()
+        self._below = tuple(below)
+        self._clock = clock
         self._exports: list[_Export] = []
         self._asked: list[_Asked] = []
         self.counters = ExportCounters()
@@ -156,22 +160,24 @@ class Exports:
         if not spills:
             self._copy(asked)
         self._asked.append(asked)
-        if self._disk is not None and not spills:
+        if self._below and not spills:
             # From the next pass on; blocks in memory come first in its share of the exports.
             left = self._tier.n_blocks // SHARE - self.exported_blocks
             left -= sum(other.share for other in self._asked)
             step = self._tree.block_size * TOKEN_BYTES
             asked.share = max(0, min(len(key) // step, left))
-            self._disk.begin(asked, Wanted(namespace, key[: asked.share * step], AHEAD, request=asked))
+            wanted = Wanted(namespace, key[: asked.share * step], AHEAD, request=asked)
+            for tier in self._below:
+                tier.begin(asked, wanted)
 
     def _on_disk(self, asked: _Asked) -> bool:
         """Whether something of it is still being read from disk."""
-        if self._disk is None or asked.spills or self._disk.ready(asked):
-            return False
-        if not asked.answered and (seconds := self._disk.expected_s(asked)):
+        reading = [] if asked.spills else [tier for tier in self._below if not tier.ready(asked)]
+        seconds = 0.0 if asked.answered else max((tier.expected_s(asked) for tier in reading), default=0.0)
+        if seconds:
             self._link.expect(asked.export, seconds)
             asked.answered = True
-        return True
+        return bool(reading)
 
     def _copy(self, asked: _Asked) -> None:
         """Begin to copy to DRAM the blocks that are in HBM only."""
@@ -218,12 +224,11 @@ class Exports:
 
     def _release(self, asked: _Asked) -> None:
         """Bring no more blocks from disk for it."""
-        if self._disk is None or asked.spills:
-            return
-        brought = self._disk.brought(asked)
-        if brought is not None:
-            self.counters.from_disk += brought.tokens // self._tree.block_size
-        self._disk.release(asked)
+        for tier in () if asked.spills else self._below:
+            brought = tier.brought(asked)
+            if brought is not None:
+                self.counters.from_disk += brought.tokens // self._tree.block_size
+            tier.release(asked)
 
     def _path(self, asked: _Asked) -> list[Node]:
         """The nodes of its prompt in the tree, split at the prompt's end."""

@@ -29,7 +29,7 @@ from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.disagg.transfer.pools import PoolSpec
-from sglang_ext.engine.peers.computed_spans import layer_name
+from sglang_ext.engine.peers.export import layer_name
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.errors import SglangExtError
 from sglang_ext.geometry import Geometry
@@ -66,7 +66,7 @@ def peer_name(instance: str, epoch: bytes) -> str:
 class Job:
     """A read from one peer. Written by the link's thread, looked at by the scheduler's and the mover's.
 
-    layered: it comes layer by layer, while the peer computes it (``computed_spans``). layers_in: how many
+    layered: it comes layer by layer, while the peer computes it. layers_in: how many
     layers are in place and verified, from the first on. offered: blocks of the prompt's beginning that the
     peer exports; ``None`` until the peer has answered. read: blocks that are in place and verified; ``None``
     until the reading has ended. connecting_s: seconds to connect, once connected; later reads from that peer

@@ -7,7 +7,7 @@ A request whose message allows it may wait for its fetch, for a time; others go 
 is counted by its reason, blocks that came before it stay, and the next span is to bring the missing ones:
 every peer exports from the prompt's start. The forward pass computes the blocks that no peer brings.
 
-A span that a peer is still computing comes layer by layer (``computed_spans``). Its request is admitted once
+A span that a peer is still computing comes layer by layer. Its request is admitted once
 the first layer is in, and the others stream through DRAM to its slots in front of the forward pass. Those
 slots are the request's own until the pass has ended and every layer has verified; if one has not, the whole
 batch is thrown away and runs again (``patches/hooks/restarts.py``).

@@ -1,17 +1,16 @@
 """Fetching from peers and exporting to them, as one part of a rank's cache.
 
-Routers' messages come with the requests (``commands``); ``waits`` is for SGLang's protocol of waiting
+Routers' messages come with the requests (``commands``). ``waits`` is for SGLang's protocol of waiting
 requests (``storage_prefetch``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Protocol
 
 from sglang_ext.engine.moves.moves import Moves
-from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
 from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
 from sglang_ext.engine.planners import Planner
@@ -20,6 +19,7 @@ from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
 from sglang_ext.radix_global import RadixTree
+from sglang_ext.wire import Message
 
 HINT_SECONDS: Final = 10.0
 """Limit for a fetch that no request waits for."""
@@ -46,11 +46,10 @@ class PeerKv(Planner):
         link: exports and reads.
         ranks: of this instance.
         moves: of this rank.
-        on_result: receives the results of fetches; in rank 0, where there are routers.
-        host: computes spans of prompts for peers; None on an instance that computes none for them.
+        on_result: replies to routers with the results of fetches, in rank 0.
         rank: index into a peer's ``endpoints`` of the endpoint to read from; a peer has as many as this
             instance has ranks.
-        disk: brings exported blocks to DRAM; None without a disk.
+        below: bring exported blocks to DRAM from the tiers below it.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
     """
@@ -64,39 +63,49 @@ class PeerKv(Planner):
         moves: Moves,
         *,
         namespace: Callable[[str | None, str | None], Hashable],
-        disk: FromDisk | None = None,
+        below: Sequence[FromDisk] = (),
         fresh: Callable[[], bool] = lambda: True,
-        on_result: Callable[[FetchResult], None] | None = None,
-        host: SpanHost | None = None,
+        on_result: Callable[[FetchResult], None] = lambda result: None,
         rank: int = 0,
         endpoints: int = 1,
     ) -> None:
         tier = write_down.dram
         self._clock = moves.clock
         self._step = tree.block_size * TOKEN_BYTES
-        self._link = link
+        self.link = link
         self._namespace = namespace
         self._fresh = fresh
         self._rank = rank
         self._endpoints = endpoints
         self._on_result = on_result
-        self.exports = Exports(tree, write_down, link, ranks, disk, clock=self._clock)
+        self.exports = Exports(tree, write_down, link, ranks, self._clock, below)
         self.fetches = Fetches(tree, tier, link, moves)
-        self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock, host)
         self._spilled = tier.spilled
         self._show_at = -math.inf
 
+    def takes_command(self, message: Message, at: float) -> bool:
+        match message:
+            case Export():
+                self.export(message)
+            case Fetch():
+                self.fetch(message)
+            case PeerDead():
+                # Release its exports at once, and count reads from it as misses.
+                self.link.peer_dead(message.instance, message.epoch)
+            case _:
+                return False
+        return True
+
     def export(self, message: Export) -> None:
-        """Export the prefix, or begin to compute it, for a peer that is about to request it."""
+        """Export the prefix for a peer that is about to request it."""
+        namespace, key = self.wanted(message)
+        self.exports.export(message.export, namespace, key, message.ttl_s, spills=message.spills)
+
+    def wanted(self, message: Export) -> tuple[Hashable, bytes]:
+        """The namespace of an export, and the whole blocks of its prompt."""
         # Peers know this instance by its first weights: with other weights, export no block.
         key = self._whole(message.tokens) if self._fresh() else b""
-        tenant = message.extra_key, message.cache_salt
-        if message.compute:
-            self.spans.begin(message.export, self._namespace(*tenant), key, *tenant, message.ttl_s)
-        else:
-            self.exports.export(
-                message.export, self._namespace(*tenant), key, message.ttl_s, spills=message.spills
-            )
+        return self._namespace(message.extra_key, message.cache_salt), key
 
     def fetch(self, message: Fetch) -> None:
         """A request is on its way, and waits; or another instance's KV is to be kept for it."""
@@ -147,10 +156,6 @@ class PeerKv(Planner):
             isinstance(message, Fetch) and message.for_others,
         )
 
-    def peer_dead(self, message: PeerDead) -> None:
-        """An instance died: release its exports at once, and count reads from it as misses."""
-        self._link.peer_dead(message.instance, message.epoch)
-
     def _whole(self, tokens: bytes) -> bytes:
         return tokens[: len(tokens) // self._step * self._step]
 
@@ -159,11 +164,9 @@ class PeerKv(Planner):
         return self.fetches.waits(namespace, key)
 
     def each_pass(self) -> None:
-        """Report the results of fetches, and of spans that are not computed. Once per pass."""
-        self.spans.drain()
+        """Report the results of fetches. Once per pass."""
         for result in self.fetches.take_results():
-            if self._on_result is not None:
-                self._on_result(result)
+            self._on_result(result)
         if len(self._spilled) and self._clock.monotonic() >= self._show_at:
             self._show_at = self._clock.monotonic() + SHOW_S
             self._spilled.show()
@@ -171,23 +174,22 @@ class PeerKv(Planner):
     @property
     def busy(self) -> bool:
         """Whether the next passes have something to do."""
-        return self.fetches.busy or self.exports.busy or self.spans.busy
+        return self.fetches.busy or self.exports.busy
 
     @property
     def transport_bytes(self) -> dict[str, int]:
         """Bytes that were read from peers, by transport."""
-        return self._link.transport_bytes
+        return self.link.transport_bytes
 
     def drop_in_flight(self) -> None:
-        """Give up fetches, spans and exports."""
+        """Give up fetches and exports."""
         self.fetches.settle()
-        self.spans.clear()
         self.exports.clear()
 
     def close(self) -> None:
         """End. DRAM is still there."""
         self.drop_in_flight()
-        self._link.close()
+        self.link.close()
 
     def __repr__(self) -> str:
-        return f"PeerKv({self.fetches!r}, {self.exports!r}, {self.spans!r})"
+        return f"PeerKv({self.fetches!r}, {self.exports!r})"

@@ -1,8 +1,8 @@
 """Advisory requests in the scheduler's thread of every rank (Symphony, section 3.2).
 
 The agent puts a router's hint into the command queue (``engine/commands.py``); here it becomes a prefetch,
-and its result goes back through the agent of rank 0. Fetches from peers and exports to them are passed on
-(``peer_kv``). A hint never changes an answer, and a bad one never harms a server: it is logged and dropped.
+and its result goes back through the agent of rank 0. A hint never changes an answer, and a bad one never
+harms a server: it is logged and dropped.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict
 
-from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.protocol.agent import (
     Advise,
-    Export,
-    Fetch,
-    PeerDead,
     PrefillServers,
     ToAgent,
     Withdraw,
@@ -31,6 +27,13 @@ logger = logging.getLogger(__name__)
 
 OnResult = Callable[[PrefetchResult], None]
 """Receives the result of a hint; called in the scheduler's thread, must not block."""
+FetchAhead = Callable[[Advise, Callable[[], None]], None]
+"""Fetches the KV that peers have for a hint, and then calls the function, however that ended."""
+
+
+def fetch_nothing(message: Advise, then: Callable[[], None]) -> None:
+    """A `FetchAhead` for a rank without peers."""
+    then()
 
 
 class _Terms(TypedDict):
@@ -71,8 +74,8 @@ class Brings(Protocol):
     def take_ended(self) -> list[PrefetchResult]: ...
 
 
-class Computes(Protocol):
-    """The methods of ``engine.compute_ahead.ComputeAhead`` that hints use."""
+class TakesRest(Protocol):
+    """Goes on with a prompt after its prefetch, of which tokens may be missing."""
 
     def takes(
         self,
@@ -85,46 +88,33 @@ class Computes(Protocol):
 
     def cancel(self, id: str) -> None: ...
 
-    def drain(self) -> None: ...
-
-    def take_ended(self) -> list[PrefetchResult]: ...
-
-    def clear(self) -> None: ...
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def blocks(self) -> int: ...
-
 
 class Advice(Planner):
     """See the module's docstring.
 
     Args:
         brings: the rank's prefetcher.
-        on_result: for rank 0; None on the others.
-        peers: fetches and exports; None where that is not possible.
-        computes: computes the tokens that no tier and no peer has; None where that is not wanted.
+        on_result: replies to routers, in rank 0.
+        rest: asked in order to go on with a prompt after its prefetch.
         priority_sign: -1 where a small number means a high priority.
     """
 
     def __init__(
         self,
         brings: Brings,
-        on_result: OnResult | None = None,
+        on_result: OnResult = lambda result: None,
         *,
-        peers: PeerKv | None = None,
-        computes: Computes | None = None,
+        fetch_ahead: FetchAhead = fetch_nothing,
+        rest: Sequence[TakesRest] = (),
         priority_sign: int = 1,
     ) -> None:
         self._brings = brings
         self.on_result = on_result
         self.priority_sign = priority_sign
-        self.peers = peers
-        self.computes = computes
+        self._fetch_ahead = fetch_ahead
+        self._rest = tuple(rest)
         self._bringing: dict[str, Advise] = {}
-        """Hints whose KV is being brought, where the rest may be computed."""
+        """Hints whose KV is being brought."""
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
 
@@ -142,21 +132,15 @@ class Advice(Planner):
             at: rank 0's time, from which the hint's time to live counts.
         """
         match message:
-            case Advise() if message.spans and self.peers is not None:
+            case Advise() if message.spans:
                 self._fetching[message.id] = message
                 self._brings.expect(message.id, message.tokens, **self._terms(message, at))
-                self.peers.fetch_ahead(message, lambda: self._fetched(message, at))
+                self._fetch_ahead(message, lambda: self._fetched(message, at))
             case Advise():
                 self._bring(message, at)
-            case Export() if self.peers is not None:
-                self.peers.export(message)
-            case Fetch() if self.peers is not None:
-                self.peers.fetch(message)
-            case PeerDead() if self.peers is not None:
-                self.peers.peer_dead(message)
             case Withdraw():
-                if self.computes is not None:
-                    self.computes.cancel(message.id)
+                for each in self._rest:
+                    each.cancel(message.id)
                 if not self._brings.cancel(message.id):
                     self._fetching.pop(message.id, None)
             case PrefillServers():
@@ -173,8 +157,7 @@ class Advice(Planner):
             self._bring(message, at)
 
     def _bring(self, message: Advise, at: float) -> None:
-        if self.computes is not None:
-            self._bringing[message.id] = message
+        self._bringing[message.id] = message
         earliest = at + message.earliest_s
         self._brings.prefetch(message.id, message.tokens, **self._terms(message, at), earliest=earliest)
 
@@ -188,32 +171,17 @@ class Advice(Planner):
         }
 
     def each_pass(self) -> None:
-        """Pass the results of ended prefetches on, and go on with the prompts to compute. Once per pass."""
-        ended = self._brings.take_ended()
-        if self.computes is not None:
-            ended = [self._to_compute(self.computes, result) for result in ended]
-            self.computes.drain()
-            ended += self.computes.take_ended()
-        if self.on_result is not None:
-            for result in ended:
-                self.on_result(result)
+        """Pass the results of ended prefetches on. Once per pass."""
+        for result in self._brings.take_ended():
+            self.on_result(self._with_rest(result))
 
-    def _to_compute(self, computes: Computes, result: PrefetchResult) -> PrefetchResult:
+    def _with_rest(self, result: PrefetchResult) -> PrefetchResult:
         """A prefetch has ended: perhaps the rest is computed now."""
         message = self._bringing.pop(result.id, None)
         if message is None:
             return result
         priority = message.priority * self.priority_sign
-        if computes.takes(result, message.tokens, message.extra_key, message.cache_salt, priority):
-            return dataclasses.replace(result, end=PrefetchEnd.COMPUTING)
+        for each in self._rest:
+            if each.takes(result, message.tokens, message.extra_key, message.cache_salt, priority):
+                return dataclasses.replace(result, end=PrefetchEnd.COMPUTING)
         return result
-
-    @property
-    def busy(self) -> bool:
-        """Whether the next passes of an idle scheduler have something to do."""
-        return self.computes is not None and self.computes.busy
-
-    def drop_in_flight(self) -> None:
-        """Compute nothing more ahead."""
-        if self.computes is not None:
-            self.computes.clear()

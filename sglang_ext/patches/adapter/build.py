@@ -15,8 +15,9 @@ from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.cuda_mover import CudaMover
 from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
+from sglang_ext.engine.peers.computed_spans import ComputedSpans
 from sglang_ext.engine.peers.peer_kv import PeerKv
-from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.retraction import DEFAULT_WAIT_SECONDS, Retraction
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
@@ -90,7 +91,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             check=config.check,
         ),
         build.host,
-        commands,
+        build.replies,
     )
     if commands is not None:
         _attach_agent(build, cache, commands)
@@ -195,9 +196,20 @@ def _peers(build: Building) -> PeerKv | None:
         build.ranks,
         build.moves,
         endpoints=len(build.transfers_and_endpoints[1]),
-        disk=build.find(Promotions),
-        on_result=None if build.router_commands is None else build.router_commands.reply_to_fetch,
-        host=build.host if build.splits else None,
+        below=build.found(Promotions),
+        on_result=build.replies.reply_to_fetch,
+    )
+
+
+def _computed_spans(build: Building) -> ComputedSpans | None:
+    peers, write_down = build.find(PeerKv), build.find(WriteDown)
+    if peers is None or write_down is None or build.ctx.server_args.disaggregation_mode != "null":
+        return None
+    dram = write_down.dram
+    if not dram.copies.streams:
+        return None
+    return ComputedSpans(
+        build.store.tree, dram, peers.link, peers.exports, build.moves.clock, build.host, peers.wanted
     )
 
 
@@ -217,17 +229,28 @@ def _advice(build: Building) -> Advice | None:
     prefetcher = build.find(Prefetcher)
     if prefetcher is None:
         return None
-    computes = None
-    if build.config.advisory_compute:
-        computes = ComputeAhead(
-            build.store.tree, build.hbm, build.hbm_tier, prefetcher, build.weights.namespace, build.host
-        )
+    peers = build.find(PeerKv)
     return Advice(
         prefetcher,
-        None if build.router_commands is None else build.router_commands.reply_to_hint,
-        peers=build.find(PeerKv),
-        computes=computes,
+        build.replies.reply_to_hint,
+        fetch_ahead=fetch_nothing if peers is None else peers.fetch_ahead,
+        rest=build.found(ComputeAhead),
         priority_sign=build.priority_sign,
+    )
+
+
+def _compute_ahead(build: Building) -> ComputeAhead | None:
+    prefetcher = build.find(Prefetcher)
+    if prefetcher is None or not build.config.advisory_compute:
+        return None
+    return ComputeAhead(
+        build.store.tree,
+        build.hbm,
+        build.hbm_tier,
+        prefetcher,
+        build.weights.namespace,
+        build.host,
+        build.replies.reply_to_hint,
     )
 
 
@@ -248,12 +271,14 @@ def _feed(build: Building) -> PlacementFeed | None:
 
 
 PLANNERS: Final[Builders] = {
+    ComputedSpans: _computed_spans,  # the same as PeerKv, on a server that prefills and decodes
     PeerKv: _peers,  # --kv-router and --kv-dram-size
     TransferThread: _transfers,  # the same, or --disaggregation-mode
     PrefillClock: _prefill_clock,  # --kv-dram-size
     LoadBack: _load_back,  # --kv-dram-size
     Prefetcher: _prefetcher,  # --kv-dram-size
-    Advice: _advice,  # --kv-dram-size; computes ahead with --kv-advisory-compute
+    Advice: _advice,  # --kv-dram-size
+    ComputeAhead: _compute_ahead,  # --kv-advisory-compute
     WriteDown: _write_down,  # --kv-dram-size
     Promotions: _promotions,  # --kv-disk-path or another tier below DRAM
     AckedAnswers: _acked,  # --kv-durability acked
@@ -281,7 +306,7 @@ def _attach_agent(build: Building, cache: GlobalRadixCache, commands: RouterComm
         settings=settings_of(ctx.model_config, build.kvcache),
         handover=handover_settings(config, ctx.server_args, ctx.params.page_size),
         endpoints=build.endpoints,
-        splits=build.splits and build.find(PeerKv) is not None,
+        splits=build.find(ComputedSpans) is not None,
     )
 
 

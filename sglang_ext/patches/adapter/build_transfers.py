@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.pd.messages import MESSAGES
-from sglang_ext.engine.peers.computed_spans import SpanHost
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
@@ -120,15 +119,15 @@ def start_transfers(
     endpoint: EndpointConfig,
     config: KvConfig,
     pool: EnginePool,
-    dram: PoolSpec | None = None,
+    memory: Sequence[PoolSpec] = (),
 ) -> TransferThread:
-    """The transfer thread of a rank that hands over: over the engine's pool, and DRAM beside it.
+    """The transfer thread of a rank that hands over: over the engine's pool, and pools of memory beside it.
 
     Raises:
         ConfigError: the pool is on a device, and the layout `aggregated`. Also the errors of
             ``Endpoint.start``.
     """
-    pools = [pool.spec(HBM_POOL), *([dram] if dram is not None else ())]
+    pools = [pool.spec(HBM_POOL), *memory]
     staging = staging_of(config, pool.pages, pool.kind)
     return TransferThread(endpoint, pools, staging=staging, messages=MESSAGES)
 
@@ -172,10 +171,10 @@ def engine_rank() -> int:
     return int(get_parallel().attn_tp_rank)
 
 
-def start_fetching(endpoint: EndpointConfig, dram: PoolSpec) -> TransferThread | None:
+def start_fetching(endpoint: EndpointConfig, memory: Sequence[PoolSpec]) -> TransferThread | None:
     """The transfer thread of a rank that fetches and exports only; None where it cannot listen."""
     try:
-        return TransferThread(endpoint, [dram], messages=MESSAGES)
+        return TransferThread(endpoint, memory, messages=MESSAGES)
     except (SglangExtError, OSError, ZMQError) as error:
         logger.warning("KV is neither fetched from other instances nor exported to them: %s", error)
         return None
@@ -201,9 +200,8 @@ def make_peers(
     moves: Moves,
     *,
     endpoints: int,
-    disk: Promotions | None = None,
-    on_result: Callable[[FetchResult], None] | None = None,
-    host: SpanHost | None = None,
+    below: Sequence[Promotions] = (),
+    on_result: Callable[[FetchResult], None] = lambda result: None,
 ) -> PeerKv:
     """The `PeerKv` of a rank whose instance has so many endpoints."""
     return PeerKv(
@@ -213,10 +211,9 @@ def make_peers(
         ranks,
         moves,
         namespace=weights.namespace,
-        disk=disk,
+        below=below,
         fresh=lambda: weights.as_started,
         on_result=on_result,
-        host=host,
         rank=transfers.endpoint.config.rank,
         endpoints=endpoints,
     )

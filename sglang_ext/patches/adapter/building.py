@@ -16,7 +16,7 @@ from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
-from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.events.router_commands import Replies, RouterCommands
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.moves.moves import Moves
@@ -111,6 +111,11 @@ class Building:
         assert found is None or isinstance(found, kind)
         return found
 
+    def found(self, kind: type[P]) -> list[P]:
+        """The planner of a kind; empty where its mechanism is off."""
+        found = self.find(kind)
+        return [] if found is None else [found]
+
     @cached_property
     def moves(self) -> Moves:
         """KV on its way into the rank's memory. The ranks agree on the end of copies first."""
@@ -169,9 +174,14 @@ class Building:
             self.weights,
         )
 
+    @property
+    def replies(self) -> Replies:
+        """Replies to routers; none are sent without routers, and by other ranks than 0."""
+        return self.router_commands or Replies()
+
     @cached_property
     def router_commands(self) -> RouterCommands | None:
-        """Replies to routers; in rank 0."""
+        """Commands of routers, and the replies to them; in rank 0."""
         feed = self.find(PlacementFeed)
         if feed is None or self.commands is None:
             return None
@@ -212,13 +222,6 @@ class Building:
         """Where peers read the ranks' DRAM; none where they may not."""
         return () if self.find(PeerKv) is None else self.transfers_and_endpoints[1]
 
-    @property
-    def splits(self) -> bool:
-        """Whether spans of a prompt are computed here for peers."""
-        write_down = self.find(WriteDown)
-        streams = write_down is not None and write_down.dram.copies.streams
-        return streams and self.ctx.server_args.disaggregation_mode == "null"
-
 
 def _transfers_of(
     ctx: TreeCacheBuildContext,
@@ -246,14 +249,15 @@ def _transfers_of(
         epoch=epoch.to_bytes(16, "big"),
         rank=ctx.tp_rank,
     )
-    dram: PoolSpec | None = None
+    memory: list[PoolSpec] = []
     if arena is not None and (fetching or config.pd_caching == "3"):
-        dram = arena_pool(arena, pool.geometry, identity.digest().hex() if identity is not None else "")
+        namespace = identity.digest().hex() if identity is not None else ""
+        memory = [arena_pool(arena, pool.geometry, namespace)]
     transfers: TransferThread | None
-    if handing_over or dram is None:
-        transfers = start_transfers(endpoint, config, pool, dram)
+    if handing_over:
+        transfers = start_transfers(endpoint, config, pool, memory)
     else:
-        transfers = start_fetching(endpoint, dram)
+        transfers = start_fetching(endpoint, memory)
     return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
 
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.prefetch.advice import OnResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
@@ -69,7 +71,7 @@ class _Job:
         return owner_of(self.namespace)
 
 
-class ComputeAhead:
+class ComputeAhead(Planner):
     """See the module's docstring.
 
     Args:
@@ -79,6 +81,7 @@ class ComputeAhead:
         prefetcher: knows which hints live.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         host: the scheduler.
+        on_result: replies to routers, in rank 0.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class ComputeAhead:
         prefetcher: Prefetcher,
         namespace: Callable[[str | None, str | None], Hashable],
         host: Host,
+        on_result: OnResult = lambda result: None,
     ) -> None:
         self._tree = tree
         self._hbm = hbm
@@ -96,6 +100,7 @@ class ComputeAhead:
         self._prefetcher = prefetcher
         self._namespace = namespace
         self._host = host
+        self._on_result = on_result
         self._jobs: list[_Job] = []
         """The highest priority first, then the oldest."""
         self._served: dict[Hashable, int] = {}
@@ -104,7 +109,7 @@ class ComputeAhead:
         """The job with a piece under way, and how many blocks HBM had of it before."""
         self._ended: deque[PrefetchResult] = deque()
         self._names = 0
-        self.blocks = 0
+        self.computed_blocks = 0
         """Computed ahead, since the start."""
 
     # -- asking ---------------------------------------------------------------------------------
@@ -161,8 +166,14 @@ class ComputeAhead:
 
     # -- going on -------------------------------------------------------------------------------
 
+    def each_pass(self) -> None:
+        """Take the next step, and report the prompts that have ended. Once per pass."""
+        self.drain()
+        for result in self.take_ended():
+            self._on_result(result)
+
     def drain(self) -> None:
-        """Take the next step, once per pass of the scheduler's loop."""
+        """Begin the next piece, if the last one has ended and the instance is idle."""
         if self._running is not None:
             job, before, running = self._running
             if not (running.finished() or self._host.idle()):  # an aborted one is gone without a trace
@@ -170,7 +181,7 @@ class ComputeAhead:
             self._running = None
             gained = max(0, self._reached(job) - before)
             job.computed += gained * self._tree.block_size
-            self.blocks += gained
+            self.computed_blocks += gained
             self._prefetcher.retention.look(job.id)
             if not gained and job in self._jobs:
                 self._end(job, PrefetchEnd.GIVEN_UP)  # refused, aborted, or already evicted
@@ -232,10 +243,13 @@ class ComputeAhead:
         """Whether the next passes of an idle scheduler have something to do."""
         return bool(self._jobs) or self._running is not None
 
-    def clear(self) -> None:
+    def totals(self) -> Mapping[str, Mapping[str, int]]:
+        return {"announced_blocks": {"computed": self.computed_blocks}}
+
+    def drop_in_flight(self) -> None:
         """Compute nothing more: the cache is about to be emptied."""
         while self._jobs:
             self._end(self._jobs[0], PrefetchEnd.DROPPED)
 
     def __repr__(self) -> str:
-        return f"ComputeAhead({len(self._jobs)} prompts, {self.blocks} blocks so far)"
+        return f"ComputeAhead({len(self._jobs)} prompts, {self.computed_blocks} blocks so far)"

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.patches.adapter.moving import MovesFrom, MovingRank, Transfers
 from sglang_ext.patches.adapter.moving_in import MovingIn
 from sglang_ext.patches.adapter.moving_out import MovingOut
@@ -46,11 +46,11 @@ class Migration:
 
     Args:
         cache: the rank's, which has the scheduler.
-        commands: replies to the routers; in rank 0, where there are routers.
+        replies: to routers.
     """
 
-    def __init__(self, cache: MovesFrom, commands: RouterCommands | None = None) -> None:
-        self._rank = MovingRank(cache, commands)
+    def __init__(self, cache: MovesFrom, replies: Replies) -> None:
+        self._rank = MovingRank(cache, replies)
         self.source = MovingOut(self._rank)
         self.target = MovingIn(self._rank)
         self.counts = self._rank.counts

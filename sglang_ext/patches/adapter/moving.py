@@ -8,12 +8,11 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.write_down import WriteDown
-from sglang_ext.protocol.agent import Parked, Running
 from sglang_ext.radix_global import RadixTree
 
 logger = logging.getLogger(__name__)
@@ -40,29 +39,20 @@ class Transfers(Protocol):
 
 
 class MovingRank:
-    """The parts of a rank that moves use, and its replies and counts of them.
+    """The parts of a rank that moves use, and its replies and counts of them."""
 
-    Args:
-        commands: replies to the routers; in rank 0, where there are routers.
-    """
-
-    def __init__(self, cache: MovesFrom, commands: RouterCommands | None) -> None:
+    def __init__(self, cache: MovesFrom, replies: Replies) -> None:
         self.cache = cache
-        self.commands = commands
+        self.reply, self.enqueue = replies.reply_to_move, replies.enqueue
         self.manager: Transfers | None = None
         """The transfer backend of this rank, on a decode instance."""
-        self.epoch = b"" if commands is None else commands.epoch
+        self.epoch = replies.epoch
         self.counts: Counter[str] = Counter()
         """Requests that were to be moved, by outcome here."""
 
     def transfer_by(self, manager: Transfers | None) -> None:
         """The server decodes from now on, with this transfer backend; or it does not any more."""
         self.manager = manager
-
-    def reply(self, message: Parked | Running) -> None:
-        """Reply to the router that moves the request."""
-        if self.commands is not None:
-            self.commands.reply_to_move(message)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -158,16 +158,7 @@ class MovingOut:
         page = self._rank.cache.page_size
         pages = row[::page].cpu().numpy().astype(np.int64) // page
         sender.complete(parked.handover, pages, self._row(number, req))
-        self._rank.reply(
-            Parked(
-                self._rank.epoch,
-                parked.id,
-                resume=state_of(req, received=True, stages=request_stages(req)),
-                meeting=manager.meeting,
-                bootstrap_room=number,
-            )
-        )
-        parked.answered = True
+        self._reply(parked, received=True, meeting=manager.meeting, bootstrap_room=number)
 
     def _row(self, number: int, req: Any) -> bytes:
         """SGLang's metadata row: the last token stands for the first that prefill sends."""
@@ -178,12 +169,12 @@ class MovingOut:
         return row.read()
 
     def _remind_of_parked(self) -> None:
-        commands, oldest = self._rank.commands, self._clock() - PARKED_SECONDS
+        oldest = self._clock() - PARKED_SECONDS
         for parked in list(self._parked.values()):
-            if commands is not None and not parked.reminded and parked.since < oldest:
+            if not parked.reminded and parked.since < oldest:
                 parked.reminded = True
-                logger.warning("a stopped request continues here: its router has sent no Unpark")
-                commands.enqueue(Unpark(parked.id, stay=True))
+                if self._rank.enqueue(Unpark(parked.id, stay=True)):
+                    logger.warning("a stopped request continues here: its router has sent no Unpark")
 
     def _copied(self, parked: _Parked, now: float) -> bool:
         """Whether DRAM has copies of a request's blocks, as far as they are waited for."""
@@ -200,18 +191,20 @@ class MovingOut:
         if cache.peers is not None:
             export = parked.id
             cache.peers.export(Export(export, parked.tokens, req.extra_key, req.cache_salt, EXPORT_SECONDS))
-        parked.answered = True
-        self._rank.reply(
-            Parked(
-                self._rank.epoch,
-                parked.id,
-                resume=state_of(req, received=False, stages=request_stages(req)),
-                tokens=parked.tokens,
-                extra_key=req.extra_key,
-                cache_salt=req.cache_salt,
-                export=export,
-            )
+        self._reply(
+            parked,
+            received=False,
+            tokens=parked.tokens,
+            extra_key=req.extra_key,
+            cache_salt=req.cache_salt,
+            export=export,
         )
+
+    def _reply(self, parked: _Parked, *, received: bool, **where: Any) -> None:
+        """Send the state of a stopped request, and where its KV is. received: see `state_of`."""
+        state = state_of(parked.req, received=received, stages=request_stages(parked.req))
+        self._rank.reply(Parked(self._rank.epoch, parked.id, resume=state, **where))
+        parked.answered = True
 
     def _unpark(self, parked: _Parked, *, stay: bool) -> None:
         scheduler, req, manager = self._rank.cache.scheduler, parked.req, self._rank.manager

@@ -1,6 +1,6 @@
 """Requests of our own in SGLang's scheduler, made for their KV: each generates one token, which is dropped.
 
-A hint's (``compute_ahead``), and a peer's that computes behind it (``engine/peers/computed_spans.py``).
+The rest of an announced prompt is computed by them, and the beginning of a prompt that a peer goes on with.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
-from sglang_ext.engine.events.router_commands import RouterCommands
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand
@@ -82,7 +82,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         params: SGLang's; pools, page size and whether to collect metrics.
         parts: store, tiers and planners of the cache.
         host: takes requests of our own.
-        router_commands: replies to routers; in rank 0, where there are routers.
+        replies: to routers.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         params: CacheInitParams,
         parts: CacheParts,
         host: SglangHost,
-        router_commands: RouterCommands | None = None,
+        replies: Replies,
     ) -> None:
         self.host = host
         RankCache.__init__(self, parts, params.token_to_kv_pool_allocator, params.page_size)
@@ -98,7 +98,6 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             self,
             self.promotions,
             self.peers,
-            parts.moves,
             parts.weights.namespace,
             self.faults,
             priority_sign=parts.priority_sign,
@@ -107,7 +106,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         self.req_to_token_pool = params.req_to_token_pool
         self.scheduler: Any = None
         """SGLang's, once it is there: see `meet`."""
-        self.migration = Migration(self, router_commands)
+        self.migration = Migration(self, replies)
         """Stops requests that go on elsewhere, and goes on with such."""
         retraction = self.find(Retraction)
         self.retracting = None if retraction is None else Retracting(self, retraction)
@@ -135,7 +134,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         store = Store(RadixTree(block_size, policy=policy))
         slots = slot_ops(torch.device("cpu" if allocator is None else allocator.device))
         hbm_tier = HbmTier(store, Holder.of("simulated", 0, Tier.HBM), allocator, slots, None)
-        return cls(params, CacheParts(store, hbm_tier), SglangHost(allocator))
+        return cls(params, CacheParts(store, hbm_tier), SglangHost(allocator), Replies())
 
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there, which it makes after its cache."""
@@ -355,11 +354,15 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     def pass_begins(self, reqs: Sequence[Req]) -> None:
         """A prefill batch is about to run."""
-        if self.peers is not None:
-            with self.faults.guard("pass_begins"):
-                self.peers.spans.pass_begins(reqs, current.computed_end, self._slots_of)
+        with self.faults.guard("pass_begins"):
+            for planner in self.planners:
+                planner.pass_begins(reqs, self)
 
-    def _slots_of(self, req: Req, start: int, end: int) -> Any:
+    def computed_end(self, req: Req) -> int:
+        """The token up to which the batch that is about to run computes a request."""
+        return current.computed_end(req)
+
+    def slots_of(self, req: Req, start: int, end: int) -> Any:
         """Where tokens of a request are."""
         return self.slot_ops.keep(self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end])
 

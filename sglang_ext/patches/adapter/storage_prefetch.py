@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.engine.cache.faults import CacheFaults
-from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.tiers.load_report import begin_report
 from sglang_ext.engine.tiers.promotion import Wanted
@@ -36,7 +35,6 @@ class StoragePrefetch:
     Args:
         promotions: bring blocks from disk; None without a disk.
         peers: fetch; None where that is not possible.
-        moves: of the rank.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         faults: takes note of what fails here.
         priority_sign: -1 where smaller priorities go first (``--schedule-low-priority-values-first``).
@@ -48,7 +46,6 @@ class StoragePrefetch:
         self,
         promotions: Promotions | None,
         peers: PeerKv | None,
-        moves: Moves,
         namespace: Callable[[str | None, str | None], Hashable],
         faults: CacheFaults,
         *,
@@ -57,7 +54,6 @@ class StoragePrefetch:
         self.faults = faults
         self._promoting = promotions
         self._fetching = peers
-        self._moves = moves
         self._namespace_now = namespace
         self._priority_sign = priority_sign
         self._behind_peers: dict[CacheRequestHandle, Wanted] = {}
@@ -154,14 +150,6 @@ class StoragePrefetch:
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self._release(handle)
-
-    def streams_hold(self) -> bool:
-        """After a forward pass: whether everything that streamed into it has verified. Only then do spans
-        that it has computed for peers count, too."""
-        held = self._moves.streams_hold()
-        if self._fetching is not None:
-            self._fetching.spans.pass_ended(held=held)
-        return held
 
     def _release(self, handle: CacheRequestHandle) -> None:
         self._behind_peers.pop(handle, None)

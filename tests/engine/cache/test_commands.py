@@ -269,9 +269,6 @@ def test_of_what_is_being_computed_more_is_told_later(command_queue: RankCommand
 class Computer:
     takes_all: bool = True
     taken: list[tuple[Any, ...]] = field(default_factory=list)
-    ended: list[PrefetchResult] = field(default_factory=list)
-    busy: bool = False
-    blocks: int = 0
 
     def takes(self, *what: Any) -> bool:
         self.taken.append(what)
@@ -280,22 +277,11 @@ class Computer:
     def cancel(self, id: str) -> None:
         self.taken.append(("cancel", id))
 
-    def drain(self) -> None:
-        pass
-
-    def take_ended(self) -> list[PrefetchResult]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def clear(self) -> None:
-        pass
-
 
 def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     brings, computer = Bringer(), Computer()
     results: list[PrefetchResult] = []
-    advice = Advice(brings, results.append)
-    advice.computes = computer
+    advice = Advice(brings, results.append, rest=[computer])
     tokens = encode_tokens([1, 2, 3])
     advice.handle_command(Advise("h1", tokens, cache_salt="tenant", priority=2), 0.0)
     brings.ended = [
@@ -305,9 +291,6 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     advice.each_pass()
     assert [(result.id, result.end.value) for result in results] == [("h1", "computing"), ("h2", "done")]
     assert computer.taken == [(PrefetchResult("h1", PrefetchEnd.DONE, 0, 0), tokens, None, "tenant", 2)]
-    computer.ended = [PrefetchResult("h1", PrefetchEnd.COMPUTED, 3, 0, computed=3)]
-    advice.each_pass()
-    assert results[-1].end is PrefetchEnd.COMPUTED
     advice.handle_command(Withdraw("h1"), 0.0)
     assert computer.taken[-1] == ("cancel", "h1")
 

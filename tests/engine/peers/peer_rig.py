@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
 from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
@@ -73,13 +74,33 @@ class Server:
         peers, prefetcher = rank.cache.peers, rank.cache.find(Prefetcher)
         assert peers is not None
         assert prefetcher is not None
-        link: Any = peers._link
-        return cls(rank, link, peers, Advice(prefetcher, peers=peers), results)
+        link: Any = peers.link
+        advice = Advice(prefetcher, fetch_ahead=peers.fetch_ahead)
+        return cls(rank, link, peers, advice, results)
+
+    def compute_spans(self, host: SpanHost) -> ComputedSpans:
+        """Compute spans for others from now on."""
+        tier = self.rank.tier
+        assert tier is not None
+        spans = ComputedSpans(
+            self.rank.tree,
+            tier,
+            self.link,
+            self.peers.exports,
+            self.rank.moves.clock,
+            host,
+            self.peers.wanted,
+        )
+        self.rank.cache.planners = (spans, *self.rank.cache.planners)
+        return spans
 
     def receive(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes; an export is made in the same pass."""
         self.rank.cache.expire(0.0)
-        self.advice.handle_command(message, 0.0)
+        spans = self.rank.cache.find(ComputedSpans)
+        for planner in (spans, self.peers, self.advice):
+            if planner is not None and planner.takes_command(message, 0.0):
+                break
         if isinstance(message, Export):
             self.rank.ranks.each_pass()
 
@@ -160,7 +181,7 @@ def servers() -> Iterator[MakeServer]:
                 rank.ranks,
                 rank.moves,
                 namespace=rank.weights.namespace,
-                disk=rank.promotions,
+                below=[] if rank.promotions is None else [rank.promotions],
                 fresh=lambda: rank.weights.as_started,
                 on_result=results.append,
                 rank=number,

@@ -16,7 +16,8 @@ from engine_scheduler import Settings, SimulatedScheduler
 from peer_rig import BLOCK, SCENARIO, MakeServer, Server, prompt, silent
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_ext.engine.peers.computed_spans import layer_name
+from sglang_ext.engine.peers.computed_spans import ComputedSpans
+from sglang_ext.engine.peers.export import layer_name
 from sglang_ext.engine.peers.fetches import FetchEnd
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source
@@ -92,13 +93,25 @@ class Split:
         thread.start()
         try:
             yield
-            until(lambda: bool(errors) or not self.first.peers.busy, "the exports to end")
+            until(lambda: bool(errors) or not self.busy, "the exports to end")
         finally:
             end.set()
             thread.join()
         if errors:
             raise errors[0]
         self.first.rank.check()
+
+    @property
+    def spans(self) -> ComputedSpans:
+        """Of the first server."""
+        spans = self.first.rank.cache.find(ComputedSpans)
+        assert spans is not None
+        return spans
+
+    @property
+    def busy(self) -> bool:
+        """Whether the first server computes or exports."""
+        return self.spans.busy or self.first.peers.busy
 
     def ended(self) -> dict[FetchEnd, int]:
         return dict(self.second.peers.fetches.counters.ends)
@@ -108,7 +121,7 @@ class Split:
 def split(make_server: MakeServer) -> Split:
     first, second = make_server(SPLIT), make_server(SPLIT)
     host = Host(first.rank.scheduler)
-    first.peers.spans.host = host
+    first.compute_spans(host)
     return Split(first, second, host, prompt(1, ALL))
 
 
@@ -140,7 +153,7 @@ def test_the_second_runs_while_the_first_computes(split: Split) -> None:
     assert split.ended() == {FetchEnd.DONE: 1}
     counters = split.second.peers.fetches.counters
     assert (counters.fetched_blocks, counters.fetch_streamed) == (FIRST, FIRST)
-    assert split.first.peers.spans.counters.span_computed == FIRST
+    assert split.spans.counters.span_computed == FIRST
     assert split.first.in_dram(split.tokens) == FIRST * BLOCK
     assert split.second.rank.scheduler.restarted == 0
     split.second.settle()
@@ -175,7 +188,7 @@ def test_chunks_and_what_each_has_already(make_server: MakeServer, chunk: int) -
     """The first span takes several passes, and so does the rest; each has some of it."""
     scenario = dataclasses.replace(SPLIT, settings=Settings(chunk=chunk, new_token_ratio=0.05))
     first, second = make_server(scenario), make_server(scenario)
-    first.peers.spans.host = host = Host(first.rank.scheduler)
+    first.compute_spans(host := Host(first.rank.scheduler))
     split = Split(first, second, host, prompt(1, ALL))
     first.serve(split.tokens[: 5 * BLOCK])
     second.serve(split.tokens[: 3 * BLOCK])
@@ -191,7 +204,7 @@ def test_chunks_and_what_each_has_already(make_server: MakeServer, chunk: int) -
 def test_the_first_dies_in_mid_span(make_server: MakeServer) -> None:
     """The pass that waits for its layers ends, is thrown away, and all is computed."""
     first, second = make_server(SPLIT), make_server(SPLIT, dead_after=1.0)
-    first.peers.spans.host = host = Host(first.rank.scheduler)
+    first.compute_spans(host := Host(first.rank.scheduler))
     split = Split(first, second, host, prompt(1, ALL))
     came = threading.Event()
     second.rank.scheduler.layer_written = lambda layer: came.set()
@@ -232,7 +245,7 @@ def test_what_the_first_throws_away_is_thrown_away_by_the_second(split: Split) -
     assert split.ended() == {FetchEnd.STALE: 1}
     assert (req.cached_tokens, split.second.rank.scheduler.restarted) == (0, 1)
     assert split.first.rank.scheduler.restarted == 1
-    assert split.first.peers.spans.counters.span_failed == FIRST
+    assert split.spans.counters.span_failed == FIRST
 
 
 def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> None:
@@ -243,7 +256,7 @@ def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> Non
         split.second.finish(req)
     assert split.ended() == {FetchEnd.NEEDLESS: 1}
     assert req.cached_tokens == 0
-    assert split.first.peers.spans.counters.span_failed == FIRST
+    assert split.spans.counters.span_failed == FIRST
 
 
 def test_nobody_waits_longer_than_it_may_for_a_busy_first(split: Split) -> None:
@@ -260,7 +273,7 @@ def test_nobody_waits_longer_than_it_may_for_a_busy_first(split: Split) -> None:
 def test_no_room_for_a_span_is_no_span(make_server: MakeServer) -> None:
     few = dataclasses.replace(SPLIT, dram_blocks=4 * (FIRST - 1))
     first, second = make_server(few), make_server(SPLIT)
-    first.peers.spans.host = host = Host(first.rank.scheduler)
+    first.compute_spans(host := Host(first.rank.scheduler))
     split = Split(first, second, host, prompt(1, ALL))
     split.ask()
     req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
@@ -273,6 +286,6 @@ def test_no_room_for_a_span_is_no_span(make_server: MakeServer) -> None:
 def test_a_flush_forgets_spans_that_wait(split: Split) -> None:
     split.ask()
     split.first.rank.scheduler.abort(split.host.requests[0])
-    assert split.first.peers.busy
+    assert split.busy
     assert split.first.rank.scheduler.flush()
-    assert not split.first.peers.busy
+    assert not split.busy

@@ -659,7 +659,7 @@ def fetching(rank: Rank, config: KvConfig, host: str) -> TransferThread | None:
         config, SimpleNamespace(host=host, device="cpu"), "model float32", epoch=EPOCH, rank=0
     )
     namespace = Namespace("model", "weights", "float32", "layout").digest().hex()
-    return start_fetching(endpoint, arena_pool(rank.arena, rank.pools.geometry(), namespace))
+    return start_fetching(endpoint, [arena_pool(rank.arena, rank.pools.geometry(), namespace)])
 
 
 @pytest.fixture

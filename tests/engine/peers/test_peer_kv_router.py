@@ -78,7 +78,7 @@ class Node:
             assert rank.arena is not None
             endpoint = endpoint_config(config, arguments, "model", epoch=port.to_bytes(16, "big"), rank=0)
             dram = arena_pool(rank.arena, rank.pools.geometry(), IDENTITY.digest().hex())
-            made = start_fetching(endpoint, dram)
+            made = start_fetching(endpoint, [dram])
             assert made is not None
             return made
 

@@ -176,7 +176,7 @@ def test_what_is_refused_or_lost_ends_it(rig: Rig) -> None:
 def test_only_so_many_wait(rig: Rig) -> None:
     taken = [rig.hint(str(number), prompt(number, 2)) for number in range(MOST_WAITING + 2)]
     assert taken == [True] * MOST_WAITING + [False] * 2
-    rig.computes.clear()
+    rig.computes.drop_in_flight()
     assert not rig.computes.busy
 
 
@@ -198,7 +198,7 @@ def test_a_tenant_with_all_places_makes_room_for_another(rig: Rig) -> None:
     assert rig.hint("b", prompt(101, 2), cache_salt="b")
     assert [result.end for result in rig.computes.take_ended()] == [PrefetchEnd.DROPPED]
     assert rig.computes.busy
-    rig.computes.clear()
+    rig.computes.drop_in_flight()
 
 
 def test_a_tenants_own(rig: Rig) -> None:

@@ -36,12 +36,10 @@ class Recorder:
 
 
 class Cache(StoragePrefetch):
-    def __init__(self, promotions: Recorder | None, sign: int = 1, *, holds: bool = True) -> None:
-        moves = SimpleNamespace(streams_hold=lambda: holds)
+    def __init__(self, promotions: Recorder | None, sign: int = 1) -> None:
         super().__init__(
             promotions,  # type: ignore[arg-type]
             None,
-            moves,  # type: ignore[arg-type]
             Weights().namespace,
             CacheFaults(strict=True),
             priority_sign=sign,
@@ -84,9 +82,8 @@ def test_nothing_is_looked_for_when_all_of_it_is_in_memory() -> None:
 
 def test_what_came_and_what_is_over() -> None:
     promotions = Recorder()
-    cache = Cache(promotions, holds=False)
+    cache = Cache(promotions)
     assert cache.uses_storage
-    assert not cache.streams_hold()
     assert cache.pop_prefetch_loaded_span("there") == (32, 16)  # type: ignore[arg-type]
     assert cache.pop_prefetch_loaded_span("not there") == (0, None)  # type: ignore[arg-type]
     cache.finish_storage_prefetch_admission("a", 32, None)  # type: ignore[arg-type]
@@ -95,11 +92,10 @@ def test_what_came_and_what_is_over() -> None:
     assert promotions.released == ["a", "b", "c"]
 
 
-def test_without_a_disk_nothing_waits_and_everything_holds() -> None:
+def test_without_a_disk_nothing_waits() -> None:
     cache = Cache(None)
     assert not cache.uses_storage
     assert cache.check_prefetch_progress("a")  # type: ignore[arg-type]
     assert cache.pop_prefetch_loaded_span("a") == (0, None)  # type: ignore[arg-type]
-    assert cache.streams_hold()
     cache.prefetch_from_storage("a", None, array("q", [1]), matched_prefix_tokens=array("q"))  # type: ignore[arg-type]
     cache.release_aborted_request("a")  # type: ignore[arg-type]
