@@ -141,7 +141,7 @@ def test_what_is_given_is_announced() -> None:
         ("0.0.0.0", {"router": ROUTER, "network": Wired()}, ("--host", "--kv-announce-host ADDRESS")),
     ],
 )
-def test_what_nobody_could_reach_is_refused_with_the_way_out(
+def test_an_unreachable_address_is_refused_with_the_way_out(
     host: str, flags: dict[str, str | None], says: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as error:

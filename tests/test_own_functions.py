@@ -111,7 +111,7 @@ def test_placement() -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda: 1 / 0, lambda: "a", lambda: (float("nan"),), lambda: ("a",)])
-def test_one_that_fails_is_replaced_and_told_of_once(
+def test_a_function_that_fails_is_replaced_and_logged_once(
     wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = ModuleType("wrong_order")

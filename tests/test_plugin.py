@@ -92,7 +92,7 @@ def test_a_cpu_patch_that_does_not_fit_ends_the_process_with_its_name(found: dic
     assert "alloc_extend_kernel: source differs" in message
 
 
-def test_an_sglang_that_nobody_has_tested_is_refused_with_those_tested(found: dict[str, Any]) -> None:
+def test_an_untested_sglang_is_refused_with_those_tested(found: dict[str, Any]) -> None:
     message = found["untested_version"]["exit"]
     assert f"sglang 9.9.9 is not tested with this package. Tested: {versions.tested_versions()}" in message
     assert versions.ALLOW_UNTESTED in message
@@ -116,7 +116,7 @@ def test_an_excluded_plugin_leaves_the_backend_unknown(found: dict[str, Any]) ->
     assert "global" not in found["excluded"]["backends"]
 
 
-def test_the_launcher_reports_cached_tokens_unless_told_not_to() -> None:
+def test_the_launcher_reports_cached_tokens_unless_a_flag_says_no() -> None:
     assert launch_server.with_report(["--tp", "2"]) == ["--tp", "2", "--enable-cache-report"]
     assert launch_server.with_report(["--enable-cache-report"]) == ["--enable-cache-report"]
     assert launch_server.with_report(["--no-cache-report", "--tp", "2"]) == ["--tp", "2"]

@@ -8,7 +8,7 @@ import gc
 from sglang_ext.tasks import Tasks
 
 
-async def test_a_task_is_kept_until_it_ends_and_its_error_is_told() -> None:
+async def test_a_task_is_kept_until_it_ends_and_its_error_is_logged() -> None:
     told: list[BaseException] = []
     tasks, may_go = Tasks(told.append), asyncio.Event()
 

@@ -449,7 +449,7 @@ async def test_a_newer_release_is_refused_by_its_version_also_where_its_fields_a
         assert not owner.endpoint.owner.sessions
 
 
-async def test_garbage_to_the_control_socket_harms_nobody() -> None:
+async def test_garbage_to_the_control_socket_does_no_harm() -> None:
     async with reader() as owner, reader() as me:
         host, port = owner.endpoint.address.split(":")
         context = zmq.asyncio.Context()
@@ -564,7 +564,7 @@ def test_a_data_connection_needs_the_secret() -> None:
         owner.close()
 
 
-def test_slow_handshakes_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_handshakes_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More strangers connect than there are places, and send nothing."""
     monkeypatch.setattr(tcp, "MAX_HANDSHAKES", 4)
     owner = DataOwner()

@@ -175,7 +175,7 @@ async def test_a_late_writer_is_refused_before_its_first_byte(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_writer_that_was_told_writes_nothing_more(transport: TransportName) -> None:
+async def test_a_writer_whose_grant_was_withdrawn_writes_nothing_more(transport: TransportName) -> None:
     """A stopped writer drops queued writes and refuses later ones; the receiver waits for a write under
     way."""
     async with two(transport, grant_ttl=600.0, lanes=1, coalescing=False) as pair:

@@ -197,7 +197,7 @@ def test_without_a_batch_and_with_nothing_running_the_next_pass_tries_again(cach
     assert cache.calls == []
 
 
-def test_loop_queue_and_idleness_are_told(cache: Cache) -> None:
+def test_loop_queue_and_idleness_reach_the_cache(cache: Cache) -> None:
     scheduler = SimpleNamespace(tree_cache=cache)
     scheduler_calls.after_ingest([], scheduler)
     slept: list[Any] = []
@@ -234,7 +234,7 @@ class Updater:
         self.offload_tags -= set(request.tags or ("weights", "kv_cache"))
 
 
-def test_an_update_is_told_at_both_ends_also_when_it_fails(cache: Cache) -> None:
+def test_an_update_is_reported_at_both_ends_also_when_it_fails(cache: Cache) -> None:
     def fails(_manager: Any, _request: Any) -> None:
         raise ValueError("no such checkpoint")
 
@@ -245,7 +245,7 @@ def test_an_update_is_told_at_both_ends_also_when_it_fails(cache: Cache) -> None
     assert cache.calls == ["changing", "update", "changed", "changing", "changed"]
 
 
-def test_the_transfer_of_kv_is_told_too_also_without_our_cache(
+def test_the_transfer_of_kv_is_reported_too_also_without_our_cache(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_ext.patches.adapter.pd import kv_hooks

@@ -88,7 +88,7 @@ def test_a_target_that_is_gone_is_named(path: str) -> None:
         check_all([dataclasses.replace(a_patch(), targets=(path,))])
 
 
-def test_a_target_that_nobody_has_read_is_named() -> None:
+def test_a_target_without_a_known_hash_is_named() -> None:
     with pytest.raises(PatchMismatchError, match="not declared"):
         check_all([dataclasses.replace(a_patch(), targets=("sglang.srt.utils.common.is_hip",))])
 

@@ -81,7 +81,7 @@ def test_other_servers_are_left_alone() -> None:
         assert vars(args) == before
 
 
-def test_a_cache_for_who_keeps_nothing_is_refused() -> None:
+def test_a_cache_on_a_server_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="--kv-pd-caching"):
         patch.choose_caches(object, arguments("decode", "1", radix_cache_backend="global"))
 

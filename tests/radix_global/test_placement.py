@@ -25,7 +25,7 @@ def test_a_tier_is_itself_however_it_is_copied() -> None:
     assert sorted([Tier.DISK, Tier.HBM, Tier.DRAM]) == [Tier.HBM, Tier.DRAM, Tier.DISK]
 
 
-def test_a_holder_nobody_refers_to_is_forgotten() -> None:
+def test_a_holder_without_references_is_forgotten() -> None:
     gc.collect()  # of other tests
     before = len(Holder._interned)
     holder = Holder.of("short-lived", 1, Tier.HBM)

@@ -73,7 +73,7 @@ def test_a_reader_goes_on_where_it_was(stream: EventStream) -> None:
     ],
     ids=["nothing", "the future", "another epoch", "too long ago"],
 )
-def test_any_other_is_told_all(stream: EventStream, hello: Hello) -> None:
+def test_any_other_reader_receives_everything(stream: EventStream, hello: Hello) -> None:
     for run in range(500):
         stream.publish([Removed(run)])
     sends, number = stream.hello(b"r", hello)
@@ -83,7 +83,7 @@ def test_any_other_is_told_all(stream: EventStream, hello: Hello) -> None:
     assert not welcome.resumed
 
 
-def test_nobody_goes_on_over_events_that_were_dropped(stream: EventStream) -> None:
+def test_no_reader_goes_on_over_dropped_events(stream: EventStream) -> None:
     stream.publish([Removed(1)])
     stream.left_out(3)
     stream.publish([Removed(2)])
@@ -92,7 +92,7 @@ def test_nobody_goes_on_over_events_that_were_dropped(stream: EventStream) -> No
     assert stream.hello(b"r", Hello("r", EPOCH, 4))[1] is None
 
 
-def test_who_speaks_another_protocol_is_told_which_is_spoken_and_nothing_else(stream: EventStream) -> None:
+def test_a_reader_of_another_protocol_receives_only_the_version(stream: EventStream) -> None:
     sends, snapshot = stream.hello(b"r", Hello("r", protocol=AGENT_PROTOCOL + 1))
     (welcome,) = decoded(sends)
     assert isinstance(welcome, Welcome)
@@ -110,7 +110,7 @@ def test_messages_are_cut_by_events_and_by_bytes(stream: EventStream) -> None:
     assert sizes == [2, 2, 1]
 
 
-def test_a_snapshot_that_nobody_wants_is_not_sent(stream: EventStream) -> None:
+def test_an_unwanted_snapshot_is_not_sent(stream: EventStream) -> None:
     _, number = stream.hello(b"r", Hello("r"))
     assert number is not None
     assert stream.begin(number)

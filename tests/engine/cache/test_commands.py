@@ -138,7 +138,7 @@ def test_commands_precede_what_sglang_received(
     commands.after_pull(None, None)  # a rank that gets its requests from other ranks
 
 
-def test_a_command_goes_to_the_cache_and_is_answered_by_nobody(hooked: tuple[Any, Cache]) -> None:
+def test_a_command_goes_to_the_cache_and_has_no_reply(hooked: tuple[Any, Cache]) -> None:
     scheduler, cache = hooked
     assert scheduler._request_dispatcher(KvCommand(payload=b"one")) is None
     assert cache.obeyed == [b"one"]
@@ -153,7 +153,7 @@ def test_a_fault_of_a_command_does_not_end_the_scheduler(
     assert cache.obeyed == []
 
 
-def test_another_cache_than_ours_is_told_nothing(hooked: tuple[Any, Cache]) -> None:
+def test_another_cache_than_ours_receives_no_command(hooked: tuple[Any, Cache]) -> None:
     scheduler, cache = hooked
     scheduler.tree_cache = object()
     assert scheduler._request_dispatcher(KvCommand(payload=b"one")) is None
@@ -225,7 +225,7 @@ def test_bytes_that_are_no_command_change_nothing_but_the_time(payload: bytes) -
         assert advice._brings.retention.next_expiry == math.inf
 
 
-def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
+def test_an_ended_hint_is_reported_once_and_by_rank_0_only() -> None:
     result = PrefetchResult("h1", PrefetchEnd.DONE, 64, 32)
     brings = Bringer(ended=[result])
     results: list[PrefetchResult] = []
@@ -253,7 +253,7 @@ def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(command_queue: Rank
     assert posted == [(b"two", Advised(bytes(16), "h2", "no_room", 64, 32))]
 
 
-def test_of_what_is_being_computed_more_is_told_later(command_queue: RankCommandQueue) -> None:
+def test_a_hint_that_is_being_computed_is_reported_again_at_its_end(command_queue: RankCommandQueue) -> None:
     posted: list[Any] = []
     routers = RouterCommands(command_queue, bytes(16), lambda reader, message: posted.append(message))
     routers.receive(b"one", Advise("h1", b"", ttl_s=1.0))

@@ -185,7 +185,7 @@ def test_of_a_request_that_saw_the_weights_change_nothing_more_is_cached(
     assert found_tokens(match(rank, TOKENS)) == 24
 
 
-def test_what_is_computed_while_weights_change_is_nobody_s(make_rank: MakeRank) -> None:
+def test_kv_computed_while_weights_change_is_not_shared(make_rank: MakeRank) -> None:
     """They may change from outside at any time, from request to request."""
     rank = make_rank()
     rank.scheduler.begin_to_change_weights()
@@ -196,7 +196,7 @@ def test_what_is_computed_while_weights_change_is_nobody_s(make_rank: MakeRank) 
     assert rank.cache.total_size() == 24
 
 
-def test_kv_of_overridden_embeddings_is_nobody_else_s(make_rank: MakeRank) -> None:
+def test_kv_of_overridden_embeddings_is_not_shared(make_rank: MakeRank) -> None:
     """It does not follow from the tokens: neither the whole prompt nor a chunk of it may enter the tree."""
     rank = make_rank(settings=Settings(chunk=8))
     for new_tokens in (1, 9):

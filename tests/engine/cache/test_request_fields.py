@@ -269,7 +269,7 @@ def test_documents_keep_what_sglang_reads_of_a_message() -> None:
 
 
 @pytest.mark.parametrize("dialect", BODIES, ids=repr)
-def test_what_sglang_writes_itself_nobody_may(dialect: Dialect) -> None:
+def test_fields_that_sglang_writes_are_refused_from_clients(dialect: Dialect) -> None:
     for name in fields_of(BODIES[dialect]):
         if FIELDS.get(name) is Who.NOBODY:
             for tenant in (False, True):
@@ -277,7 +277,7 @@ def test_what_sglang_writes_itself_nobody_may(dialect: Dialect) -> None:
                 assert [field for field, _ in found] == [name]
 
 
-def test_nobody_stands_for_an_adapter() -> None:
+def test_no_special_name_stands_for_an_adapter() -> None:
     """SGLang appends an adapter's id to the ``extra_key``, so a key that ends in one names the same KV."""
     from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.managers.schedule_batch import Req

@@ -119,7 +119,7 @@ def test_the_twin_whose_kv_is_damaged_is_seen(make_rank: MakeRank) -> None:
         until(rank, req.finished)
 
 
-def test_nobody_gives_way_where_the_wait_is_short(make_rank: MakeRank) -> None:
+def test_no_request_gives_way_where_the_wait_is_short(make_rank: MakeRank) -> None:
     rank = make_rank(wait=1000.0)
     req = start(rank, LOW)
     high = rank.scheduler.submit(HIGH, new_tokens=4, priority=5)
@@ -151,7 +151,7 @@ def test_weights_that_changed_under_a_request_leave_it_running(make_rank: MakeRa
     assert counters(rank) == RetractionCounters()
 
 
-def test_one_that_could_not_be_admitted_after_all_loses_nobody(make_rank: MakeRank) -> None:
+def test_a_request_that_is_not_admitted_after_all_retracts_none(make_rank: MakeRank) -> None:
     """SGLang queues the requests that it has preempted only if another was admitted in their place."""
     rank = make_rank(disk_blocks=100, threaded=True)
     req = start(rank, LOW)
@@ -189,7 +189,9 @@ def test_kv_that_cannot_be_kept_is_computed_again(
     assert count.recomputed_tokens >= had
 
 
-def test_a_decision_that_fails_retracts_nobody(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decision_that_fails_retracts_no_request(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = make_rank()
     req = start(rank, LOW)
 

@@ -55,7 +55,7 @@ def test_a_short_wait_is_no_reason() -> None:
     assert judged(place(), low(remaining=51)) == Verdict((0,), Why.SLOWER, 0.51)
 
 
-def test_whoever_ends_first_counts_whatever_its_priority() -> None:
+def test_the_first_to_end_counts_whatever_its_priority() -> None:
     assert judged(place(), low(), low(remaining=7, priority=10)).why is Why.SHORT
 
 
@@ -80,13 +80,13 @@ def test_the_lowest_priority_goes_first_then_the_least_kv_then_who_came_last() -
     assert whom_to_retract(place(rows=4), running) == (3, 2, 1, 0)
 
 
-def test_nobody_goes_who_is_not_needed() -> None:
+def test_no_more_requests_are_retracted_than_needed() -> None:
     running = [low(held=10), low(held=20), low(held=90)]
     assert whom_to_retract(slots(80), running) == (2,)
     assert whom_to_retract(slots(95), running) == (0, 2)
 
 
-def test_nobody_goes_for_nothing() -> None:
+def test_no_request_is_retracted_in_vain() -> None:
     assert judged(slots(200), low(held=50), low(held=50)).why is Why.NOBODY
     assert whom_to_retract(place(rows=2), [low(), low(retractable=False)]) == ()
 

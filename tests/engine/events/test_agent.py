@@ -108,7 +108,7 @@ async def test_a_channel_outlives_a_change_of_keys(
 
 
 @pytest.mark.parametrize("cap", [3, 4, 5])
-async def test_a_disk_with_more_names_than_a_snapshot_tells_is_told_in_part(
+async def test_a_disk_with_more_names_than_a_snapshot_has_is_sent_in_part(
     cap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the router's index is marked incomplete, so that a missing block does not count as absent."""
@@ -138,7 +138,7 @@ async def test_tenants_do_not_match_each_other() -> None:
             assert side.match([1] * 8, other) is None
 
 
-async def test_a_disk_is_told_by_name_and_found_after_what_is_in_memory() -> None:
+async def test_a_disk_is_sent_by_name_and_found_after_memory() -> None:
     tokens = [5] * 16
     space = Namespace("m", "w0", "f32", "layout", "tp0of1", tenant_salt(None, "s"))
     names = block_keys(space.digest(), encode_tokens(tokens), BLOCK)
@@ -172,7 +172,7 @@ class GatedDisk(Disk):
         return self.names[at : at + 1], b"%d" % (at + 1) if at + 1 < len(self.names) else None
 
 
-async def test_what_a_snapshot_has_told_is_used_while_the_rest_is_awaited() -> None:
+async def test_a_partial_snapshot_is_used_while_the_rest_is_awaited() -> None:
     tokens = [5] * 16
     space = Namespace("m", "w0", "f32", "layout", "tp0of1", tenant_salt(None, None))
     disk = GatedDisk(block_keys(space.digest(), encode_tokens(tokens), BLOCK))
@@ -188,7 +188,7 @@ async def test_what_a_snapshot_has_told_is_used_while_the_rest_is_awaited() -> N
         assert side.match(tokens) == Match(16, own=True, below={Tier.DISK: 16})
 
 
-async def test_who_has_another_key_is_told_nothing() -> None:
+async def test_a_router_with_another_key_receives_nothing() -> None:
     instance = Instance(key=KEY)
     instance.insert([1] * 8)
     async with connected(instance, ClusterKey(b"another" * 8)) as side:
@@ -328,7 +328,7 @@ async def test_dropped_events_are_noticed_by_the_next_beat() -> None:
         assert side.agents.counters()[NAME].snapshots == 2
 
 
-async def test_a_reader_that_takes_nothing_holds_up_nobody() -> None:
+async def test_a_reader_that_receives_nothing_delays_no_other() -> None:
     instance = Instance()
     context = zmq.asyncio.Context()
     deaf = context.socket(zmq.DEALER)
@@ -355,7 +355,7 @@ async def test_a_reader_that_takes_nothing_holds_up_nobody() -> None:
         context.term()
 
 
-async def test_routers_pass_on_that_somebody_died() -> None:
+async def test_routers_pass_on_that_an_instance_died() -> None:
     instance = Instance()
     async with connected(instance) as side:
         await until(lambda: side.index.trusted(NAME), instance)

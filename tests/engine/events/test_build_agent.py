@@ -121,7 +121,7 @@ def test_what_the_server_says_of_itself() -> None:
         assert gauges.fills()[Tier.HBM.level].size == rank.scenario.hbm_tokens // rank.scenario.block
 
 
-def test_names_on_disk_are_made_from_what_routers_are_told() -> None:
+def test_names_on_disk_are_made_from_the_parts_sent_to_routers() -> None:
     scenario = next(s for s in SCENARIOS if s.disk_blocks is not None)
     with Rank(scenario) as rank:
         assert rank.writes is not None

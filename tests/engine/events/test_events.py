@@ -161,7 +161,7 @@ def test_a_reader_has_what_the_tiers_have(scenario: Scenario) -> None:
         rank.close()
 
 
-def test_a_feed_that_nobody_empties_in_time_is_a_gap_and_then_right_again() -> None:
+def test_a_feed_that_is_not_emptied_in_time_is_a_gap_and_then_right_again() -> None:
     class Slow(FollowedRank):
         limit = 3
         passes = 0
@@ -210,7 +210,7 @@ def test_an_event_lost_unnoticed_is_found() -> None:
         rank.close()
 
 
-def test_the_disk_is_told_from_any_thread_by_name() -> None:
+def test_the_disk_is_sent_from_any_thread_by_name() -> None:
     tree = RadixTree(4)
     feed = PlacementFeed(tree, [Holder.of("i", 1, tier) for tier in (Tier.HBM, Tier.DRAM)])
     try:

@@ -186,7 +186,7 @@ async def test_a_router_that_was_restarted_finds_its_instances_again(
         instance.close()
 
 
-async def test_an_instance_with_another_key_is_refused_and_nobody_is_harmed(
+async def test_an_instance_with_another_key_is_refused_without_harm(
     key_file: Path, worker: StandInWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = ClusterKey(b"wrong" * 10)

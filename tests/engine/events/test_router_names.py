@@ -45,7 +45,7 @@ def test_a_name_stands_for_all_its_addresses_and_is_looked_up_again() -> None:
     assert dns.asked == [("routers.example", 30000)] * 2
 
 
-def test_a_dns_that_does_not_answer_takes_nobody_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dns_that_does_not_answer_removes_no_router(caplog: pytest.LogCaptureFixture) -> None:
     dns = Dns("10.0.0.1")
     names = RouterNames([NAME], dns)
     assert names.urls(0.0) == ["http://10.0.0.1:30000"]

@@ -233,7 +233,7 @@ async def test_a_server_that_was_started_anew_has_nothing_of_what_it_had(followi
     assert not replica.partial
 
 
-async def test_what_nobody_remembers_is_dropped_and_the_rest_is_partial() -> None:
+async def test_forgotten_events_are_dropped_and_the_rest_is_partial() -> None:
     following = Following(buffer_steps=2)
     try:
         old = [following.publisher.store(first) for first in (0, 100, 200, 300)]

@@ -130,7 +130,7 @@ def test_a_request_that_leaves_another_decode_server_is_read_whatever_the_mode(s
     assert here.rows.written == {1: ROW}
 
 
-def test_a_failure_has_freed_everything_when_sglang_is_told(servers: Rig) -> None:
+def test_a_failure_has_freed_everything_when_sglang_learns_of_it(servers: Rig) -> None:
     sender, receiver = both(servers)
     sender.abort()
     assert sender.poll() == KVPoll.Failed

@@ -23,7 +23,7 @@ def test_settings_are_named_with_those_that_they_are_in() -> None:
     assert found == {"rope_theta": "10000.0", "rope_scaling.factor": "2", "rope_scaling.type": '"yarn"'}
 
 
-def test_a_long_one_is_told_apart_by_its_end() -> None:
+def test_a_long_one_is_distinguished_by_its_end() -> None:
     one, other = settings(ids=list(range(200))), settings(ids=[*range(199), 0])
     assert one != other
     assert all(len(text) < LETTERS + 30 for text in (*one.values(), *other.values()))

@@ -144,7 +144,7 @@ def test_a_request_that_is_gone_holds_nothing(decode: Decode) -> None:
     assert decode.nothing_is_held()
 
 
-def test_a_copy_from_dram_holds_back_its_request_and_nobody_else(still: Decode) -> None:
+def test_a_copy_from_dram_holds_back_its_request_and_no_other(still: Decode) -> None:
     """The scheduler goes on, however slow the copy is; the tree does not have it before it has arrived."""
     wait_until(still.copies, seconds=20, what="a copy")
     for _ in range(50):

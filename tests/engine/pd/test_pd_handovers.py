@@ -97,7 +97,7 @@ def test_decode_goes_on_without_an_acknowledgement_of_what_it_has_read(
         servers.check()
 
 
-def test_decode_is_told_what_it_took_and_knows_what_it_waited(one: Rig) -> None:
+def test_decode_receives_the_durations_of_prefill_and_knows_its_own_wait(one: Rig) -> None:
     number = next(NUMBERS)
     receiving = one.decode[0].agent.receiver.open(one.address, number)
     sending = one.prefill[0].agent.sender.open(number)
@@ -433,7 +433,7 @@ def test_pushed_pages_are_what_prefill_computed(prefill: int, decode: int) -> No
         servers.check()
 
 
-def test_an_abort_of_a_push_frees_decodes_pages_only_when_nobody_writes() -> None:
+def test_an_abort_of_a_push_frees_decodes_pages_only_after_all_writes() -> None:
     with rig(mode="push") as servers:
         number = next(NUMBERS)
         sender, receiver = servers.prefill[0].agent.sender, servers.decode[0].agent.receiver

@@ -91,7 +91,7 @@ async def stage() -> Stage:
     return Stage()
 
 
-async def test_each_server_is_connected_once_whoever_tells_of_it(stage: Stage) -> None:
+async def test_each_server_is_connected_once_however_often_it_is_named(stage: Stage) -> None:
     for router in ("r", "s", "r"):
         stage.joins.on_server_list(server_list("a:1", "b:1", router=router))
         await stage.turn()

@@ -371,7 +371,7 @@ def test_what_vanished_makes_room() -> None:
     assert len(rank.migration.target) == 0
 
 
-def test_the_router_is_told_once_the_state_is_before_every_rank() -> None:
+def test_the_router_is_answered_once_every_rank_has_the_state() -> None:
     command_queue = RankCommandQueue(clock=lambda: 7.0)
     posted: list[Any] = []
     commands = RouterCommands(command_queue, EPOCH, lambda reader, message: posted.append((reader, message)))

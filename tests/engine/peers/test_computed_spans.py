@@ -259,7 +259,7 @@ def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> Non
     assert split.spans.counters.span_failed == FIRST
 
 
-def test_nobody_waits_longer_than_it_may_for_a_busy_first(split: Split) -> None:
+def test_a_request_waits_no_longer_than_it_may_for_a_busy_first(split: Split) -> None:
     split.ask(wait_s=0.2, ttl_s=3.0)
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
     split.second.finish(req)

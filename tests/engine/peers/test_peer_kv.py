@@ -298,7 +298,7 @@ def test_each_span_comes_from_its_peer(make_server: MakeServer) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_what_nobody_brings_in_time_is_computed(make_server: MakeServer, missing: int) -> None:
+def test_a_span_that_comes_late_is_computed(make_server: MakeServer, missing: int) -> None:
     """KV before the missing span is used. A late owner leaves no time to ask the next one."""
     first, second, reader = (make_server() for _ in range(3))
     tokens = prompt(1, 20)
@@ -479,7 +479,7 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
         assert ends[FetchEnd.DONE] + ends[FetchEnd.NEEDLESS] == 1
 
 
-def test_a_silent_holder_is_waited_for_when_nobody_calls_it_dead(make_server: MakeServer) -> None:
+def test_a_silent_holder_is_waited_for_until_it_is_called_dead(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server(dead_after=LONG)
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
@@ -502,7 +502,7 @@ def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> No
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
 
 
-def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
+def test_the_result_of_a_fetch_is_reported(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     told = reader.results
     tokens = prompt(1, 20)

@@ -81,7 +81,7 @@ def rig() -> Iterator[Rig]:
     rank.close()
 
 
-def test_what_nobody_has_is_computed_and_hit(rig: Rig) -> None:
+def test_uncached_tokens_are_computed_and_hit(rig: Rig) -> None:
     tokens = prompt(1, 10)
     assert rig.hint("h", tokens)
     assert rig.until_done() == [PrefetchResult("h", PrefetchEnd.COMPUTED, 40, 0, computed=40)]

@@ -255,7 +255,7 @@ def test_what_hbm_alone_has_does_not_hide_what_is_on_disk_behind_it(make_rank: M
     assert again.promotions.counters.promoted == 14
 
 
-def test_what_nobody_knows_is_not_brought(make_rank: MakeRank) -> None:
+def test_an_unknown_prompt_is_not_brought(make_rank: MakeRank) -> None:
     rank = make_rank(Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400))
     assert prefetch(rank, prompt(9, 5)) == PrefetchResult("session", PrefetchEnd.DONE, 0, 0)
     assert prefetch(rank, [1, 2]).tokens == 0

@@ -67,7 +67,7 @@ def make() -> Iterator[Callable[..., Acking]]:
         each.close()
 
 
-def test_an_end_is_told_when_prompt_and_answer_are_on_disk_and_not_before(setup: Acking) -> None:
+def test_an_end_is_sent_when_prompt_and_answer_are_on_disk_and_not_before(setup: Acking) -> None:
     answer = setup.answer(range(14))
     for step in (setup.passes, setup.to_dram, setup.passes):
         step()
@@ -93,7 +93,7 @@ def test_what_has_no_whole_block_waits_for_nothing(setup: Acking) -> None:
     assert setup.answers.may_report(setup.answer(range(3)))
 
 
-def test_a_known_answer_is_told_again_at_once(setup: Acking) -> None:
+def test_a_known_answer_is_sent_again_at_once(setup: Acking) -> None:
     setup.answer(range(12))
     setup.to_dram()
     setup.to_disk()
@@ -169,7 +169,7 @@ def test_what_dram_had_no_room_for_is_tried_again(setup: Acking) -> None:
     assert setup.on_disk(second)
 
 
-def test_an_end_is_told_late_rather_than_never_and_looked_after_all_the_same(setup: Acking) -> None:
+def test_an_end_is_sent_late_rather_than_never_and_watched_all_the_same(setup: Acking) -> None:
     answer = setup.answer(range(12))
     setup.to_dram()
     setup.passes()

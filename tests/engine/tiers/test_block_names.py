@@ -82,7 +82,7 @@ def test_kv_of_an_adapter_is_not_found_by_a_later_process() -> None:
     assert starts[0].digest(PLAIN) == starts[1].digest(PLAIN)
 
 
-def test_names_of_a_path_are_the_chained_keys_however_it_is_split_and_whoever_knows_them() -> None:
+def test_names_of_a_path_are_the_chained_keys_however_it_is_split_and_known() -> None:
     key = encode_tokens(list(range(40)))
     expected = block_keys(names().digest(PLAIN), key, 4)
     for first, second in itertools.product((1, 3, 5), (6, 8, 9)):

@@ -292,7 +292,7 @@ def test_repr_shows_the_counts(setup: Setup) -> None:
     )
 
 
-def test_check_sees_a_block_that_nobody_knows(setup: Setup) -> None:
+def test_check_sees_a_block_without_an_owner(setup: Setup) -> None:
     setup.insert(prompt(1, 3))
     blocks = setup.arena.alloc(2)
     with pytest.raises(AssertionError, match="5 blocks of DRAM are in use, index and ledger know of 3"):

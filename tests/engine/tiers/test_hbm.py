@@ -95,7 +95,7 @@ def test_each_rank_knows_its_heads(
     assert [(shard.first_head, shard.heads, shard.model_heads) for shard in shards] == expected
 
 
-def test_kinds_of_float8_are_told_apart() -> None:
+def test_kinds_of_float8_are_distinguished() -> None:
     """SGLang stores both as bytes; their KV must not be taken for each other's."""
     for arguments, pool in ((MHA, MHATokenToKVPool), (MLA, MLATokenToKVPool)):
         digests = set()

@@ -267,7 +267,7 @@ class _Planner(Planner):
         return self._busy
 
 
-def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> None:
+def test_an_idle_scheduler_stays_awake_while_kv_is_brought_or_a_snapshot_sent() -> None:
     with closing(Rank(WITH_DISK, routed=True)) as rank:
         cache = rank.cache
         rank.serve(PROMPT)

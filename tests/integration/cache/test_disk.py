@@ -132,7 +132,7 @@ def test_a_second_server_on_one_directory_is_refused_by_name(server: ServerProce
     assert refused.value.field == "--kv-disk-path"
 
 
-def test_damage_that_nobody_can_notice_changes_the_answer(
+def test_undetectable_damage_changes_the_answer(
     server: ServerProcess, prompts: list[list[int]], cold: list[Answer]
 ) -> None:
     """The twin: the answers above come from the bytes on the disk."""

@@ -357,7 +357,7 @@ async def test_a_queue_makes_the_cost_policy_fetch(pair, port, client, rng) -> N
 
 
 @pytest.mark.parametrize("when", ["before the offer", "before the read"])
-async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -> None:
+async def test_a_holder_that_stops_hangs_no_request(when, pair, port, client, rng) -> None:
     async with (
         routing(pair, port, "least-load", verdict_s=VERDICT_S) as router,
         busy(client, router, pair) as owner,

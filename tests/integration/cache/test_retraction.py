@@ -215,7 +215,7 @@ def test_the_twin_with_one_damaged_bit_answers_otherwise(
     assert tokens != expected
 
 
-def test_nobody_gives_way_where_the_wait_is_short(
+def test_no_request_gives_way_where_the_wait_is_short(
     server: ServerProcess, truth: ServerProcess, folder: Path, prompts: Callable[[int], list[int]]
 ) -> None:
     texts = [prompts(70), prompts(100), prompts(50)]
