@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.tiers import Tier
 from sglang_ext.wire import Message
 
@@ -93,9 +94,8 @@ class Planner:
         """Blocks held and blocks that fit, of each tier that this planner fills."""
         return {}
 
-    def totals(self) -> Mapping[str, Mapping[str, int]]:
-        """Totals since the start, by metric (`engine.metric_table`) and the value of its label."""
-        return {}
+    def show(self, metrics: RankMetrics) -> None:
+        """Publish its metrics (`engine.metric_table`)."""
 
 
 P = TypeVar("P", bound=Planner)

@@ -7,6 +7,7 @@ HTTP process reads. A metric therefore has to be made after SGLang has set that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.protocol.metrics import Kind, Metric, MetricTable, metric_name
@@ -43,6 +44,12 @@ class RankMetrics:
         before, self._totals[name, *labels] = self._totals.get((name, *labels), 0), total
         counter: Counter = self._made[name]
         counter.labels(*labels, self._rank).inc(max(0, total - before))
+
+    def count_events(self, name: str, totals: Mapping[Any, int]) -> None:
+        """Publish a counter whose one label, beside the rank, is the key of its totals: a text, or an
+        enum whose value is one."""
+        for event, total in totals.items():
+            self.count(name, total, str(getattr(event, "value", event)))
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add a value to a histogram."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.cache.rank_cache import RankCache
@@ -34,7 +32,7 @@ class CacheMetrics:
         self._next = 0.0
         self._metrics = RankMetrics(cache_table(), rank)
         self.registry = self._metrics.registry
-        self._events("mempool_calls", dict.fromkeys(Call, 0))
+        self._metrics.count_events("mempool_calls", dict.fromkeys(Call, 0))
 
     def update(self, cache: RankCache) -> None:
         """Publish ``cache``'s state if it is time to."""
@@ -42,8 +40,8 @@ class CacheMetrics:
         if now < self._next:
             return
         self._next = now + UPDATE_SECONDS
-        self._events("mempool_calls", cache.store.calls)
-        self._events("faults", cache.faults.counts)
+        self._metrics.count_events("mempool_calls", cache.store.calls)
+        self._metrics.count_events("faults", cache.faults.counts)
         for tier, (used, capacity) in cache.blocks_by_tier().items():
             self._metrics.set("blocks", used, tier.name)
             self._metrics.set("capacity_blocks", capacity, tier.name)
@@ -55,33 +53,32 @@ class CacheMetrics:
         self._show_retraction(cache.find(Retraction))
         self._show_answers(cache.find(AckedAnswers))
         if cache.peers is not None:
-            self._events("peers", cache.peers.fetches.counts())
-            self._events("peers", dataclasses.asdict(cache.peers.exports.counters))
-            self._events("fetched_bytes", cache.peers.transport_bytes)
+            self._metrics.count_events("peers", cache.peers.fetches.counts())
+            self._metrics.count_events("peers", dataclasses.asdict(cache.peers.exports.counters))
+            self._metrics.count_events("fetched_bytes", cache.peers.transport_bytes)
         self._show_prefetches(cache.find(Prefetcher))
         for planner in cache.planners:
-            for name, totals in planner.totals().items():
-                self._events(name, totals)
+            planner.show(self._metrics)
 
     def _show_retraction(self, retraction: Retraction | None) -> None:
         if retraction is not None:
             counted = dataclasses.asdict(retraction.counters)
             tokens = {name: counted.pop(f"{name}_tokens") for name in ("found", "recomputed")}
-            self._events("retractions", counted)
-            self._events("retracted_tokens", tokens)
+            self._metrics.count_events("retractions", counted)
+            self._metrics.count_events("retracted_tokens", tokens)
 
     def _show_answers(self, answers: AckedAnswers | None) -> None:
         if answers is not None:
-            self._events("acked_answers", answers.counters)
+            self._metrics.count_events("acked_answers", answers.counters)
             while answers.waits:
                 self._metrics.observe("durability_wait_seconds", answers.waits.popleft())
 
     def _show_prefetches(self, prefetcher: Prefetcher | None) -> None:
         if prefetcher is not None:
-            self._events("prefetches", prefetcher.counters)
+            self._metrics.count_events("prefetches", prefetcher.counters)
             self._metrics.set("announced_prompts", len(prefetcher.retention))
             self._metrics.set("deferred_prompts", prefetcher.resting)
-            self._events("announced_blocks", {"given_up": prefetcher.retention.given_up})
+            self._metrics.count_events("announced_blocks", {"given_up": prefetcher.retention.given_up})
 
     def _show_dram(self, cache: RankCache) -> None:
         write_down = cache.write_down
@@ -89,21 +86,23 @@ class CacheMetrics:
             return
         dram = write_down.dram
         blocks = dataclasses.asdict(dram.copies.counters)
-        self._events("dram_blocks", {**blocks, "evicted": dram.evicted, "skipped": write_down.skipped})
-        self._events("spilled_blocks_events", dataclasses.asdict(dram.spilled.counters))
+        self._metrics.count_events(
+            "dram_blocks", {**blocks, "evicted": dram.evicted, "skipped": write_down.skipped}
+        )
+        self._metrics.count_events("spilled_blocks_events", dataclasses.asdict(dram.spilled.counters))
         self._metrics.set("spilled_blocks", dram.spilled.shown)
         self._metrics.set("spilled_bytes", dram.spilled.shown * dram.block_bytes)
         if dram.region is not None:
-            self._events("layer_region_block_layers", dataclasses.asdict(dram.region.counters))
+            self._metrics.count_events("layer_region_block_layers", dataclasses.asdict(dram.region.counters))
             self._metrics.set("layer_region_blocks", dram.region.blocks)
         if dram.below is not None:
-            self._events("disk_blocks", dataclasses.asdict(dram.below.counters))
+            self._metrics.count_events("disk_blocks", dataclasses.asdict(dram.below.counters))
             self._metrics.set("disk_backlog_bytes", dram.below.pending_bytes)
 
     def _show_promotions(self, cache: RankCache) -> None:
         if cache.promotions is None:
             return
-        self._events("disk_blocks", dataclasses.asdict(cache.promotions.counters))
+        self._metrics.count_events("disk_blocks", dataclasses.asdict(cache.promotions.counters))
         for tier, decisions in cache.promotions.decisions.items():
             self._decide(tier, decisions)
         for tier, stats in cache.promotions.stats().items():
@@ -120,9 +119,3 @@ class CacheMetrics:
             for way, seconds in (("load", last.load_seconds), ("compute", last.compute_seconds)):
                 if seconds is not None:
                     self._metrics.set(weighed(tier), seconds, way)
-
-    def _events(self, name: str, totals: Mapping[Any, int]) -> None:
-        """Publish a counter whose one label, beside the rank, is the key of its totals: a text, or an
-        enum whose value is one."""
-        for event, total in totals.items():
-            self._metrics.count(name, total, str(getattr(event, "value", event)))

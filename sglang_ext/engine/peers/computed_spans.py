@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
@@ -27,6 +27,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.peers.export import ExportLink, Exports, layer_name
 from sglang_ext.engine.planners import Planner, ReadsBatch
+from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation, Use
@@ -266,8 +267,8 @@ class ComputedSpans(Planner):
 
     # -- whole ------------------------------------------------------------------------------------
 
-    def totals(self) -> Mapping[str, Mapping[str, int]]:
-        return {"peers": asdict(self.counters)}
+    def show(self, metrics: RankMetrics) -> None:
+        metrics.count_events("peers", asdict(self.counters))
 
     def close(self) -> None:
         self.drop_in_flight()

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.advice import OnResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
+from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
@@ -243,8 +244,8 @@ class ComputeAhead(Planner):
         """Whether the next passes of an idle scheduler have something to do."""
         return bool(self._jobs) or self._running is not None
 
-    def totals(self) -> Mapping[str, Mapping[str, int]]:
-        return {"announced_blocks": {"computed": self.computed_blocks}}
+    def show(self, metrics: RankMetrics) -> None:
+        metrics.count_events("announced_blocks", {"computed": self.computed_blocks})
 
     def drop_in_flight(self) -> None:
         """Compute nothing more: the cache is about to be emptied."""
