@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.engine.cache.rank_cache import CacheParts
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -587,7 +588,7 @@ def test_the_idle_check_runs_only_when_asked_for_and_after_a_change(make_rank: M
 
     for check, expected in ((False, 0), (True, 1)):
         parts = CacheParts(rank.store, rank.cache.hbm_tier, rank.cache.planners, check=check)
-        cache = Counting(rank.pools.params(), parts, SglangHost(rank.pools.allocator))
+        cache = Counting(rank.pools.params(), parts, SglangHost(rank.pools.allocator), Replies())
         cache.sanity_check()
         cache.sanity_check()
         assert len(looks) == expected
