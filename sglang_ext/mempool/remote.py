@@ -20,7 +20,7 @@ from sglang_ext.disagg.messages import Completed, Reserve, Reserved, Written
 from sglang_ext.disagg.runs import Ids, Runs
 from sglang_ext.disagg.transfer.link import Link
 from sglang_ext.disagg.transfer.transactions import Direction
-from sglang_ext.mempool.store import Call
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.wire import pack_ids
 
 

@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 )
 
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
-from sglang_ext.mempool.store import Call, Refusal, Reservation, Store, StoreTier, Use
+from sglang_ext.mempool.ledger import Call, Reservation, StoreTier, Use
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
 
@@ -50,7 +51,7 @@ class Rig:
 
     @property
     def tier(self) -> StoreTier:
-        return self.store.tier_at(self.level)
+        return self.store.ledger.tier_at(self.level)
 
     def reserve(self, key: bytes, use: Use = Use.FETCH, **how: Any) -> Reservation:
         """A reservation that there must be."""
@@ -76,7 +77,7 @@ class Rig:
 
     def check(self) -> None:
         self.store.tree.check()
-        self.store.check()
+        self.store.ledger.check()
 
 
 def prompt(number: int, blocks: int) -> bytes:
@@ -96,9 +97,9 @@ class StoreContract(abc.ABC):
         rig = self.open_rig(CAPACITY)
         yield rig
         rig.check()
-        for reservation in rig.store.reservations:
+        for reservation in rig.store.ledger.reservations:
             reservation.abort()
-        rig.store.clear()
+        rig.store.ledger.clear()
         rig.close()
 
     def test_blocks_are_taken_once_and_given_back(self, rig: Rig) -> None:
@@ -109,14 +110,14 @@ class StoreContract(abc.ABC):
         both = tier.join([first, second])
         assert len({str(tier.part(both, at, at + 1)) for at in range(10)}) == 10
         assert str(tier.part(both, 5, 10)) == str(tier.part(second, 0, 5))
-        assert rig.store.reserved(rig.level, Use.FETCH) == 10
+        assert rig.store.ledger.reserved(rig.level, Use.FETCH) == 10
         rig.check()
         third = rig.reserve(prompt(3, 5))
         assert third.blocks == CAPACITY - 10, "as many as there are"
         assert rig.store.reserve(rig.level, NAMESPACE, prompt(4, 1), Use.FETCH) is Refusal.NO_ROOM
-        for each in rig.store.reservations[:2]:
+        for each in rig.store.ledger.reservations[:2]:
             each.abort()
-        assert (tier.free_blocks, rig.store.reserved(rig.level)) == (10, CAPACITY - 10)
+        assert (tier.free_blocks, rig.store.ledger.reserved(rig.level)) == (10, CAPACITY - 10)
         assert (
             rig.store.reserve(rig.level, NAMESPACE, prompt(4, 11), Use.FETCH, whole=True) is Refusal.NO_ROOM
         )
@@ -131,7 +132,7 @@ class StoreContract(abc.ABC):
         done = reservation.commit(onward=False)
         assert done is not None
         assert (done.fresh, done.held, rig.blocks_of(prompt(1, 5))) == (4, 0, 4)
-        assert rig.store.reserved(rig.level) == 0
+        assert rig.store.ledger.reserved(rig.level) == 0
         assert rig.store.reserve(rig.level, NAMESPACE, prompt(1, 4), Use.FETCH) is Refusal.KNOWN
         assert rig.store.reserve(rig.level, ("other",), prompt(1, 4), Use.FETCH) is not Refusal.KNOWN
         with pytest.raises(ValueError, match="has ended already"):
@@ -194,30 +195,30 @@ class StoreContract(abc.ABC):
         reservation = rig.store.reserve_spare(rig.level, NAMESPACE, prompt(1, 4), Use.PREFETCH, 0, 4)
         assert isinstance(reservation, Reservation)
         reservation.on_surrender = lambda: told.append("surrendered")
-        assert (rig.store.yielding(rig.level), rig.store.surrender(rig.level)) == (4, 0)
+        assert (rig.store.ledger.yielding(rig.level), rig.store.ledger.surrender(rig.level)) == (4, 0)
         reservation.gives_way = True
-        assert (rig.store.surrender(rig.level), told) == (4, ["surrendered"])
-        assert (rig.store.yielding(rig.level), rig.tier.free_blocks) == (0, CAPACITY)
+        assert (rig.store.ledger.surrender(rig.level), told) == (4, ["surrendered"])
+        assert (rig.store.ledger.yielding(rig.level), rig.tier.free_blocks) == (0, CAPACITY)
         late = rig.store.reserve_spare(rig.level, NAMESPACE, prompt(1, 4), Use.PREFETCH, 2, 2)
         assert isinstance(late, Reservation)
         assert late.commit(onward=False) is None, "its prefix is not there"
 
     def test_clearing_gives_all_back(self, rig: Rig) -> None:
         rig.put(prompt(1, 5))
-        rig.store.clear()
+        rig.store.ledger.clear()
         assert (rig.blocks_of(prompt(1, 5)), rig.store.tree.blocks_of(rig.tier.holder)) == (0, 0)
 
     def test_a_ledger_that_does_not_fit_is_found(self, rig: Rig) -> None:
         """The twin of every check above."""
         reservation = rig.reserve(prompt(1, 2))
-        rig.store._taken[rig.tier.holder][Use.FETCH] += 1
+        rig.store.ledger._taken[rig.tier.holder][Use.FETCH] += 1
         with pytest.raises(AssertionError, match=r"3 blocks of .* are taken for fetch, 2 reserved"):
-            rig.store.check()
-        rig.store._taken[rig.tier.holder][Use.FETCH] -= 1
+            rig.store.ledger.check()
+        rig.store.ledger._taken[rig.tier.holder][Use.FETCH] -= 1
         stolen = rig.tier.take(1)
         if rig.tier.exclusive:
             with pytest.raises(AssertionError, match="index and ledger know of"):
-                rig.store.check()
+                rig.store.ledger.check()
         rig.tier.give_back(stolen)
         reservation.abort()
 

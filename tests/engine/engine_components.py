@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.engine.movers.mover import LayerGate, ThreadMover
 from sglang_ext.keys import TOKEN_BYTES, block_keys, encode_tokens
-from sglang_ext.mempool.store import Reservation, Store, Use
+from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.hbm import EnginePool, layer_map, pool_geometry, pool_planes
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.radix_global.components import (
@@ -59,7 +60,7 @@ class Shelf:
         self.holder = holder
         self.arena = arena
         self._store = store
-        store.add(self)
+        store.ledger.add(self)
 
     @property
     def n_blocks(self) -> int:
@@ -72,7 +73,7 @@ class Shelf:
     def take(self, blocks: int, *, lose: bool = True, rank: float = 0) -> Ids:
         shortage = blocks - self.free_blocks
         if shortage > 0:
-            self._store.delete(self.holder, self._store.tree.evict(self.holder, shortage))
+            self._store.ledger.delete(self.holder, self._store.tree.evict(self.holder, shortage))
         taken = self.arena.alloc(min(blocks, self.free_blocks))
         assert taken is not None
         return taken
@@ -309,10 +310,10 @@ class ComponentRank:
         for node in self.tree.tail(match.node, len(wanted)):
             end = start + node.blocks
             if holder not in node.placements:
-                places = self.store.alloc_mem(holder, node.blocks, Use.PROMOTION, whole=True)
+                places = self.store.ledger.alloc_mem(holder, node.blocks, Use.PROMOTION, whole=True)
                 if places is not None:
                     fill(range(start, end), places)
-                    self.store.attach(holder, [node], places, Use.PROMOTION)
+                    self.store.ledger.attach(holder, [node], places, Use.PROMOTION)
             start = end
         self.tree.unlock(match.node, holder)
         self.tree.unlock(match.node, self.holders[FULL])
@@ -324,7 +325,7 @@ class ComponentRank:
     def evict(self, part: Component, blocks: int) -> int:
         """Have DRAM give up some blocks of a component."""
         holder = self.holders[part]
-        return self.store.delete(holder, self.tree.evict(holder, blocks))
+        return self.store.ledger.delete(holder, self.tree.evict(holder, blocks))
 
     # -- disk -------------------------------------------------------------------------------------
 
@@ -390,7 +391,7 @@ class ComponentRank:
     def check(self) -> None:
         """Tree, ledger, slots, and every row in DRAM."""
         self.tree.check()
-        self.store.check()
+        self.store.ledger.check()
         assert self.allocator.full_available_size() == self.allocator.size_full
         assert self.allocator.swa_available_size() == self.allocator.size_swa
         for node, chain in self._chains():

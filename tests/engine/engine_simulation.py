@@ -34,6 +34,7 @@ from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
@@ -47,7 +48,8 @@ from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.mempool.store import Reservation, Store, Use
+from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -235,7 +237,6 @@ class Rank:
                 below=below,
                 observer=observer,
                 pressure=pressure_policy_by_name(scenario.pressure),
-                layers=scenario.layers,
                 for_others=scenario.for_others,
             )
             self.write_down = write_down_class(
@@ -262,7 +263,7 @@ class Rank:
         moved_by = None if transfers is None else transfers(self)
         peer_kv = None if peers is None or moved_by is None else peers(self, moved_by)
         hbm_tier = HbmTier(
-            self.store, self.hbm, self.pools.allocator, slot_ops(torch.device("cpu")), self.write_down
+            self.store.ledger, self.hbm, self.pools.allocator, slot_ops(torch.device("cpu")), self.write_down
         )
         loading = None
         bringing: tuple[Planner | None, ...] = ()
@@ -283,7 +284,18 @@ class Rank:
                 fetch_ahead=fetch_nothing if peer_kv is None else peer_kv.fetch_ahead,
                 priority_sign=priority_sign,
             )
-            bringing = loading.prefill_clock, loading.load_back, loading.prefetcher
+            assert self.arena is not None
+            layers = LayerFill.over(
+                scenario.layers,
+                self.arena.layout,
+                self.store,
+                self.write_down.dram,
+                hbm_tier,
+                loading.prefetcher,
+                loading.speeds,
+                loading.prefill_clock,
+            )
+            bringing = loading.prefill_clock, loading.load_back, loading.prefetcher, layers
             bringing += (advice,) if takes_hints else ()
         wait = scenario.settings.retract_wait
         retraction = None if wait is None else Retraction(wait, ranks)
@@ -391,7 +403,7 @@ class Rank:
         for i, node in enumerate(self.tree.nodes()):
             if self.hbm in node.placements:
                 owned[f"node {i}"] = node.placements[self.hbm]
-        for i, each in enumerate(self.store.reservations):
+        for i, each in enumerate(self.store.ledger.reservations):
             if each.tier is Tier.HBM:
                 owned[f"{each.use} {i}"] = each.places
         for req in self.scheduler.active():

@@ -8,7 +8,6 @@ from typing import Self
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.prefetch.due_times import MoveRate
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
-from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_back import LoadBack
@@ -53,9 +52,6 @@ class Loading:
         clock = PrefillClock(cost)
         speeds = AgreedSpeeds(cost, lambda: dram.copies.load_bytes_per_second, ranks)
         policy = DramPolicy(store.tree.block_size, dram.block_bytes, always=always, speeds=speeds)
-        layers = None
-        if dram.region is not None:
-            layers = LayerFill(store, hbm, dram, dram.region, hbm_tier, speeds, clock)
         return cls(
             speeds,
             clock,
@@ -69,6 +65,5 @@ class Loading:
                 moves,
                 weights.namespace,
                 rate=MoveRate(ranks),
-                layers=layers,
             ),
         )

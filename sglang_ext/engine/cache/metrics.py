@@ -13,7 +13,7 @@ from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.engine.tiers.load_report import LoadDecisions
-from sglang_ext.mempool.store import Call
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.tiers import Tier
 
 UPDATE_SECONDS = 1.0
@@ -92,9 +92,6 @@ class CacheMetrics:
         self._metrics.count_events("spilled_blocks_events", dataclasses.asdict(dram.spilled.counters))
         self._metrics.set("spilled_blocks", dram.spilled.shown)
         self._metrics.set("spilled_bytes", dram.spilled.shown * dram.block_bytes)
-        if dram.region is not None:
-            self._metrics.count_events("layer_region_block_layers", dataclasses.asdict(dram.region.counters))
-            self._metrics.set("layer_region_blocks", dram.region.blocks)
         if dram.below is not None:
             self._metrics.count_events("disk_blocks", dataclasses.asdict(dram.below.counters))
             self._metrics.set("disk_backlog_bytes", dram.below.pending_bytes)

@@ -157,7 +157,7 @@ class RankCache:
         self.drop_in_flight()
         for planner in self.planners:
             planner.before_clear()
-        self.store.clear()
+        self.store.ledger.clear()
         for planner in self.planners:
             planner.clear()
 
@@ -216,7 +216,7 @@ class RankCache:
     def check(self) -> None:
         """Verify the invariants of tree and tiers. Raises AssertionError naming the broken one."""
         self.tree.check()
-        self.store.check()
+        self.store.ledger.check()
         self.moves.check()
         for planner in self.planners:
             planner.check()

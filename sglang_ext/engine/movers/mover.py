@@ -37,10 +37,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """One layer of some blocks of a load that is in HBM already (`layer_region`).
+    """One layer of some blocks of a load that is in HBM already.
 
     place: the layer in whose planes the bytes are. slots: their slots, as the tree keeps slots. positions:
-    int64, indices of these blocks in the load. cell: the layer region's cell; the mover does not read it.
+    int64, indices of these blocks in the load. cell: for the owner of the copy; the mover does not read it.
     """
 
     layer: int

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from sglang_ext.errors import InternalError
-from sglang_ext.mempool.store import Committed, Reservation
+from sglang_ext.mempool.ledger import Committed, Reservation
 
 
 class State(enum.Enum):

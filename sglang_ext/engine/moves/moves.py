@@ -18,7 +18,7 @@ from typing import Any, Final
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.moves.move import Event, Move, MovePlanner, Source, State
 from sglang_ext.engine.ranks import NOT_YET, Ranks
-from sglang_ext.mempool.store import Committed, Reservation
+from sglang_ext.mempool.ledger import Committed, Reservation
 
 _MAY_START: Final = 0
 _OVER: Final = 1

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sglang_ext.engine.moves.move import Source
 from sglang_ext.errors import InternalError
-from sglang_ext.mempool.store import Reservation
+from sglang_ext.mempool.ledger import Reservation
 from sglang_ext.tiered_store.loading.loader import Load, Loader
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from sglang_ext.engine.pd.pushing import LayerFeed, Pusher
 from sglang_ext.engine.pd.reading import Reading
 from sglang_ext.engine.pd.sending_handover import SendingRank
 from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
-from sglang_ext.mempool.store import Call
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.tasks import Tasks
 

@@ -21,7 +21,8 @@ from sglang_ext.engine.moves.sources import OwnCopy
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
 

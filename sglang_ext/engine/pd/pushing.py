@@ -27,8 +27,8 @@ from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.messages import Push
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.mempool.remote import RemoteMemory
-from sglang_ext.mempool.store import Call
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import unpack_ids
 

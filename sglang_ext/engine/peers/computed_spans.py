@@ -30,7 +30,8 @@ from sglang_ext.engine.planners import Planner, ReadsBatch
 from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
-from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.protocol.agent import Export
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier

@@ -34,7 +34,8 @@ from sglang_ext.engine.peers.fetch_link import Job
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.mempool.store import Committed, Incoming, Refusal, Use
+from sglang_ext.mempool.ledger import Committed, Use
+from sglang_ext.mempool.store import Incoming, Refusal
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier
 
@@ -344,7 +345,6 @@ class Fetches(MovePlanner):
             Use.FETCH,
             share=SHARE,
             lose=fetch.wait_until is not None and not wish.for_others,
-            source=fetch.span.address,
         )
         if isinstance(reservation, Refusal):
             known = reservation is Refusal.KNOWN

@@ -7,8 +7,8 @@ request. From there they are copied in small pieces, behind all copies that a re
 are free, or whose blocks have a copy elsewhere and were not used since the prefetch began, or were announced
 with a lower priority. The slots of a piece belong to no request until it has arrived; then its blocks enter
 the tree, and are ordinary cached blocks. They are retained for their request (``retention``), and yet go at
-once when SGLang needs them. Of prompts that do not fit as a whole, the lowest layers are brought
-(``layer_fill``). No batch ever waits for a prefetch, and a request that comes too early loads and computes
+once when SGLang needs them. Of prompts that do not fit as a whole, the lowest layers may be brought
+instead. No batch ever waits for a prefetch, and a request that comes too early loads and computes
 the rest by itself, as it would without a prefetch.
 
 All methods run in the scheduler's thread. With several ranks, the caller makes the same calls on each between
@@ -30,14 +30,14 @@ from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.moves.sources import OwnCopy
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.due_times import MoveRate, latest_starts
-from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
 from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
-from sglang_ext.mempool.store import Committed, Refusal, Store, Use
+from sglang_ext.mempool.ledger import Committed, Use
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
@@ -128,8 +128,6 @@ class Prefetcher(Planner, MovePlanner):
         moves: of the rank.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         rate: learns how fast KV moves to HBM.
-        layers: brings the lowest layers of prompts that do not fit as a whole; None without a region for
-            them.
         piece_blocks: most blocks of a piece.
         clock: seconds, monotonic.
     """
@@ -145,7 +143,6 @@ class Prefetcher(Planner, MovePlanner):
         namespace: Callable[[str | None, str | None], Hashable],
         *,
         rate: MoveRate,
-        layers: LayerFill | None = None,
         piece_blocks: int = PIECE_BLOCKS,
         clock: Clock | None = None,
     ) -> None:
@@ -164,7 +161,6 @@ class Prefetcher(Planner, MovePlanner):
         """Rank 0's time, as of the last ``expire``."""
         self.next_due = math.inf
         """When the next prompt becomes due, in rank 0's time; the caller calls ``expire`` then."""
-        self.layers = layers
         self._piece_blocks = piece_blocks
         self._waiting: list[_Prefetch] = []
         """In the order in which they are brought."""
@@ -280,12 +276,6 @@ class Prefetcher(Planner, MovePlanner):
 
     def each_pass(self) -> None:
         """Take the next step, once per pass of the scheduler's loop. Does not wait."""
-        self._bring_first()
-        if self.layers is not None:
-            self.layers.step({waiting.id for waiting in self._waiting})
-
-    def _bring_first(self) -> None:
-        """Go on with the prompts whose turn it is."""
         first = [each for each in self._waiting if each.due][:READ_AHEAD]
         first += [each for each in self._waiting if not (each.due or each.rests)][: READ_AHEAD - len(first)]
         for prefetch in first:
@@ -389,8 +379,6 @@ class Prefetcher(Planner, MovePlanner):
         reached = self._reached(prefetch)[0]
         self._ended.append(PrefetchResult(prefetch.id, end, reached * block, prefetch.brought * block))
         self.counters[end] += 1
-        if self.layers is not None:
-            self.layers.look()
 
     # -- whole ----------------------------------------------------------------------------------
 
@@ -410,7 +398,7 @@ class Prefetcher(Planner, MovePlanner):
     @property
     def busy(self) -> bool:
         """Whether the next passes of an idle scheduler have something to do."""
-        if self._piece is not None or (self.layers is not None and self.layers.busy):
+        if self._piece is not None:
             return True
         if any(each.due or not each.rests for each in self._waiting):
             return True
@@ -425,6 +413,11 @@ class Prefetcher(Planner, MovePlanner):
         return self.next_due < math.inf
 
     @property
+    def waiting(self) -> set[str]:
+        """The ids of prompts that are still to be brought."""
+        return {each.id for each in self._waiting}
+
+    @property
     def resting(self) -> int:
         """Prompts that wait until they are due."""
         return sum(not each.due for each in self._waiting)
@@ -435,8 +428,6 @@ class Prefetcher(Planner, MovePlanner):
             self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:
             self._moves.cancel(self._piece)
-        if self.layers is not None:
-            self.layers.clear()
         self.retention.clear()
 
     def __repr__(self) -> str:

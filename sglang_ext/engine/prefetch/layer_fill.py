@@ -13,6 +13,7 @@ Copies go behind all that a request waits for. All methods run in the scheduler'
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +21,18 @@ from functools import partial
 import numpy as np
 
 from sglang_ext.engine.movers.mover import BlockIds
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
 from sglang_ext.engine.tiers.load_policy import Speeds, layers_to_hold
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.retention import Session
+from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Store
-from sglang_ext.radix_global import Holder, Node
+from sglang_ext.radix_global import Node, RadixTree
 
 FILL_SECONDS = 0.002
 """Of copying at a time: the longest that the engine may have to wait when it takes slots back."""
@@ -50,33 +55,36 @@ class _Lacking:
     layers: int
 
 
-class LayerFill:
-    """See the module's docstring.
+class LayerFill(Planner):
+    """See the module's docstring. Make it with `over`.
 
     Args:
-        store: of the rank.
-        hbm: the holder that stands for this rank's pool.
-        tier: DRAM, with a region.
+        region: where the layers are. HBM takes blocks back from it, and loads from DRAM copy from it.
+        tier: DRAM.
         hbm_tier: slots.
+        prefetcher: brings whole sessions.
         speeds: of loading and computing, as the ranks have agreed.
         clock: measures how many tokens requests compute behind their cached prefix.
     """
 
     def __init__(
         self,
-        store: Store,
-        hbm: Holder,
-        tier: DramTier,
         region: LayerRegion,
+        tree: RadixTree,
+        tier: DramTier,
         hbm_tier: HbmTier,
+        prefetcher: Prefetcher,
         speeds: Speeds,
         clock: PrefillClock,
     ) -> None:
-        self._tree = store.tree
-        self._hbm = hbm
-        self._tier = tier
         self.region = region
+        self._tree = tree
+        self._hbm = hbm_tier.holder
+        self._tier = tier
+        tier.near.append(region)
         self._hbm_tier = hbm_tier
+        hbm_tier.lent.append(region)
+        self._prefetcher = prefetcher
         self._speeds = speeds
         self._clock = clock
         self._filling = 0
@@ -86,21 +94,43 @@ class LayerFill:
         """Whether the last look found no room for all."""
         self._seen: tuple[int, ...] = ()
         """At the last look: sessions given up, cells given up, and sessions announced."""
+        self._brought = 0
+        """Prefetches that had ended by the last pass."""
 
-    def look(self) -> None:
-        """Something may be lacking, or there may be room: look in the next pass."""
-        self._due = True
+    @classmethod
+    def over(
+        cls,
+        limit: int | None,
+        layout: BlockLayout,
+        store: Store,
+        tier: DramTier,
+        hbm_tier: HbmTier,
+        prefetcher: Prefetcher,
+        speeds: Speeds,
+        clock: PrefillClock,
+    ) -> LayerFill | None:
+        """Over a new region; None where there is none.
+
+        Args:
+            limit: most bytes of HBM for it: 0 for none, None for as many as pay off.
+            layout: of blocks.
+        """
+        if limit == 0 or not LayerRegion.fits(layout):
+            return None
+        region = LayerRegion(store, layout, limit, tier.retention.knows)
+        return cls(region, store.tree, tier, hbm_tier, prefetcher, speeds, clock)
 
     @property
     def busy(self) -> bool:
         """Whether the next passes have something to do."""
-        return self._due or bool(self._filling)
+        return self._due or bool(self._filling) or self._brought != self._prefetcher.counters.total()
 
-    def step(self, bringing: Container[str]) -> None:
-        """Start to fill the next cells, if no copy is under way. Once per pass.
-
-        bringing: sessions that are still being brought as a whole.
-        """
+    def each_pass(self) -> None:
+        """Start to fill the next cells, if no copy is under way."""
+        brought = self._prefetcher.counters.total()
+        if brought != self._brought:
+            # Something may be lacking, or there may be room.
+            self._brought, self._due = brought, True
         self._passes += 1
         retention = self._tier.retention
         if not len(retention):
@@ -114,7 +144,7 @@ class LayerFill:
         if self._filling or not self._due:
             return
         self._seen, self._short = lost, False
-        lacking = self._lacking(bringing)
+        lacking = self._lacking(self._prefetcher.waiting)
         for layer in range(max((each.layers for each in lacking), default=0)):
             begun, most = 0, self._most_at_once(layer)
             for each in lacking:
@@ -136,7 +166,10 @@ class LayerFill:
         return 1 + int(FILL_SECONDS * rate / self.region.cell_bytes(layer))
 
     def _lacking(self, bringing: Container[str]) -> list[_Lacking]:
-        """Sessions that lack layers, the strongest first."""
+        """Sessions that lack layers, the strongest first.
+
+        bringing: sessions that are still being brought as a whole.
+        """
         found: list[_Lacking] = []
         dram = self._tier.holder
         for session in self._tier.retention.strongest_first(dram):
@@ -210,11 +243,18 @@ class LayerFill:
         self._filling -= 1
         self.region.landed(cell)
 
-    def clear(self) -> None:
-        """The cache is about to be emptied."""
+    def drop_in_flight(self) -> None:
+        """Give everything back."""
         self._tier.copies.settle()
         self.region.clear()
-        self._due = False
+        self._due, self._brought = False, self._prefetcher.counters.total()
+
+    def check(self) -> None:
+        self.region.check()
+
+    def show(self, metrics: RankMetrics) -> None:
+        metrics.count_events("layer_region_block_layers", dataclasses.asdict(self.region.counters))
+        metrics.set("layer_region_blocks", self.region.blocks)
 
     def __repr__(self) -> str:
         return f"LayerFill({self.region!r}, filling={self._filling}, due={self._due})"

@@ -19,7 +19,7 @@ from sglang_ext.engine.moves.move import Move, MovePlanner
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.moves.sources import FromDisk
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.mempool.store import Committed
+from sglang_ext.mempool.ledger import Committed
 from sglang_ext.radix_global import Node
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockTier, Get

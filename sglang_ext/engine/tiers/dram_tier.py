@@ -15,7 +15,6 @@ import numpy as np
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
-from sglang_ext.engine.tiers.layer_region import LayerRegion
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
 from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.geometry import BlockLayout
@@ -45,6 +44,19 @@ class Arena(Protocol):
     def check(self) -> None: ...
 
 
+class NearCopies(Protocol):
+    """A mechanism that keeps copies of single layers of DRAM blocks in HBM."""
+
+    def near(self, ids: BlockIds) -> Sequence[Near]:
+        """The parts of blocks about to be loaded that it has. They stay until `read`."""
+
+    def read(self, near: Sequence[Near]) -> None:
+        """A load of these parts is complete."""
+
+    def forget(self, ids: BlockIds) -> None:
+        """Drop the copies of blocks that leave DRAM."""
+
+
 class DramTier:
     """See the module's docstring. Called by the scheduler thread only.
 
@@ -56,8 +68,6 @@ class DramTier:
         below: takes complete blocks on to disk; ``None`` without a disk.
         observer: notified of loads under way.
         pressure: orders announced sessions; the smallest gives way first.
-        layers: most bytes of HBM for the lowest layers of announced sessions (`layer_region`); 0 for none,
-            None for as many as pay off.
         for_others: blocks that may be kept for other instances (`spilled`).
     """
 
@@ -72,7 +82,6 @@ class DramTier:
         below: DiskWrites | None = None,
         observer: CopyObserver | None = None,
         pressure: Callable[[Announced], SortKey] = weakest_first,
-        layers: int | None = 0,
         for_others: int = 0,
     ) -> None:
         self.store = store
@@ -88,10 +97,11 @@ class DramTier:
         """Blocks that are held back for announced requests, here and in HBM."""
         self.spilled = Spilled(store.tree, hbm, dram, self.retention, for_others)
         """Blocks that are kept for other instances; they are evicted before all others."""
-        self.region: LayerRegion | None = None
-        if layers != 0 and LayerRegion.fits(arena.layout):
-            self.region = LayerRegion(store, arena.layout, layers, self.retention.knows)
-        store.add(self)
+        self.near: list[NearCopies] = []
+        """Mechanisms that keep copies of its blocks in HBM, from which loads copy."""
+        self.near_layers = 0
+        """Single layers of blocks that loads have found there, since the start."""
+        store.ledger.add(self)
         store.add_source(Tier.DRAM, self)
 
     @property
@@ -129,7 +139,7 @@ class DramTier:
         return self._delete(self.retention.give_up(self._dram, blocks, may_go, below=below))
 
     def _delete(self, gone: Sequence[Evicted]) -> int:
-        return self.store.delete(Tier.DRAM, gone)
+        return self.store.ledger.delete(Tier.DRAM, gone)
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
         """Take up to ``blocks`` blocks of the arena; the caller fills them, and inserts or returns them.
@@ -164,8 +174,8 @@ class DramTier:
     def give_back(self, places: BlockIds) -> None:
         """Free blocks that were taken, or were in the tree, and are not needed."""
         if len(places):
-            if self.region is not None:
-                self.region.forget(places)
+            for copies in self.near:
+                copies.forget(places)
             self._arena.free(places)
 
     def count(self, places: BlockIds) -> int:
@@ -208,16 +218,17 @@ class DramTier:
             self._tree.place(node, self._hbm, slots[start:end])
             start = end
         self._tree.lock(last, self._hbm)
-        near = () if self.region is None else self.region.near(blocks)
-        self.copies.load(slots, blocks, near=near, done=partial(self._loaded, last, len(blocks), near))
+        found = [(copies, copies.near(blocks)) for copies in self.near]
+        near = [part for _, parts in found for part in parts]
+        self.near_layers += sum(len(part.positions) for part in near)
+        self.copies.load(slots, blocks, near=near, done=partial(self._loaded, last, len(blocks), found))
 
-    def _loaded(self, last: Node, blocks: int, near: Sequence[Near]) -> None:
+    def _loaded(self, last: Node, blocks: int, near: Sequence[tuple[NearCopies, Sequence[Near]]]) -> None:
         self._tree.unlock(last, self._dram)
         self._tree.unlock(last, self._hbm)
         self._observer.copy_ended(last, blocks, self._hbm)
-        if near:
-            assert self.region is not None
-            self.region.read(near)
+        for copies, parts in near:
+            copies.read(parts)
 
     @property
     def holder(self) -> Holder:
@@ -254,15 +265,13 @@ class DramTier:
     @property
     def evicted(self) -> int:
         """Blocks that were evicted, since the start."""
-        return self.store.evicted[self._dram]
+        return self.store.ledger.evicted[self._dram]
 
     # -- whole ----------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Drop every block; the tree has been emptied or is about to be."""
         self.copies.settle()
-        if self.region is not None:
-            self.region.clear()
         self.spilled.clear()
         if self.below is not None:
             self.below.settle()
@@ -286,8 +295,6 @@ class DramTier:
         """
         self._arena.check()
         self.spilled.check()
-        if self.region is not None:
-            self.region.check()
 
     def __repr__(self) -> str:
         return f"DramTier({self.used_blocks}/{self.n_blocks} blocks, {self.evicted} evicted, {self.copies!r})"

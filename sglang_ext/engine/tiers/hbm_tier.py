@@ -1,7 +1,7 @@
 """Cache-owned slots of SGLang's KV pool: accounting and eviction.
 
 Blocks are evicted in this order: first blocks with a copy in DRAM or on disk, which lose nothing; then the
-layers of announced sessions above the lowest (`layer_region`), and blocks that become free when the copies
+layers of announced sessions above the lowest (`Lent`), and blocks that become free when the copies
 under way end; then whole blocks of announced sessions that have a copy too, and the sessions' lowest layers;
 and only then last copies, the announced ones last again.
 """
@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_ext.engine.movers.slots import SlotOps
 from sglang_ext.engine.tiers.write_down import WriteDown
-from sglang_ext.mempool.store import Store
+from sglang_ext.mempool.ledger import Ledger
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
+
+
+class Lent(Protocol):
+    """A mechanism that keeps single layers of announced sessions in blocks of HBM."""
+
+    def give_up(self, blocks: int, *, above: int = -1) -> int:
+        """Give back at least ``blocks`` blocks, where it has so many. Returns the number of blocks.
+
+        Args:
+            above: keep layers up to this one.
+        """
 
 
 class HbmTier:
     """See the module's docstring. Sizes are tokens, but for those of a `StoreTier`, which are blocks.
 
     Args:
-        store: of the rank.
+        ledger: of the rank.
         hbm: the holder that stands for the pool.
         allocator: SGLang's, of slots; None for an index alone.
         slots: how the tree keeps them.
@@ -33,27 +44,29 @@ class HbmTier:
     """
 
     def __init__(
-        self, store: Store, hbm: Holder, allocator: Any, slots: SlotOps, below: WriteDown | None
+        self, ledger: Ledger, hbm: Holder, allocator: Any, slots: SlotOps, below: WriteDown | None
     ) -> None:
-        self._store = store
-        self._tree = store.tree
+        self._ledger = ledger
+        self._tree = ledger.tree
         self._hbm = self.holder = hbm
         self._allocator = allocator
         self.slots = slots
         self._below = below
         self.retention = None if below is None else below.dram.retention
         """Blocks that are held back for announced requests."""
-        store.add(self)
+        self.lent: list[Lent] = []
+        """Mechanisms that have blocks of it and give them back on demand."""
+        ledger.add(self)
 
     @property
     def total(self) -> int:
         """Slots that the cache owns: neither free nor a request's."""
-        return (self._tree.blocks_of(self._hbm) + self._store.reserved(Tier.HBM)) * self._tree.block_size
+        return (self._tree.blocks_of(self._hbm) + self._ledger.reserved(Tier.HBM)) * self._tree.block_size
 
     @property
     def protected(self) -> int:
         """Cache-owned slots that may not be evicted now."""
-        pinned = self._store.reserved(Tier.HBM) - self._store.yielding(Tier.HBM)
+        pinned = self._ledger.reserved(Tier.HBM) - self._ledger.yielding(Tier.HBM)
         return (self._tree.locked_blocks_of(self._hbm) + pinned) * self._tree.block_size
 
     @property
@@ -71,18 +84,18 @@ class HbmTier:
             copies.look()
             freed = self._evict(missing, below.has_copy)
             freed += self._give_up_layers(missing - freed, above=0)
-            if freed < missing and (copies.writing or self._store.yielding(Tier.HBM)):
+            if freed < missing and (copies.writing or self._ledger.yielding(Tier.HBM)):
                 copies.settle()
                 freed += self._evict(missing - freed, below.has_copy)
                 if freed < missing:
-                    freed += self._store.surrender(Tier.HBM)
+                    freed += self._ledger.surrender(Tier.HBM)
                 freed += self._give_up_layers(missing - freed, above=0)
             freed += self._give_up(missing - freed, below.has_copy)
             freed += self._give_up_layers(missing - freed)
         if freed < missing:
             freed += self._evict(missing - freed, None)
             freed += self._give_up(missing - freed, lambda node: True)
-            freed += self._store.delete(Tier.HBM, self._tree.evict(self._hbm, missing - freed))
+            freed += self._ledger.delete(Tier.HBM, self._tree.evict(self._hbm, missing - freed))
         return freed * self._tree.block_size
 
     def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
@@ -103,19 +116,18 @@ class HbmTier:
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
         """Evict blocks that were not announced."""
         gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.retention or ())
-        return self._store.delete(Tier.HBM, gone)
+        return self._ledger.delete(Tier.HBM, gone)
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
         """Evict announced blocks."""
         if self.retention is None:
             return 0
         gone = self.retention.give_up(self._hbm, blocks, may_go, below=below, deferred_first=True)
-        return self._store.delete(Tier.HBM, gone)
+        return self._ledger.delete(Tier.HBM, gone)
 
     def _give_up_layers(self, blocks: int, above: int = -1) -> int:
-        """Give back blocks of the layer region."""
-        region = None if self._below is None else self._below.dram.region
-        return 0 if region is None else region.give_up(blocks, above=above)
+        """Take back blocks that are lent."""
+        return sum(lent.give_up(blocks, above=above) for lent in self.lent)
 
     def thin_out(self, blocks: int, priority: int) -> None:
         """Free slots for ``blocks`` blocks, for the lowest layers of several sessions, by evicting whole

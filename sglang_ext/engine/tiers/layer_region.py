@@ -27,7 +27,8 @@ import numpy as np
 
 from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
+from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.own_functions import SortKey
 from sglang_ext.tiers import Tier
 
@@ -100,6 +101,7 @@ class LayerRegion:
         self, store: Store, layout: BlockLayout, limit: int | None, lives: Callable[[str], bool]
     ) -> None:
         self._store = store
+        self._ledger = store.ledger
         self.n_layers = layout.n_layers
         self._layout = layout
         self._tokens = layout.block_tokens
@@ -124,12 +126,12 @@ class LayerRegion:
     @property
     def limit(self) -> int:
         """Blocks of HBM that it may take."""
-        most = int(self._store.tier_at(Tier.HBM).n_blocks * MOST_OF_HBM)
+        most = int(self._ledger.tier_at(Tier.HBM).n_blocks * MOST_OF_HBM)
         return most if self._limit is None else min(self._limit, most)
 
     @property
     def strip_blocks(self) -> int:
-        return max(1, min(MOST_STRIP_BLOCKS, self._store.tier_at(Tier.HBM).n_blocks // 32))
+        return max(1, min(MOST_STRIP_BLOCKS, self._ledger.tier_at(Tier.HBM).n_blocks // 32))
 
     def cell_bytes(self, layer: int) -> int:
         """Of a full cell."""
@@ -192,7 +194,7 @@ class LayerRegion:
         cell.landed = True
         units = self._units.get(cell.layer)
         if units is None:
-            dram = self._store.tier_at(Tier.DRAM)
+            dram = self._ledger.tier_at(Tier.DRAM)
             units = self._units[cell.layer] = np.full(dram.n_blocks, -1, dtype=np.int64)
         places = np.flatnonzero(units[cell.ids] < 0)
         units[cell.ids[places]] = cell.number * self.strip_blocks + places
@@ -314,7 +316,7 @@ class LayerRegion:
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
-        if self.blocks != self._store.reserved(Tier.HBM, Use.LAYERS):
+        if self.blocks != self._ledger.reserved(Tier.HBM, Use.LAYERS):
             raise AssertionError(f"{self!r} is not what the ledger says")
         found = dict.fromkeys(self._cells, 0)
         for layer, units in self._units.items():

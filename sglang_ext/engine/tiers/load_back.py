@@ -92,20 +92,15 @@ class LoadBack(Planner):
         if slots is None:
             return None, node
         if nodes:
-            near = self._near
+            near = self._dram.near_layers
             self._store.swap_in(Tier.DRAM, nodes, self._slots.keep(slots[:tokens]))
             if report is not None:
-                report.layers_in_hbm = (self._near - near) / (tokens // self._block_size)
+                report.layers_in_hbm = (self._dram.near_layers - near) / (tokens // self._block_size)
         if streamed:
             assert req is not None
             self._moves.stream(req.cache_request_handle, self._slots.keep(slots[tokens:]))
             self._streaming.append((req, before * self._block_size + tokens))
         return slots, best
-
-    @property
-    def _near(self) -> int:
-        """Single layers of blocks that loads have found in HBM."""
-        return 0 if self._dram.region is None else self._dram.region.counters.used
 
     def _weighed(self, req: Any, tokens: int, before: int) -> LoadReport:
         """Weigh loading against computing. The request's report records the decision; its ``read`` is 0 if

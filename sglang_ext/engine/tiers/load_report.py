@@ -68,7 +68,7 @@ class LoadReport:
     sources: tuple[tuple[Tier, int], ...] = ()
     """Below DRAM: the tiers of the found tokens, in order, each with its number of tokens."""
     layers_in_hbm: float = 0.0
-    """Average number of layers of the loaded blocks that were in HBM already (`layer_region`)."""
+    """Average number of layers of the loaded blocks that were in HBM already."""
     _token_bytes: float = 0.0
 
     def decided(

@@ -36,7 +36,8 @@ from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_block
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
 from sglang_ext.engine.tiers.promotion import Arrivals, DiskLook, Look, Promoted, Wanted
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.mempool.store import Committed, Refusal, Use
+from sglang_ext.mempool.ledger import Committed, Use
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.loader import Load, Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, TierStats

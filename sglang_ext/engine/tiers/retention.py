@@ -4,8 +4,8 @@ KV of a prompt with a live hint is evicted after all other cached KV, in HBM and
 expires (Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running
 request that needs the room gets it at once. When only announced KV is left to evict, a policy
 (``--kv-eviction-policy``, pressure) orders the sessions, and of a prompt the end goes first. A slot of
-SGLang's pool spans all layers. Of sessions that are held by layer (``layer_region``), later layers go first,
-before any session as a whole, and of equal layers the same policy decides.
+SGLang's pool spans all layers. Of sessions that are held by layer, later layers go first, before any
+session as a whole, and of equal layers the same policy decides.
 
 Times are rank 0's, as they come with its commands (``engine/commands.py``), so that all ranks hold back the
 same. No I/O; the scheduler's thread only.

@@ -19,6 +19,7 @@ from sglang_ext.engine.peers.computed_spans import ComputedSpans
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.retraction import DEFAULT_WAIT_SECONDS, Retraction
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -143,7 +144,6 @@ def _write_down(build: Building) -> WriteDown | None:
         below=below,
         observer=observer,
         pressure=pressure_policy_by_name(config.pressure_policy),
-        layers=config.layer_region_bytes,
         for_others=config.dram_for_others // build.arena.block_bytes if build.fetches else 0,
     )
     gate = LayerGate(mover, layer_map([build.pool]).n_layers)
@@ -225,6 +225,22 @@ def _prefetcher(build: Building) -> Prefetcher | None:
     return None if build.loading is None else build.loading.prefetcher
 
 
+def _layer_fill(build: Building) -> LayerFill | None:
+    write_down = build.find(WriteDown)
+    if build.loading is None or build.arena is None or write_down is None:
+        return None
+    return LayerFill.over(
+        build.config.layer_region_bytes,
+        build.arena.layout,
+        build.store,
+        write_down.dram,
+        build.hbm_tier,
+        build.loading.prefetcher,
+        build.loading.speeds,
+        build.loading.prefill_clock,
+    )
+
+
 def _advice(build: Building) -> Advice | None:
     prefetcher = build.find(Prefetcher)
     if prefetcher is None:
@@ -277,6 +293,7 @@ PLANNERS: Final[Builders] = {
     PrefillClock: _prefill_clock,  # --kv-dram-size
     LoadBack: _load_back,  # --kv-dram-size
     Prefetcher: _prefetcher,  # --kv-dram-size
+    LayerFill: _layer_fill,  # --kv-layer-region-size
     Advice: _advice,  # --kv-dram-size
     ComputeAhead: _compute_ahead,  # --kv-advisory-compute
     WriteDown: _write_down,  # --kv-dram-size

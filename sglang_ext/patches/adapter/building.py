@@ -192,7 +192,7 @@ class Building:
         """The cache's slots of the pool."""
         allocator = self.ctx.params.token_to_kv_pool_allocator
         slots = slot_ops(torch.device(allocator.device))
-        return HbmTier(self.store, self.hbm, allocator, slots, self.find(WriteDown))
+        return HbmTier(self.store.ledger, self.hbm, allocator, slots, self.find(WriteDown))
 
     @cached_property
     def loading(self) -> Loading | None:

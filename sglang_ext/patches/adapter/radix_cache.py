@@ -133,7 +133,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         )
         store = Store(RadixTree(block_size, policy=policy))
         slots = slot_ops(torch.device("cpu" if allocator is None else allocator.device))
-        hbm_tier = HbmTier(store, Holder.of("simulated", 0, Tier.HBM), allocator, slots, None)
+        hbm_tier = HbmTier(store.ledger, Holder.of("simulated", 0, Tier.HBM), allocator, slots, None)
         return cls(params, CacheParts(store, hbm_tier), SglangHost(allocator), Replies())
 
     def meet(self, scheduler: Any) -> None:

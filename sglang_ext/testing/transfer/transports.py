@@ -38,8 +38,8 @@ from sglang_ext.disagg.transfer.leases import LeaseEnd
 from sglang_ext.disagg.transfer.link import Outcome
 from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.disagg.transports import CancelToken, TransportName
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.mempool.remote import RemoteMemory
-from sglang_ext.mempool.store import Call
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, fill_alike, planes_of, start_instance
 from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids

@@ -69,7 +69,7 @@ def test_every_row_that_a_model_reads_is_right(seed: int, tmp_path: Path) -> Non
     with ComponentRank(f"random {seed}", dram=DRAM, disks=tmp_path) as rank:
         steps(rank, seed, 60)
         assert sum(rank.resumed) > 50
-        assert all(rank.store.evicted[holder] for holder in rank.holders.values())
+        assert all(rank.store.ledger.evicted[holder] for holder in rank.holders.values())
 
 
 @pytest.mark.long
@@ -155,13 +155,13 @@ def test_from_disk_after_dram_was_lost(tmp_path: Path) -> None:
     with ComponentRank("disk", dram=DRAM, disks=tmp_path) as rank:
         rank.serve(PROMPT)
         rank.to_disk(PROMPT)
-        rank.store.clear()
+        rank.store.ledger.clear()
         assert rank.serve([*PROMPT, 7]) == 0
-        rank.store.clear()
+        rank.store.ledger.clear()
         assert rank.from_disk(PROMPT) == 8
         rank.check()
         assert rank.serve([*PROMPT, 7]) == 32
-        rank.store.clear()
+        rank.store.ledger.clear()
         # Without the window's last block, no place is left from which a request could go on.
         disk = rank.disks[WINDOW]
         disk.drop(b"n" * 16, rank.names(WINDOW, encode_tokens(PROMPT))[7:8])

@@ -15,7 +15,8 @@ from sglang_ext.engine.movers.slots import HostSlots
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
-from sglang_ext.mempool.store import Committed, Reservation, Store
+from sglang_ext.mempool.ledger import Committed, Ledger, Reservation
+from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.store_contract import BLOCK, Rig, StoreContract, run_store_model
@@ -46,7 +47,7 @@ class Slots:
 
 def hbm_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
     store = store_class(RadixTree(BLOCK))
-    HbmTier(store, Holder.of("one", 1, Tier.HBM), Slots(blocks * BLOCK), HostSlots(), None)
+    HbmTier(store.ledger, Holder.of("one", 1, Tier.HBM), Slots(blocks * BLOCK), HostSlots(), None)
     return Rig(store, Tier.HBM)
 
 
@@ -79,28 +80,37 @@ def test_random_reservations_leave_every_block_where_it_was_written(
 class GivesBackTheWrongHalf(Store):
     """Keeps the blocks that were not filled, and frees the filled ones."""
 
-    def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
+    def _commit(self, reservation: Reservation, blocks: int, onward: bool) -> Committed | None:
         if 0 < blocks < reservation.blocks:
-            tier = self.tiers[reservation.tier]
+            tier = self.ledger.tiers[reservation.holder]
             places = reservation.places
             filled = tier.part(places, 0, blocks)
             reservation.places = tier.join([tier.part(places, blocks, reservation.blocks), filled])
-        return super().end(reservation, blocks, onward=onward)
+        return super()._commit(reservation, blocks, onward)
+
+
+class LocksAtTheEnd(Ledger):
+    """Locks the prefix that a reservation continues when it ends."""
+
+    def close(self, reservation: Reservation, blocks: int) -> None:
+        if reservation.parent is not None:
+            self.tree.lock(reservation.parent, reservation.holder)
+        super().close(reservation, blocks)
 
 
 class LosesWhatIsContinued(Store):
     """Does not lock the prefix that a reservation continues."""
 
+    def __init__(self, tree: RadixTree) -> None:
+        super().__init__(tree)
+        self.ledger = LocksAtTheEnd(tree)
+        self.calls = self.ledger.calls
+
     def reserve_behind(self, level: Tier, *args: Any, **options: Any) -> Any:
         reservation = super().reserve_behind(level, *args, **options)
         if isinstance(reservation, Reservation) and reservation.parent is not None:
-            self.tree.unlock(reservation.parent, self.tiers[level].holder)
+            self.tree.unlock(reservation.parent, reservation.holder)
         return reservation
-
-    def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
-        if reservation.parent is not None:
-            self.tree.lock(reservation.parent, self.tiers[reservation.tier].holder)
-        return super().end(reservation, blocks, onward=onward)
 
 
 @pytest.mark.parametrize("damaged", [GivesBackTheWrongHalf, LosesWhatIsContinued])

@@ -12,7 +12,7 @@ from sglang_ext.engine.moves.move import Event, Move, MovePlanner, State
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.errors import InternalError
-from sglang_ext.mempool.store import Committed
+from sglang_ext.mempool.ledger import Committed
 from sglang_ext.testing.fakes import FakeClock
 
 BLOCKS = 5

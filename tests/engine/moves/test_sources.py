@@ -18,7 +18,7 @@ from sglang_ext.engine.moves.move import Source
 from sglang_ext.engine.moves.sources import OwnCopy
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Reservation, Use
+from sglang_ext.mempool.ledger import Reservation, Use
 from sglang_ext.tiers import Tier
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]

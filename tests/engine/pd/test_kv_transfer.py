@@ -16,7 +16,8 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.engine.forward_fence import nothing_runs
-from sglang_ext.mempool.store import Call, Store
+from sglang_ext.mempool.ledger import Call
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.pd import kv_requests
 from sglang_ext.patches.adapter.pd.kv_hooks import match_on_decode
 from sglang_ext.patches.adapter.pd.kv_requests import GlobalKVReceiver, GlobalKVSender

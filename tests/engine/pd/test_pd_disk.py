@@ -80,12 +80,16 @@ class Decode:
     def copies(self) -> bool:
         """Another pass, and whether it left a copy to HBM under way."""
         assert not self.may_have_slots()
-        return any(each.tier is Tier.HBM for each in self.cache.store.reservations)
+        return any(each.tier is Tier.HBM for each in self.cache.store.ledger.reservations)
 
     def nothing_is_held(self) -> bool:
         assert self.rank.promotions is not None
         self.cache.check_hicache_events()
-        held = self.rank.promotions.reading or self.rank.promotions._arrivals or self.cache.store.reservations
+        held = (
+            self.rank.promotions.reading
+            or self.rank.promotions._arrivals
+            or self.cache.store.ledger.reservations
+        )
         return not held
 
 
@@ -160,7 +164,7 @@ def test_a_copy_from_dram_holds_back_its_request_and_no_other(still: Decode) -> 
 def test_a_copy_is_given_up_when_the_cache_is_emptied(still: Decode) -> None:
     wait_until(still.copies, seconds=20, what="a copy")
     still.ahead.before_clear()
-    assert not still.cache.store.reservations
+    assert not still.cache.store.ledger.reservations
     assert still.may_have_slots()
     assert not len(still.matched().prefix_indices)
 

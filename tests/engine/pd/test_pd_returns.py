@@ -31,7 +31,7 @@ from sglang_ext.engine.pd.returns.return_sender import ReturnSender
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.engine.transfer_thread import HBM_POOL
-from sglang_ext.mempool.store import Call
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiers import Tier

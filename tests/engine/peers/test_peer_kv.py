@@ -44,7 +44,7 @@ from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.mempool.store import Call
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.patches.adapter.build_transfers import (
     endpoint_config,
     make_peers,

@@ -14,12 +14,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.movers.cuda_mover import byte_rows
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.layer_region import LayerRegion
 from sglang_ext.engine.tiers.load_policy import layers_to_hold
 from sglang_ext.engine.tiers.load_report import details_of
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Use
+from sglang_ext.mempool.ledger import Use
 from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
@@ -56,9 +57,13 @@ def prefetcher_of(rank: Rank) -> Prefetcher:
 
 
 def region_of(rank: Rank) -> LayerRegion:
-    assert rank.tier is not None
-    assert rank.tier.region is not None
-    return rank.tier.region
+    return fill_of(rank).region
+
+
+def fill_of(rank: Rank) -> LayerFill:
+    found = rank.cache.find(LayerFill)
+    assert found is not None
+    return found
 
 
 def passes(rank: Rank, after: Callable[[], None] = lambda: None) -> None:
@@ -67,7 +72,7 @@ def passes(rank: Rank, after: Callable[[], None] = lambda: None) -> None:
         rank.scheduler.step()
         rank.check()
         after()
-        if not prefetcher_of(rank).busy:
+        if not rank.cache.keeps_awake:
             return
         rank.settle()
     raise AssertionError(f"it does not end: {prefetcher_of(rank)!r}")
@@ -91,9 +96,7 @@ def announced(rank: Rank, sizes: list[int], after: Callable[[], None] = lambda: 
 
 def wants(rank: Rank, layers: int) -> None:
     """Make so many layers of each session the number that hides the loading of the rest."""
-    fill = prefetcher_of(rank).layers
-    assert fill is not None
-    fill._layers_for = lambda blocks, before: layers  # type: ignore[method-assign]
+    fill_of(rank)._layers_for = lambda blocks, before: layers  # type: ignore[method-assign]
 
 
 def holds(rank: Rank, session: int) -> set[int]:
@@ -111,7 +114,7 @@ def test_layer_0_of_all_comes_where_whole_sessions_do_not_fit(rank: Rank) -> Non
         whole = in_hbm(rank, prompt(number)) == SESSION * BLOCK
         assert whole or 0 in holds(rank, number), f"session {number} would wait for its first layer"
     assert not all(in_hbm(rank, prompt(number)) for number in range(1, 9))
-    assert region_of(rank).blocks == rank.store.reserved(Tier.HBM, Use.LAYERS)
+    assert region_of(rank).blocks == rank.store.ledger.reserved(Tier.HBM, Use.LAYERS)
 
 
 def test_layer_0_of_all_comes_before_layer_1_of_any(rank: Rank) -> None:

@@ -213,7 +213,7 @@ def test_what_is_on_disk_and_left_memory_is_durable(setup: Acking) -> None:
         pass
     setup.writes.act(setup.writes.propose())
     setup.evict_hbm(3)
-    setup.store.delete(Tier.DRAM, setup.tree.evict(setup.dram, 3))
+    setup.store.ledger.delete(Tier.DRAM, setup.tree.evict(setup.dram, 3))
     assert not list(setup.tree.nodes())
     setup.passes()
     assert setup.answers.may_report(answer)

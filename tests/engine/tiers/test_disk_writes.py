@@ -84,7 +84,7 @@ class Setup:
             self.store, self.hbm, self.dram, self.arena, Copies(self.mover, self.ranks), below=self.writes
         )
         self.write_down = WriteDown(self.store, self.hbm, self.tier)
-        HbmTier(self.store, self.hbm, None, HostSlots(), self.write_down)
+        HbmTier(self.store.ledger, self.hbm, None, HostSlots(), self.write_down)
         self._next_slot = 0
 
     def insert(self, tokens: list[int], namespace: tuple[int, str | None, str | None] = PLAIN) -> Node:
@@ -106,7 +106,7 @@ class Setup:
 
     def evict_hbm(self, blocks: int, only: Callable[[Node], bool] | None = None) -> list[Evicted]:
         gone = self.tree.evict(self.hbm, blocks, only=only)
-        self.store.delete(Tier.HBM, gone)
+        self.store.ledger.delete(Tier.HBM, gone)
         return gone
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ def test_hbm_does_not_give_up_what_is_being_copied_to_dram_though_the_disk_has_i
     node = setup.insert([1] * 8)
     setup.to_dram()
     setup.to_disk()
-    setup.store.delete(Tier.DRAM, setup.tree.evict(setup.dram, 2))
+    setup.store.ledger.delete(Tier.DRAM, setup.tree.evict(setup.dram, 2))
     assert setup.write_down.has_copy(node)  # on disk
     setup.write_down.to_dram(node)
     assert not setup.write_down.has_copy(node)

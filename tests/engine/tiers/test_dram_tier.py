@@ -92,7 +92,7 @@ class Setup:
     def check(self) -> None:
         self.tree.check()
         self.tier.check()
-        self.tier.store.check()
+        self.tier.store.ledger.check()
 
     def picture(self) -> list[Any]:
         return sorted(
@@ -296,7 +296,7 @@ def test_check_sees_a_block_without_an_owner(setup: Setup) -> None:
     setup.insert(prompt(1, 3))
     blocks = setup.arena.alloc(2)
     with pytest.raises(AssertionError, match="5 blocks of DRAM are in use, index and ledger know of 3"):
-        setup.tier.store.check()
+        setup.tier.store.ledger.check()
     assert blocks is not None
     setup.arena.free(blocks)
 

@@ -57,7 +57,7 @@ class Rig:
         self.dram = DramTier(self.store, self.hbm, dram, self.arena, Copies(self.mover, Ranks()))
         self.write_down = WriteDown(self.store, self.hbm, self.dram)
         self.slots = Slots(BLOCKS * BLOCK)
-        self.tier = HbmTier(self.store, self.hbm, self.slots, HostSlots(), self.write_down)
+        self.tier = HbmTier(self.store.ledger, self.hbm, self.slots, HostSlots(), self.write_down)
 
     def insert(self, letter: int, *, copied: bool) -> None:
         """A prompt of two blocks is in HBM; ``copied``: its copy in DRAM begins."""
@@ -79,7 +79,7 @@ class Rig:
 
     def check(self) -> None:
         self.tree.check()
-        self.store.check()
+        self.store.ledger.check()
         held = self.tree.blocks_of(self.hbm) * BLOCK
         assert self.slots.available_size() + held == self.slots.size, "a slot is lost"
 

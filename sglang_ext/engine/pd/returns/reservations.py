@@ -10,7 +10,8 @@ import numpy as np
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.transfer_thread import HBM_POOL
-from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
 
@@ -66,20 +67,16 @@ class Reservations:
         self._into_dram = into_dram
         self.dram_budget = BUDGET
 
-    def take(self, namespace: Hashable, key: bytes, *, busy: bool, source: str = "") -> Reservation | Refusal:
+    def take(self, namespace: Hashable, key: bytes, *, busy: bool) -> Reservation | Refusal:
         """Reserve memory for the missing whole blocks of a prompt: in HBM, or in DRAM where HBM is short.
 
-        busy: whether requests wait for memory, which come first. source: where the KV comes from.
+        busy: whether requests wait for memory, which come first.
         """
         store = self.blocks.cache.store
-        found = store.reserve(
-            Tier.HBM, namespace, key, Use.RETURN, whole=True, share=BUDGET, lose=not busy, source=source
-        )
+        found = store.reserve(Tier.HBM, namespace, key, Use.RETURN, whole=True, share=BUDGET, lose=not busy)
         if found is not Refusal.NO_ROOM or not self._into_dram or self.blocks.cache.dram is None:
             return found
-        return store.reserve(
-            Tier.DRAM, namespace, key, Use.RETURN, whole=True, share=self.dram_budget, source=source
-        )
+        return store.reserve(Tier.DRAM, namespace, key, Use.RETURN, whole=True, share=self.dram_budget)
 
     def target(self, reservation: Reservation) -> tuple[str, Ids]:
         """The endpoint's pool that a reservation is in, and its blocks there."""
@@ -92,5 +89,6 @@ class Reservations:
         """Tokens that are set aside, by tier."""
         store = self.blocks.cache.store
         return {
-            tier.name: store.reserved(tier, Use.RETURN) * self.blocks.step for tier in (Tier.HBM, Tier.DRAM)
+            tier.name: store.ledger.reserved(tier, Use.RETURN) * self.blocks.step
+            for tier in (Tier.HBM, Tier.DRAM)
         }

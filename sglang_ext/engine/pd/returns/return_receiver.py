@@ -30,7 +30,8 @@ from sglang_ext.engine.pd.returns.reservations import Reservations
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
-from sglang_ext.mempool.store import Refusal, Reservation
+from sglang_ext.mempool.ledger import Reservation
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.tiers import Tier
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class ReturnReceiver:
             self._answer(coming, Returned(0, ReturnEnd.WEIGHTS))
             return
         namespace = self._places.blocks.cache.namespace(first.extra_key, first.cache_salt)
-        found = self._places.take(namespace, first.tokens, busy=self._busy(), source=first.name)
+        found = self._places.take(namespace, first.tokens, busy=self._busy())
         if isinstance(found, Refusal):
             why = _REFUSED[found]
             self.outcomes[why] += 1

@@ -21,7 +21,7 @@ from sglang_ext.engine.pd.returns.reservations import BUDGET, Blocks
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Call
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.radix_global import Node
 
 log = logging.getLogger(__name__)
