@@ -50,7 +50,7 @@ class Loading:
         dram, hbm = write_down.dram, hbm_tier.holder
         cost = PrefillCost() if promotions is None else promotions.policy.cost
         clock = PrefillClock(cost)
-        speeds = AgreedSpeeds(cost, lambda: dram.copies.load_bytes_per_second, ranks)
+        speeds = AgreedSpeeds(cost, lambda: dram.copies.mover.load_bytes_per_second, ranks)
         policy = DramPolicy(store.tree.block_size, dram.block_bytes, always=always, speeds=speeds)
         return cls(
             speeds,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_ext.engine.movers.mover import BlockIds, Copied, LayerSink, Mover, Near, Source
+from sglang_ext.engine.movers.mover import BlockIds, Copied, Mover, Near, Source
 from sglang_ext.engine.ranks import Ranks
 
 Done = Callable[[], None]
@@ -57,7 +57,7 @@ class Copies:
     """
 
     def __init__(self, mover: Mover, ranks: Ranks) -> None:
-        self._mover = mover
+        self.mover = mover
         self._ranks = ranks
         self._writes = _Queue()
         self._loads = _Queue()
@@ -74,7 +74,7 @@ class Copies:
 
     def write(self, slots: Any, blocks: BlockIds, done: Done) -> None:
         """Start copying slots to blocks of DRAM."""
-        self._mover.write(slots, blocks)
+        self.mover.write(slots, blocks)
         self._writes.pending.append((len(blocks), self._written(len(blocks), done)))
 
     def write_computed(self, slots: Any, blocks: BlockIds, source: Source, copied: Copied) -> None:
@@ -82,7 +82,7 @@ class Copies:
 
         ``copied`` is called for each layer, in another thread.
         """
-        self._mover.write(slots, blocks, source, copied)
+        self.mover.write(slots, blocks, source, copied)
         self._writes.pending.append((len(blocks), self._written(len(blocks), _nothing)))
 
     def _written(self, blocks: int, done: Done) -> Done:
@@ -99,13 +99,13 @@ class Copies:
             self.counters.prefetched += len(blocks)
             done()
 
-        self._mover.bring(slots, blocks)
+        self.mover.bring(slots, blocks)
         self._writes.pending.append((len(blocks), brought))
 
     def fill(self, slots: Any, blocks: BlockIds, layer: int, place: int, done: Done) -> None:
         """Start copying one layer of blocks to slots of the layer region, behind all loads that a pass waits
         for. See ``Mover.fill``."""
-        self._mover.fill(slots, blocks, layer, place)
+        self.mover.fill(slots, blocks, layer, place)
         self._writes.pending.append((0, done))
 
     # -- that the next forward pass waits for -------------------------------------------------------
@@ -126,12 +126,12 @@ class Copies:
                 until the load is complete.
             near: the parts that are in the layer region.
         """
-        self._mover.load(slots, blocks, source, near=near)
+        self.mover.load(slots, blocks, source, near=near)
         self._loads.pending.append((len(blocks), self._loaded(len(blocks), done)))
 
     def follow(self, source: Source, blocks: int) -> None:
         """Let the next forward pass wait for a load that does not go through DRAM."""
-        self._mover.follow(source)
+        self.mover.follow(source)
         self._loads.pending.append((blocks, self._loaded(blocks, _nothing)))
 
     def _loaded(self, blocks: int, done: Done) -> Done:
@@ -141,21 +141,7 @@ class Copies:
 
         return loaded
 
-    def into(self, slots: Any) -> LayerSink:
-        """Copies layers from staging buffers to ``slots``."""
-        return self._mover.into(slots)
-
     # -- the state of both --------------------------------------------------------------------------
-
-    @property
-    def streams(self) -> bool:
-        """Whether blocks can be loaded while they still arrive."""
-        return self._mover.streams
-
-    @property
-    def load_bytes_per_second(self) -> float | None:
-        """The measured speed of loads; ``None`` before the first."""
-        return self._mover.load_bytes_per_second
 
     @property
     def loads_submitted(self) -> int:
@@ -180,17 +166,13 @@ class Copies:
         """Copies of the first queue that have ended since the start."""
         return self._writes.completed
 
-    def check_mover(self) -> None:
-        """Raises MoverError after a failure of the mover, which completes nothing from then on."""
-        self._mover.writes_done()
-
     # -- completion ---------------------------------------------------------------------------------
 
     def propose(self) -> Sequence[int]:
         """How many writes and loads are complete on this rank."""
         if not (self._writes.pending or self._loads.pending):
             return ()
-        return self._mover.writes_done(), self._mover.loads_done()
+        return self.mover.writes_done(), self.mover.loads_done()
 
     def look(self) -> None:
         """Complete copies that have ended since the pass began, where no other rank has to agree."""
@@ -206,7 +188,7 @@ class Copies:
     def settle(self) -> None:
         """Wait for every copy under way."""
         if self._writes.pending or self._loads.pending:
-            self._mover.settle()
+            self.mover.settle()
             self._writes.complete(self._writes.completed + len(self._writes.pending))
             self._loads.complete(self.loads_submitted)
 
@@ -215,4 +197,4 @@ class Copies:
         try:
             self.settle()
         finally:
-            self._mover.close()
+            self.mover.close()

@@ -12,6 +12,7 @@ Attention waits at the `LayerGate`, SGLang's layer transfer counter over a mover
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
@@ -206,6 +207,31 @@ class _Operation:
         return self.source is None or self.source.decided(self.next_layer)
 
 
+def plan_near(
+    copier: LayerCopier, slots: Slots, blocks: BlockIds, near: Sequence[Near]
+) -> dict[int, _NearLayer]:
+    """Plan the copies of each layer of which some blocks are in HBM."""
+    rows = np.asarray(slots)
+    plans: dict[int, _NearLayer] = {}
+    rests: dict[bytes, Any] = {}
+    for layer, parts, far in rest_of(near, len(blocks)):
+        within = [
+            (
+                part.place,
+                copier.plan_within(part.slots, of_blocks(rows, part.positions, len(blocks))),
+            )
+            for part in parts
+        ]
+        rest = None
+        if far is not None:
+            rest = rests.get(far.tobytes())
+            if rest is None:
+                rest = copier.plan(of_blocks(rows, far, len(blocks)), blocks[far])
+                rests[far.tobytes()] = rest
+        plans[layer] = _NearLayer(within, rest)
+    return plans
+
+
 _SOURCE_POLL_SECONDS = 0.0005
 """Interval at which sources are polled for their next layer while no other copy is ready."""
 
@@ -255,29 +281,8 @@ class ThreadMover:
     ) -> int:
         operation = _Operation(self._copier.plan(slots, blocks), source=source)
         if near:
-            operation.near = self._plan_near(slots, blocks, near)
+            operation.near = plan_near(self._copier, slots, blocks, near)
         return self._submit(self._loads, operation, lambda: self._loads_done)
-
-    def _plan_near(self, slots: Slots, blocks: BlockIds, near: Sequence[Near]) -> dict[int, _NearLayer]:
-        rows = np.asarray(slots)
-        plans: dict[int, _NearLayer] = {}
-        rests: dict[bytes, Any] = {}
-        for layer, parts, far in rest_of(near, len(blocks)):
-            within = [
-                (
-                    part.place,
-                    self._copier.plan_within(part.slots, of_blocks(rows, part.positions, len(blocks))),
-                )
-                for part in parts
-            ]
-            rest = None
-            if far is not None:
-                rest = rests.get(far.tobytes())
-                if rest is None:
-                    rest = self._copier.plan(of_blocks(rows, far, len(blocks)), blocks[far])
-                    rests[far.tobytes()] = rest
-            plans[layer] = _NearLayer(within, rest)
-        return plans
 
     def follow(self, source: Source) -> int:
         operation = _Operation(None, source=source)
@@ -315,17 +320,14 @@ class ThreadMover:
         # Without the lock: a stale answer only means that the lock is taken after all.
         if self._loads_done > ticket:
             return
-        with self._lock:
-            self._progress.wait_for(lambda: self._failure is not None or self._has_layer(ticket, layer))
-            self._raise_failure()
 
-    def _has_layer(self, ticket: int, layer: int) -> bool:
-        waited_for = ticket - self._loads_done + 1
-        return all(
-            operation.next_layer > layer
-            for position, operation in enumerate(self._loads)
-            if position < waited_for
-        )
+        def has_layer() -> bool:
+            loads = itertools.islice(self._loads, ticket - self._loads_done + 1)
+            return self._failure is not None or all(load.next_layer > layer for load in loads)
+
+        with self._lock:
+            self._progress.wait_for(has_layer)
+            self._raise_failure()
 
     def settle(self) -> None:
         with self._lock:

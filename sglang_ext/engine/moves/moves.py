@@ -105,10 +105,6 @@ class Moves:
         move.streamed = True
         move.planner.stream(move, slots)
 
-    def streaming_to(self, handle: Hashable) -> Move | None:
-        """The move that may stream to a request; None for none."""
-        return self._streams.get(handle)
-
     def release(self, handle: Hashable) -> None:
         """A request has been admitted or is gone: nothing more streams to it."""
         move = self._streams.get(handle)

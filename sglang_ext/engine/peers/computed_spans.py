@@ -245,7 +245,7 @@ class ComputedSpans(Planner):
             computing.computed = computing.layers
             # The request may give up its slots next.
             while not computing.copied.wait(COPY_CHECK_S):
-                self._tier.copies.check_mover()
+                self._tier.copies.mover.writes_done()  # raises MoverError
             self._land(computing, held=held)
         self._computing = []
 

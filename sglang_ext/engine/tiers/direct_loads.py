@@ -102,7 +102,7 @@ class DirectLoads(MovePlanner):
 
     def load(self, move: DirectLoad, slots: Any) -> None:
         """Read the blocks of a load into slots."""
-        put = self._dram_tier.copies.into(slots)
+        put = self._dram_tier.copies.mover.into(slots)
         read = self._loader.load(self._tier, move.get, None, np.arange(move.blocks), on_layer=put)
         move.source = FromDisk(self._loader, read)
         self._dram_tier.copies.follow(read, move.blocks)

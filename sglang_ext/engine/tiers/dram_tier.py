@@ -71,6 +71,9 @@ class DramTier:
         for_others: blocks that may be kept for other instances (`spilled`).
     """
 
+    exclusive = True
+    """The arena is the tier's alone."""
+
     def __init__(
         self,
         store: Store,
@@ -86,9 +89,10 @@ class DramTier:
     ) -> None:
         self.store = store
         self._tree = store.tree
-        self._hbm = hbm
-        self._dram = dram
+        self._hbm = self.source = hbm
+        self._dram = self.holder = dram
         self._arena = arena
+        self.n_blocks, self.block_bytes = arena.n_blocks, arena.block_bytes
         self.copies = copies
         self.below = below
         self._observer = observer or Unobserved()
@@ -103,11 +107,6 @@ class DramTier:
         """Single layers of blocks that loads have found there, since the start."""
         store.ledger.add(self)
         store.add_source(Tier.DRAM, self)
-
-    @property
-    def source(self) -> Holder:
-        """HBM, from where it is filled."""
-        return self._hbm
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -229,29 +228,6 @@ class DramTier:
         self._observer.copy_ended(last, blocks, self._hbm)
         for copies, parts in near:
             copies.read(parts)
-
-    @property
-    def holder(self) -> Holder:
-        """The holder that represents this tier in the tree."""
-        return self._dram
-
-    @property
-    def arena(self) -> Arena:
-        return self._arena
-
-    @property
-    def block_bytes(self) -> int:
-        return self._arena.block_bytes
-
-    @property
-    def exclusive(self) -> bool:
-        """The arena is the tier's alone."""
-        return True
-
-    @property
-    def n_blocks(self) -> int:
-        """Blocks that fit."""
-        return self._arena.n_blocks
 
     @property
     def free_blocks(self) -> int:

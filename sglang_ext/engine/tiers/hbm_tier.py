@@ -43,6 +43,9 @@ class HbmTier:
         below: copies its blocks to DRAM; None without DRAM.
     """
 
+    exclusive = False
+    """Requests own slots of the pool too."""
+
     def __init__(
         self, ledger: Ledger, hbm: Holder, allocator: Any, slots: SlotOps, below: WriteDown | None
     ) -> None:
@@ -154,11 +157,6 @@ class HbmTier:
     def n_blocks(self) -> int:
         """Blocks that fit."""
         return int(self._allocator.size) // self._tree.block_size
-
-    @property
-    def exclusive(self) -> bool:
-        """False: requests own slots of the pool too."""
-        return False
 
     @property
     def free_blocks(self) -> int:

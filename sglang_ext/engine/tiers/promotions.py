@@ -131,7 +131,7 @@ class Promotions(Planner, MovePlanner):
         self._names = writes.names
         self.policy = policy
         self._moves = moves
-        self._stream = stream and dram_tier.copies.streams
+        self._stream = stream and dram_tier.copies.mover.streams
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = moves.clock
         self._wanted: dict[Hashable, Promotion] = {}

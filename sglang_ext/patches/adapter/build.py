@@ -206,7 +206,7 @@ def _computed_spans(build: Building) -> ComputedSpans | None:
     if peers is None or write_down is None or build.ctx.server_args.disaggregation_mode != "null":
         return None
     dram = write_down.dram
-    if not dram.copies.streams:
+    if not dram.copies.mover.streams:
         return None
     return ComputedSpans(
         build.store.tree, dram, peers.link, peers.exports, build.moves.clock, build.host, peers.wanted

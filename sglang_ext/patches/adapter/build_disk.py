@@ -110,7 +110,7 @@ def promotions_from(
     stream: bool,
 ) -> Promotions:
     """Promotions from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
-    stream = stream and dram_tier.copies.streams and config.disk_admission == "first-layer"
+    stream = stream and dram_tier.copies.mover.streams and config.disk_admission == "first-layer"
     policy = DiskPolicy(
         config.block_size,
         arena.block_bytes,
