@@ -94,7 +94,9 @@ class Instance:
     def taken(self) -> list[PlacementEvent]:
         """The events that the agent would take from the feed."""
         assert self.feed is not None
-        return [event for entry in self.feed.take() if isinstance(entry, Changed) for event in entry.events]
+        return [
+            event for entry in self.feed.queue.take() if isinstance(entry, Changed) for event in entry.events
+        ]
 
     def close(self) -> None:
         if self.feed is not None:
@@ -167,7 +169,7 @@ def scheduler_rows(report: Report, passes: int, warm: int) -> Sent:
     parts: list[float] = []
     while not parts or feed.busy:
         parts.append(timed(feed.publish))
-        feed.take()
+        feed.queue.take()
     report.add(
         "scheduler",
         what=f"pass with a part of a snapshot ({len(parts)} parts)",

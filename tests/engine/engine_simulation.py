@@ -43,6 +43,7 @@ from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_policy import Unmeasured
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
+from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
@@ -182,7 +183,7 @@ class Rank:
             commands = commands or RankCommandQueue()
             self.feed = feed_class(self.tree, (self.hbm, self.dram_holder))
             self.router_commands = RouterCommands(
-                commands, self.hbm.epoch.to_bytes(16, "big"), self.feed.post
+                commands, self.hbm.epoch.to_bytes(16, "big"), self.feed.queue.post
             )
         self.arena: DramArena | None = None
         self.mover: Mover | None = None
@@ -192,6 +193,7 @@ class Rank:
         self.promotions: Promotions | None = None
         self.ranks = ranks = Ranks(least, check=check)
         self.weights = Weights("weights", self._read_weights)
+        self.spilled: Spilled | None = None
         gate = disk = None
         self.moves = Moves(Ranks())
         config = dataclasses.replace(
@@ -237,12 +239,13 @@ class Rank:
                 below=below,
                 observer=observer,
                 pressure=pressure_policy_by_name(scenario.pressure),
-                for_others=scenario.for_others,
             )
             self.write_down = write_down_class(
                 self.store, self.hbm, self.tier, observer=observer, enabled=config.writes_dram
             )
             self.moves = Moves(ranks, clock=clock)
+            if scenario.for_others:
+                self.spilled = Spilled(self.tier, scenario.for_others, self.moves.clock)
             if disk is not None and below is not None:
                 self.writes = below
                 self.promotions = promotions_from(
@@ -299,7 +302,8 @@ class Rank:
             bringing += (advice,) if takes_hints else ()
         wait = scenario.settings.retract_wait
         retraction = None if wait is None else Retraction(wait, ranks)
-        on = (peer_kv, moved_by, *bringing, self.write_down, self.promotions, retraction, self.feed)
+        on = (peer_kv, moved_by, *bringing, self.write_down, self.spilled)
+        on += (self.promotions, retraction, self.feed)
         parts = CacheParts(
             self.store,
             hbm_tier,

@@ -89,9 +89,6 @@ class CacheMetrics:
         self._metrics.count_events(
             "dram_blocks", {**blocks, "evicted": dram.evicted, "skipped": write_down.skipped}
         )
-        self._metrics.count_events("spilled_blocks_events", dataclasses.asdict(dram.spilled.counters))
-        self._metrics.set("spilled_blocks", dram.spilled.shown)
-        self._metrics.set("spilled_bytes", dram.spilled.shown * dram.block_bytes)
         if dram.below is not None:
             self._metrics.count_events("disk_blocks", dataclasses.asdict(dram.below.counters))
             self._metrics.set("disk_backlog_bytes", dram.below.pending_bytes)

@@ -97,6 +97,19 @@ class _Listing:
     sent: int = 0
     partial: bool = False
 
+    def next_names(self) -> list[NamesStored]:
+        """Some more names of the tier that is being listed."""
+        tier, index = self.left[0]
+        names, place = index.names_after(self.place, NAMES_CHUNK)
+        self.sent += len(names)
+        if place is not None and self.sent < SNAPSHOT_NAMES:
+            self.place = place
+        else:
+            self.partial = self.partial or place is not None
+            self.left.popleft()
+            self.place, self.sent = b"", 0
+        return [NamesStored(tier.level, data) for data in packed(names)]
+
 
 class Agent:
     """See the module's docstring. Started by `start`, ended by `close`.
@@ -148,7 +161,7 @@ class Agent:
         """End the thread and every connection."""
         self._stopping.set()
         if self._thread.is_alive():
-            self._feed.wake()
+            self._feed.queue.wake()
             self._thread.join()
         self.socket.close()
 
@@ -179,9 +192,8 @@ class Agent:
             if now >= beat:
                 beat = now + HEARTBEAT_S
                 self._follow_key()
-                self._forget(now)
                 self._beat(now)
-            ready = self.socket.wait(min(beat, self._next_work(now)) - now, self._feed.wakeup)
+            ready = self.socket.wait(min(beat, self._next_work(now)) - now, self._feed.queue.wakeup)
             for reader, message in self.socket.receive():
                 if reader in self._former:
                     self.socket.drop(reader)
@@ -193,12 +205,12 @@ class Agent:
                     self._others(reader, message)
                 if isinstance(message, Hello):
                     self._hello(reader, message)
-            for reader, answer in self._feed.take_posted():
+            for reader, answer in self._feed.queue.take_posted():
                 self._send([(reader, FROM_AGENT.encode(answer))])
             if ready:
                 self._stopping.wait(sent_at + BATCH_S - self._now())
                 sent_at = self._now()
-                self._send_entries(self._feed.take(), sent_at)
+                self._send_entries(self._feed.queue.take(), sent_at)
             self._list_names()
             self._flush()
 
@@ -207,10 +219,6 @@ class Agent:
             for reader in list(self._names):
                 self._drop(reader)
             self.rekeyed(self.socket.public_key)
-
-    def _forget(self, now: float) -> None:
-        for router in [name for name, at in self._heard.items() if now - at > FORGET_S]:
-            del self._heard[router]
 
     def _next_work(self, now: float) -> float:
         """When to look for work again that no descriptor signals."""
@@ -230,7 +238,7 @@ class Agent:
         self._unwanted(self.stream.goodbye(reader))
         self.socket.forget_unsent(reader)
         # Entries in the queue come before all messages that this router will get.
-        self._send_entries(self._feed.take(), self._now())
+        self._send_entries(self._feed.queue.take(), self._now())
         sends, number = self.stream.hello(reader, message)
         self._send(sends)
         self._send([(reader, self._beat_message())])
@@ -302,32 +310,22 @@ class Agent:
             if self._is_full(listing.number):
                 continue
             if listing.left:
-                self._list_some(listing)
+                self._send(self.stream.part(listing.number, listing.next_names()))
             if listing.left:
                 continue
             self._send(self.stream.end(listing.number, partial=listing.partial))
             if listing in self._listings:
                 self._listings.remove(listing)
 
-    def _list_some(self, listing: _Listing) -> None:
-        tier, index = listing.left[0]
-        names, place = index.names_after(listing.place, NAMES_CHUNK)
-        listing.sent += len(names)
-        events = [NamesStored(tier.level, data) for data in packed(names)]
-        self._send(self.stream.part(listing.number, events))
-        if place is not None and listing.sent < SNAPSHOT_NAMES:
-            listing.place = place
-            return
-        listing.partial = listing.partial or place is not None
-        listing.left.popleft()
-        listing.place, listing.sent = b"", 0
-
     def _beat(self, now: float) -> None:
+        """Send heartbeats, and drop the routers that are silent."""
+        for router in [name for name, at in self._heard.items() if now - at > FORGET_S]:
+            del self._heard[router]
         for reader in self.stream.readers:
             if self.silent_s(self._names.get(reader, "")) > READER_GONE_S:
                 self._drop(reader)
         # Events that were dropped show in the number of the next one.
-        self._send_entries(self._feed.take(), now)
+        self._send_entries(self._feed.queue.take(), now)
         beat = self._beat_message()
         self._send([(reader, beat) for reader in self.stream.readers])
 

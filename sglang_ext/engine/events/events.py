@@ -74,6 +74,93 @@ class Ended:
 Entry: TypeAlias = Changed | LeftOut | Began | Part | Ended
 
 
+class EntryQueue:
+    """Entries that wait for the agent, and messages that it sends to routers. From any thread; the agent's
+    takes.
+
+    Args:
+        now: seconds, monotonic.
+        limit: entries that may wait.
+    """
+
+    def __init__(self, now: Callable[[], float], limit: int) -> None:
+        self._now = now
+        self._limit = limit
+        self._entries: deque[Entry] = deque()
+        self._lost = 0
+        self._woken = False
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when there is something to take."""
+        self.dropped = 0
+        """Events dropped since the start."""
+        self._posted: deque[tuple[bytes, FromAgent]] = deque()
+        self.closed = False
+
+    def names_changed(self, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Publish the names of blocks that a tier has now, and of blocks that it no longer has; after the
+        fact.
+        """
+        events: list[PlacementEvent] = [NamesStored(tier.level, names) for names in packed(stored)]
+        events += [NamesRemoved(tier.level, names) for names in packed(removed)]
+        if events:
+            self.changed(events)
+
+    def changed(self, events: Sequence[PlacementEvent]) -> None:
+        """Queue the events of a change, unless too many entries wait."""
+        if len(self._entries) >= self._limit:
+            # Reported with the next entry that finds room, or when all have been taken.
+            self._lost += len(events)
+            self.dropped += len(events)
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self.put(LeftOut(lost))
+        self.put(Changed(events, self._now()))
+
+    def put(self, entry: Entry) -> None:
+        """Queue an entry."""
+        self._entries.append(entry)
+        if not self._woken:
+            self._woken = True
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake the agent, though no entry may have come."""
+        if not self.closed:
+            os.eventfd_write(self.wakeup, 1)
+
+    def post(self, reader: bytes, message: FromAgent) -> None:
+        """Send a router a message that does not concern the index."""
+        self._posted.append((reader, message))
+        self.wake()
+
+    def take(self) -> list[Entry]:
+        """Return the entries that have come since the last call, in order."""
+        self._woken = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup)
+        entries: list[Entry] = []
+        while self._entries:
+            entries.append(self._entries.popleft())
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            entries.append(LeftOut(lost))
+        return entries
+
+    def take_posted(self) -> Iterator[tuple[bytes, FromAgent]]:
+        """Yield the posted messages, in order."""
+        while self._posted:
+            yield self._posted.popleft()
+
+    def close(self) -> None:
+        """Take nothing more. The agent's thread has ended."""
+        self.closed = True
+        os.close(self.wakeup)
+
+    def __repr__(self) -> str:
+        return f"EntryQueue(waiting={len(self._entries)}, dropped={self.dropped})"
+
+
 class PlacementFeed(Planner):
     """See the module's docstring.
 
@@ -98,20 +185,11 @@ class PlacementFeed(Planner):
         self._weights = 0
         self._weights_name = weights_name
         self._now = now
-        self._limit = limit
-        self._queue: deque[Entry] = deque()
-        self._lost = 0
+        self.queue = EntryQueue(now, limit)
         self._asked: deque[int] = deque()
         self._walks: dict[int, Walk] = {}
         self._held_up: set[int] = set()
         self._unwanted: set[int] = set()
-        self._woken = False
-        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when there is something to take."""
-        self.dropped = 0
-        """Events dropped since the start."""
-        self._posted: deque[tuple[bytes, FromAgent]] = deque()
-        self.closed = False
 
     def _tenant_of(self, namespace: Any) -> Tenant | None:
         weights, extra_key, cache_salt = namespace
@@ -121,11 +199,11 @@ class PlacementFeed(Planner):
 
     def publish(self, *, idle: bool = False) -> None:
         """Once per pass: queue the pass's changes for the agent, and go on with snapshots."""
-        if self.closed:
+        if self.queue.closed:
             return
         events = self.log.take()
         if events:
-            self._changed(events)
+            self.queue.changed(events)
         if self._asked or self._walks:
             self._snapshots(IDLE_SECONDS if idle else 0.0)
 
@@ -148,7 +226,7 @@ class PlacementFeed(Planner):
         Called before anything is taken out of the tree. Published at once: a server that is paused has no
         passes.
         """
-        if self.closed:
+        if self.queue.closed:
             return
         self.log.clear(self._weights_name(self._weights))
         self.publish()
@@ -157,7 +235,7 @@ class PlacementFeed(Planner):
         while self._asked:
             number = self._asked.popleft()
             self._walks[number] = self.log.walk()
-            self._put(Began(number))
+            self.queue.put(Began(number))
         until = self._now() + seconds
         while self._walks:
             for number, walk in list(self._walks.items()):
@@ -173,9 +251,9 @@ class PlacementFeed(Planner):
     def _some(self, number: int, walk: Walk) -> None:
         part = walk.part(PART_RUNS, PART_BYTES)
         if part:
-            self._put(Part(number, part))
+            self.queue.put(Part(number, part))
         if walk.over:
-            self._put(Ended(number))
+            self.queue.put(Ended(number))
             self._forget(number, walk)
 
     def _forget(self, number: int, walk: Walk) -> None:
@@ -185,45 +263,7 @@ class PlacementFeed(Planner):
     @property
     def busy(self) -> bool:
         """Whether a snapshot is under way, which goes on with each pass."""
-        return not self.closed and bool(self._asked or self._walks)
-
-    # -- any thread -----------------------------------------------------------------------------
-
-    def names_changed(self, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Publish the names of blocks that a tier has now, and of blocks that it no longer has; after the
-        fact.
-        """
-        events: list[PlacementEvent] = [NamesStored(tier.level, names) for names in packed(stored)]
-        events += [NamesRemoved(tier.level, names) for names in packed(removed)]
-        if events:
-            self._changed(events)
-
-    def _changed(self, events: Sequence[PlacementEvent]) -> None:
-        if len(self._queue) >= self._limit:
-            # Reported with the next entry that finds room, or when all have been taken.
-            self._lost += len(events)
-            self.dropped += len(events)
-            return
-        if self._lost:
-            lost, self._lost = self._lost, 0
-            self._put(LeftOut(lost))
-        self._put(Changed(events, self._now()))
-
-    def _put(self, entry: Entry) -> None:
-        self._queue.append(entry)
-        if not self._woken:
-            self._woken = True
-            self.wake()
-
-    def wake(self) -> None:
-        """Wake the agent, though no entry may have come."""
-        if not self.closed:
-            os.eventfd_write(self.wakeup, 1)
-
-    def post(self, reader: bytes, message: FromAgent) -> None:
-        """Send a router a message that does not concern the index."""
-        self._posted.append((reader, message))
-        self.wake()
+        return not self.queue.closed and bool(self._asked or self._walks)
 
     # -- the agent's thread ---------------------------------------------------------------------
 
@@ -242,34 +282,15 @@ class PlacementFeed(Planner):
         else:
             self._held_up.discard(number)
 
-    def take(self) -> list[Entry]:
-        """Return the entries that have come since the last call, in order."""
-        self._woken = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wakeup)
-        entries: list[Entry] = []
-        while self._queue:
-            entries.append(self._queue.popleft())
-        if self._lost:
-            lost, self._lost = self._lost, 0
-            entries.append(LeftOut(lost))
-        return entries
-
-    def take_posted(self) -> Iterator[tuple[bytes, FromAgent]]:
-        """Yield the posted messages, in order."""
-        while self._posted:
-            yield self._posted.popleft()
-
     def close(self) -> None:
         """Publish nothing more. In the scheduler's thread; the agent's has ended."""
-        if self.closed:
+        if self.queue.closed:
             return
         self.log.close()
-        self.closed = True
-        os.close(self.wakeup)
+        self.queue.close()
 
     def __repr__(self) -> str:
-        return f"PlacementFeed({self.log!r}, waiting={len(self._queue)}, dropped={self.dropped})"
+        return f"PlacementFeed({self.log!r}, {self.queue!r})"
 
 
 def packed(names: Sequence[bytes]) -> list[bytes]:

@@ -10,9 +10,9 @@ under way are waited for. The reader polls until the export is published, and re
 is expected to take. A block that the disk cannot read or verify is not published, nor is any block behind it.
 Reading for peers gives way to reading for this instance's own requests, and no last copy is evicted for it.
 
-A spilled prompt, which is about to be evicted, is exported as it is in DRAM. The export does not count as a
-use of its blocks: nothing is copied or read for it, and its blocks are evicted as early as without the
-export.
+A prompt that another instance is to keep, because it is about to be evicted, is exported as it is in DRAM.
+The export does not count as a use of its blocks: nothing is copied or read for it, and its blocks are evicted
+as early as without the export.
 
 All methods run in the scheduler's thread, on every rank between the same two passes.
 """
@@ -94,7 +94,7 @@ class _Asked:
     """An export that is to be made when copies have completed.
 
     until: the reader has given up after this time, on this rank's clock. share: limit on the blocks that the
-    disk brings. spills: its blocks are about to be evicted, and a peer keeps them.
+    disk brings. leaving: its blocks are about to be evicted, and a peer keeps them.
     """
 
     export: str
@@ -102,7 +102,7 @@ class _Asked:
     key: bytes
     seconds: float
     until: float
-    spills: bool = False
+    leaving: bool = False
     share: int = 0
     answered: bool = False
     """The reader has received the time that the disk takes."""
@@ -149,18 +149,18 @@ class Exports:
         ranks.add(self)
 
     def export(
-        self, export: str, namespace: Hashable, key: bytes, seconds: float, *, spills: bool = False
+        self, export: str, namespace: Hashable, key: bytes, seconds: float, *, leaving: bool = False
     ) -> None:
         """Export the leading blocks of a prompt that are here. With no block here, the export is empty, so
         that the reader gets an answer.
         """
         if len(self._exports) + len(self._asked) >= MOST_EXPORTS:
             return
-        asked = _Asked(export, namespace, key, seconds, self._clock.monotonic() + seconds, spills)
-        if not spills:
+        asked = _Asked(export, namespace, key, seconds, self._clock.monotonic() + seconds, leaving)
+        if not leaving:
             self._copy(asked)
         self._asked.append(asked)
-        if self._below and not spills:
+        if self._below and not leaving:
             # From the next pass on; blocks in memory come first in its share of the exports.
             left = self._tier.n_blocks // SHARE - self.exported_blocks
             left -= sum(other.share for other in self._asked)
@@ -172,7 +172,7 @@ class Exports:
 
     def _on_disk(self, asked: _Asked) -> bool:
         """Whether something of it is still being read from disk."""
-        reading = [] if asked.spills else [tier for tier in self._below if not tier.ready(asked)]
+        reading = [] if asked.leaving else [tier for tier in self._below if not tier.ready(asked)]
         seconds = 0.0 if asked.answered else max((tier.expected_s(asked) for tier in reading), default=0.0)
         if seconds:
             self._link.expect(asked.export, seconds)
@@ -207,7 +207,8 @@ class Exports:
         last = nodes[-1] if nodes else self._tree.root
         flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
         self.keep(last, blocks, (self._link.publish(asked.export, flat, asked.seconds),))
-        self._tier.spilled.on_export(nodes)
+        for guests in self._tier.guests:
+            guests.on_export(nodes)
         self._release(asked)  # the export has a lock of its own
 
     def keep(self, node: Node, blocks: int, leases: tuple[int | None, ...]) -> None:
@@ -224,7 +225,7 @@ class Exports:
 
     def _release(self, asked: _Asked) -> None:
         """Bring no more blocks from disk for it."""
-        for tier in () if asked.spills else self._below:
+        for tier in () if asked.leaving else self._below:
             brought = tier.brought(asked)
             if brought is not None:
                 self.counters.from_disk += brought.tokens // self._tree.block_size
@@ -232,7 +233,7 @@ class Exports:
 
     def _path(self, asked: _Asked) -> list[Node]:
         """The nodes of its prompt in the tree, split at the prompt's end."""
-        if not asked.spills:
+        if not asked.leaving:
             return self._tree.match(asked.namespace, asked.key).path
         root, step = self._tree.roots.get(asked.namespace), self._tree.block_bytes
         used = [node.last_access for _, node in walk(root, asked.key, step)]

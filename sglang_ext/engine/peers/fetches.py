@@ -334,7 +334,8 @@ class Fetches(MovePlanner):
         wish, job = fetch.wish, fetch.job
         key = wish.key[: min(max(0, offered), fetch.span.blocks) * self._step]
         if wish.for_others and key:
-            key = key[: self._tier.room_for_others(wish.namespace, key) * self._step]
+            fits = sum(guests.room_for(wish.namespace, key) for guests in self._tier.guests)
+            key = key[: fits * self._step]
             if not key:
                 self._refused(move, FetchEnd.NO_ROOM)
                 return
@@ -377,7 +378,8 @@ class Fetches(MovePlanner):
             self.counters.fetched_blocks += came
             if wish.for_others:
                 start, end = move.start + done.held, move.start + blocks
-                self._tier.spilled.add(wish.namespace, wish.key[: end * self._step], start, came)
+                for guests in self._tier.guests:
+                    guests.add(wish.namespace, wish.key[: end * self._step], start, came)
         self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=True)
 
     def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:

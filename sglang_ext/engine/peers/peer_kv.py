@@ -6,7 +6,6 @@ requests (``storage_prefetch``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Protocol
 
@@ -23,8 +22,6 @@ from sglang_ext.wire import Message
 
 HINT_SECONDS: Final = 10.0
 """Limit for a fetch that no request waits for."""
-SHOW_S: Final = 0.5
-"""Between two updates of the metrics of KV that is kept for others."""
 
 
 class Link(ExportLink, Reads, Protocol):
@@ -80,8 +77,6 @@ class PeerKv(Planner):
         self._on_result = on_result
         self.exports = Exports(tree, write_down, link, ranks, self._clock, below)
         self.fetches = Fetches(tree, tier, link, moves)
-        self._spilled = tier.spilled
-        self._show_at = -math.inf
 
     def takes_command(self, message: Message, at: float) -> bool:
         match message:
@@ -99,7 +94,7 @@ class PeerKv(Planner):
     def export(self, message: Export) -> None:
         """Export the prefix for a peer that is about to request it."""
         namespace, key = self.wanted(message)
-        self.exports.export(message.export, namespace, key, message.ttl_s, spills=message.spills)
+        self.exports.export(message.export, namespace, key, message.ttl_s, leaving=message.spills)
 
     def wanted(self, message: Export) -> tuple[Hashable, bytes]:
         """The namespace of an export, and the whole blocks of its prompt."""
@@ -167,9 +162,6 @@ class PeerKv(Planner):
         """Report the results of fetches. Once per pass."""
         for result in self.fetches.take_results():
             self._on_result(result)
-        if len(self._spilled) and self._clock.monotonic() >= self._show_at:
-            self._show_at = self._clock.monotonic() + SHOW_S
-            self._spilled.show()
 
     @property
     def busy(self) -> bool:

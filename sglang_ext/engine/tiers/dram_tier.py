@@ -16,7 +16,6 @@ from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
-from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Store
 from sglang_ext.own_functions import SortKey
@@ -57,6 +56,32 @@ class NearCopies(Protocol):
         """Drop the copies of blocks that leave DRAM."""
 
 
+class Guests(Protocol):
+    """A mechanism that keeps KV of other instances in idle blocks of DRAM, which are evicted first."""
+
+    @property
+    def limit(self) -> int:
+        """Blocks that may be kept."""
+
+    @property
+    def shown(self) -> int:
+        """Blocks that are kept; from any thread."""
+
+    def room_for(self, namespace: Hashable, key: bytes) -> int:
+        """The number of leading blocks of a prompt, including those already here, that may be kept. 0 if
+        no further block fits.
+        """
+
+    def add(self, namespace: Hashable, key: bytes, start: int, blocks: int) -> None:
+        """Keep ``blocks`` blocks of a prompt's ``key`` from ``start`` on for others."""
+
+    def give_up(self, blocks: int) -> Sequence[Evicted]:
+        """Take up to ``blocks`` blocks from DRAM; the caller frees them."""
+
+    def on_export(self, nodes: Sequence[Node]) -> None:
+        """These nodes are exported to another instance."""
+
+
 class DramTier:
     """See the module's docstring. Called by the scheduler thread only.
 
@@ -68,7 +93,6 @@ class DramTier:
         below: takes complete blocks on to disk; ``None`` without a disk.
         observer: notified of loads under way.
         pressure: orders announced sessions; the smallest gives way first.
-        for_others: blocks that may be kept for other instances (`spilled`).
     """
 
     exclusive = True
@@ -85,7 +109,6 @@ class DramTier:
         below: DiskWrites | None = None,
         observer: CopyObserver | None = None,
         pressure: Callable[[Announced], SortKey] = weakest_first,
-        for_others: int = 0,
     ) -> None:
         self.store = store
         self._tree = store.tree
@@ -99,8 +122,8 @@ class DramTier:
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.retention = Retention(store.tree, marker, pressure)
         """Blocks that are held back for announced requests, here and in HBM."""
-        self.spilled = Spilled(store.tree, hbm, dram, self.retention, for_others)
-        """Blocks that are kept for other instances; they are evicted before all others."""
+        self.guests: list[Guests] = []
+        """Mechanisms that keep blocks for other instances; these are evicted before all others."""
         self.near: list[NearCopies] = []
         """Mechanisms that keep copies of its blocks in HBM, from which loads copy."""
         self.near_layers = 0
@@ -112,8 +135,8 @@ class DramTier:
 
     def _make_room(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> None:
         shortage = blocks - self._arena.free_blocks
-        if shortage > 0:
-            shortage -= self._delete(self.spilled.give_up(shortage))
+        for guests in self.guests:
+            shortage -= self.delete(guests.give_up(shortage))
         if shortage > 0 and self.below is not None:
             # Durable blocks go first: losing them costs only a read from disk.
             shortage -= self._evict(shortage, only=self.below.durable)
@@ -132,12 +155,13 @@ class DramTier:
         """Evict blocks. ``spare``: nodes that stay; None for the announced ones."""
         if spare is None:
             spare = self.retention
-        return self._delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
+        return self.delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
-        return self._delete(self.retention.give_up(self._dram, blocks, may_go, below=below))
+        return self.delete(self.retention.give_up(self._dram, blocks, may_go, below=below))
 
-    def _delete(self, gone: Sequence[Evicted]) -> int:
+    def delete(self, gone: Sequence[Evicted]) -> int:
+        """Free the memory of evicted blocks; see `Ledger.delete`."""
         return self.store.ledger.delete(Tier.DRAM, gone)
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
@@ -150,25 +174,6 @@ class DramTier:
         taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
         assert taken is not None
         return taken
-
-    def room_for_others(self, namespace: Hashable, key: bytes) -> int:
-        """The number of leading blocks of a prompt, including those already here, that fit if only free
-        blocks and older spilled blocks are used. 0 if no further block fits.
-        """
-        found = self._tree.match(namespace, key)
-        if found.path and self._dram not in found.node.placements:
-            return 0  # blocks in HBM only are this instance's own, and newer
-        wanted = len(key) // self._tree.block_bytes - found.blocks
-        # The prefix that the blocks continue must not be evicted for them.
-        if found.path:
-            self._tree.lock(found.node, self._dram)
-        try:
-            self._delete(self.spilled.make_room(wanted, self._arena.free_blocks))
-        finally:
-            if found.path:
-                self._tree.unlock(found.node, self._dram)
-        fits = min(wanted, self._arena.free_blocks, self.spilled.limit - self.spilled.blocks)
-        return found.blocks + fits if fits > 0 else 0
 
     def give_back(self, places: BlockIds) -> None:
         """Free blocks that were taken, or were in the tree, and are not needed."""
@@ -248,7 +253,6 @@ class DramTier:
     def clear(self) -> None:
         """Drop every block; the tree has been emptied or is about to be."""
         self.copies.settle()
-        self.spilled.clear()
         if self.below is not None:
             self.below.settle()
             self.below.clear()
@@ -270,7 +274,6 @@ class DramTier:
         arena with the tree.
         """
         self._arena.check()
-        self.spilled.check()
 
     def __repr__(self) -> str:
         return f"DramTier({self.used_blocks}/{self.n_blocks} blocks, {self.evicted} evicted, {self.copies!r})"

@@ -15,11 +15,21 @@ decide alike: decisions depend on the tree only. The scheduler's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from sglang_ext.clock import Clock
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.rank_metrics import RankMetrics
+from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.retention import from_most, owner_of, path_of
-from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.radix_global import Evicted, Node
+
+SHOW_S: Final = 0.5
+"""Interval at which the number of kept blocks is counted again."""
 
 
 @dataclass
@@ -47,40 +57,52 @@ class _Entry:
     """Another instance has fetched some of it, so that giving it up loses nothing."""
 
 
-class Spilled:
+class Spilled(Planner):
     """See the module's docstring.
 
     Args:
-        tree: the rank's tree.
-        hbm, dram: the holders that stand for this rank's two tiers.
-        announced: nodes that are held back for announced requests.
-        limit: blocks that may be kept for others; 0 for none.
+        tier: DRAM, whose blocks are kept. Blocks that it retains for announced requests are not spilled.
+        limit: blocks that may be kept for others.
+        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, tree: RadixTree, hbm: Holder, dram: Holder, announced: Container[Node], limit: int = 0
-    ) -> None:
-        self._tree = tree
-        self._hbm = hbm
-        self._dram = dram
-        self._announced = announced
+    def __init__(self, tier: DramTier, limit: int, clock: Clock) -> None:
+        self._tier = tier
+        self._tree = tier.store.tree
+        self._hbm = tier.source
+        self._dram = tier.holder
+        self._announced = tier.retention
         self.limit = limit
+        self._clock = clock
+        self._show_at = -math.inf
+        tier.guests.append(self)
         self._entries: list[_Entry] = []
         """The oldest first."""
         self.counters = SpilledCounters()
         self.shown = 0
-        """``blocks`` as of the last ``show``; from any thread."""
+        """``kept_blocks`` as of the last change, or of up to `SHOW_S` ago; from any thread."""
 
     # -- contents -----------------------------------------------------------------------------------
 
     @property
-    def blocks(self) -> int:
+    def kept_blocks(self) -> int:
         """Spilled blocks that are here now."""
         return sum(node.blocks for entry in self._entries for node in self._nodes(entry))
 
-    def show(self) -> None:
+    def each_pass(self) -> None:
+        """Requests of this instance may have used blocks since."""
+        if self._entries and self._clock.monotonic() >= self._show_at:
+            self._show_at = self._clock.monotonic() + SHOW_S
+            self._show()
+
+    def show(self, metrics: RankMetrics) -> None:
+        metrics.count_events("spilled_blocks_events", dataclasses.asdict(self.counters))
+        metrics.set("spilled_blocks", self.shown)
+        metrics.set("spilled_bytes", self.shown * self._tier.block_bytes)
+
+    def _show(self) -> None:
         """Update ``shown`` for other threads."""
-        self.shown = self.blocks if self._entries else 0
+        self.shown = self.kept_blocks if self._entries else 0
 
     def _nodes(self, entry: _Entry) -> list[Node]:
         """The spilled nodes of an entry, from the top."""
@@ -114,6 +136,25 @@ class Spilled:
 
     # -- coming and going ---------------------------------------------------------------------------
 
+    def room_for(self, namespace: Hashable, key: bytes) -> int:
+        """The number of leading blocks of a prompt, including those already here, that fit if only free
+        blocks and older spilled blocks are used. 0 if no further block fits.
+        """
+        found = self._tree.match(namespace, key)
+        if found.path and self._dram not in found.node.placements:
+            return 0  # blocks in HBM only are this instance's own, and newer
+        wanted = len(key) // self._tree.block_bytes - found.blocks
+        # The prefix that the blocks continue must not be evicted for them.
+        if found.path:
+            self._tree.lock(found.node, self._dram)
+        try:
+            self._tier.delete(self.make_room(wanted, self._tier.free_blocks))
+        finally:
+            if found.path:
+                self._tree.unlock(found.node, self._dram)
+        fits = min(wanted, self._tier.free_blocks, self.limit - self.kept_blocks)
+        return found.blocks + fits if fits > 0 else 0
+
     def make_room(self, blocks: int, free: int) -> list[Evicted]:
         """Give up older blocks until up to ``blocks`` more fit into the limit, and into DRAM, where ``free``
         blocks are free.
@@ -123,7 +164,7 @@ class Spilled:
         """
         self._look()
         blocks = min(blocks, self.limit)
-        over = max(self.blocks + blocks - self.limit, blocks - free)
+        over = max(self.kept_blocks + blocks - self.limit, blocks - free)
         return self.give_up(over)
 
     def add(self, namespace: Hashable, key: bytes, start: int, blocks: int) -> None:
@@ -131,7 +172,7 @@ class Spilled:
         if blocks:
             self._entries.append(_Entry(namespace, key, start))
             self.counters.kept += blocks
-            self.show()
+            self._show()
 
     def give_up(self, blocks: int) -> list[Evicted]:
         """Take up to ``blocks`` spilled blocks from DRAM, by `_in_order`, of each prompt the end first.
@@ -151,7 +192,7 @@ class Spilled:
                 gone += self._take(entry, blocks - _sum(gone))
         self.counters.given_up += _sum(gone)
         self._look()
-        self.show()
+        self._show()
         return gone
 
     def _in_order(self) -> list[_Entry]:
@@ -182,21 +223,21 @@ class Spilled:
             self.counters.exported += blocks
             entry.returned = entry.returned or blocks > 0
 
-    def clear(self) -> None:
+    def before_clear(self) -> None:
         """Drop all entries: the cache is about to be emptied."""
         self._entries = []
         self.shown = 0
 
     def check(self) -> None:
         """Verify the limit. Raises AssertionError when it is exceeded."""
-        if self.blocks > self.limit:
-            raise AssertionError(f"{self.blocks} blocks are kept for others, {self.limit} may be")
+        if self.kept_blocks > self.limit:
+            raise AssertionError(f"{self.kept_blocks} blocks are kept for others, {self.limit} may be")
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"Spilled({self.blocks}/{self.limit} blocks of {len(self)} prompts, {self.counters})"
+        return f"Spilled({self.kept_blocks}/{self.limit} blocks of {len(self)} prompts, {self.counters})"
 
 
 def _sum(gone: Sequence[Evicted]) -> int:

@@ -28,6 +28,7 @@ from sglang_ext.engine.tiers.load_policy import Unmeasured
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import pressure_policy_by_name
+from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.errors import ConfigError
@@ -144,12 +145,19 @@ def _write_down(build: Building) -> WriteDown | None:
         below=below,
         observer=observer,
         pressure=pressure_policy_by_name(config.pressure_policy),
-        for_others=config.dram_for_others // build.arena.block_bytes if build.fetches else 0,
     )
     gate = LayerGate(mover, layer_map([build.pool]).n_layers)
     build.kvcache.register_layer_transfer_counter(gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     return WriteDown(build.store, build.hbm, dram, observer=observer, enabled=config.writes_dram)
+
+
+def _spilled(build: Building) -> Spilled | None:
+    write_down = build.find(WriteDown)
+    if write_down is None or build.find(PeerKv) is None or not build.config.dram_for_others:
+        return None
+    blocks = build.config.dram_for_others // write_down.dram.block_bytes
+    return Spilled(write_down.dram, blocks, build.moves.clock)
 
 
 def _promotions(build: Building) -> Promotions | None:
@@ -297,6 +305,7 @@ PLANNERS: Final[Builders] = {
     Advice: _advice,  # --kv-dram-size
     ComputeAhead: _compute_ahead,  # --kv-advisory-compute
     WriteDown: _write_down,  # --kv-dram-size
+    Spilled: _spilled,  # --kv-dram-size for-others
     Promotions: _promotions,  # --kv-disk-path or another tier below DRAM
     AckedAnswers: _acked,  # --kv-durability acked
     Retraction: _retraction,  # on where SGLang's flags allow it

@@ -57,9 +57,9 @@ class SchedulerGauges:
 
     def fills(self) -> tuple[Fill, ...]:
         dram = self._cache.dram
-        spilled = {} if dram is None else {Tier.DRAM: dram.spilled.shown}
+        kept = {} if dram is None else {Tier.DRAM: sum(guests.shown for guests in dram.guests)}
         held = self._cache.blocks_by_tier()
-        return tuple(Fill(tier.level, *used, spilled.get(tier, 0)) for tier, used in held.items())
+        return tuple(Fill(tier.level, *used, kept.get(tier, 0)) for tier, used in held.items())
 
 
 def _left_of(req: Any) -> int:
@@ -111,7 +111,7 @@ def attach_agent(
     bind = listen_host(server_args.host, keyed=key is not None)
     channel = AgentSocket(bind, (config.agent_port,) if config.agent_port else config.port_range, key)
     for tier, index in named.items():
-        index.watch(functools.partial(feed.names_changed, tier))
+        index.watch(functools.partial(feed.queue.names_changed, tier))
     agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named, others=router_commands.receive)
     address = bracketed(bind) if key is None else host
     scheme = "https" if getattr(server_args, "ssl_certfile", None) else "http"
@@ -133,7 +133,7 @@ def attach_agent(
         settings=bounded(settings),
         handover=dict(handover),
         weights=namespace.weights_version,
-        for_others=cache.dram.spilled.limit if cache.dram is not None and endpoints else 0,
+        for_others=0 if cache.dram is None else sum(guests.limit for guests in cache.dram.guests),
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
     agent.rekeyed.subscribe(registrar.rekey)

@@ -185,7 +185,7 @@ class Building:
         feed = self.find(PlacementFeed)
         if feed is None or self.commands is None:
             return None
-        return RouterCommands(self.commands, self.epoch.to_bytes(16, "big"), feed.post)
+        return RouterCommands(self.commands, self.epoch.to_bytes(16, "big"), feed.queue.post)
 
     @cached_property
     def hbm_tier(self) -> HbmTier:

@@ -149,7 +149,7 @@ async def test_a_disk_is_sent_by_name_and_found_after_memory() -> None:
         mine = ("tokens", None, None, "s")
         assert side.match(tokens, mine) == Match(12, own=False, below={Tier.DISK: 8})
         assert side.match(tokens) is None
-        instance.feed.names_changed(Tier.DISK, [], names[2:3])
+        instance.feed.queue.names_changed(Tier.DISK, [], names[2:3])
         await until(lambda: side.match(tokens, mine) == Match(8, own=False, below={Tier.DISK: 4}), instance)
         (gone,) = side.index.history(mine, encode_tokens(tokens))
         assert (gone.instance, gone.tier, gone.tokens) == (NAME, "disk", 12)
@@ -318,10 +318,10 @@ async def test_dropped_events_are_noticed_by_the_next_beat() -> None:
     instance.insert([1] * 8)
     async with connected(instance) as side:
         await until(lambda: side.index.trusted(NAME), instance)
-        instance.feed._limit = 0
+        instance.feed.queue._limit = 0
         instance.insert([2] * 8)
         instance.feed.publish()
-        instance.feed._limit = 100
+        instance.feed.queue._limit = 100
         await until(lambda: side.match([2] * 8) == Match(8, own=True), instance)
         await until(lambda: side.index.trusted(NAME), instance)  # usable before the snapshot is complete
         assert side.agents.counters()[NAME].gaps == 1

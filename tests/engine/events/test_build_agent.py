@@ -95,7 +95,7 @@ async def test_a_router_follows_a_simulated_server() -> None:
                 namespace = ("tokens", None, None, None)
                 assert router.trees.match(namespace, encode_tokens([3] * 40))[name].tokens >= 36
             rank.cache.listeners.before_end()
-            assert feed.closed
+            assert feed.queue.closed
             rank.check()
     finally:
         rank.close()

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Export, Fetch, PeerDead
 
@@ -31,6 +32,12 @@ pytestmark = pytest.mark.usefixtures("sglang_config")
 
 IDLE = dataclasses.replace(SCENARIO, for_others=60)
 SMALL = dataclasses.replace(SCENARIO, dram_blocks=90, for_others=60)
+
+
+def spilled_of(server: Server) -> Spilled:
+    found = server.rank.spilled
+    assert found is not None
+    return found
 
 
 def spill(owner: Server, keeper: Server, tokens: list[int], *, salt: str | None = None) -> FetchEnd:
@@ -52,7 +59,7 @@ def kept(server: Server) -> int:
     """Blocks that it keeps for others."""
     assert server.rank.tier is not None
     server.rank.tier.check()
-    return server.rank.tier.spilled.blocks
+    return spilled_of(server).kept_blocks
 
 
 def lose(server: Server) -> None:
@@ -81,7 +88,7 @@ def test_what_is_kept_there_is_fetched_back_when_it_has_gone_here(make_server: M
     lend_and_fetch(keeper, owner, tokens)
     req = owner.finish(owner.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
-    counters = keeper.rank.tier.spilled.counters  # type: ignore[union-attr]
+    counters = spilled_of(keeper).counters
     assert (counters.kept, counters.exported, counters.used, counters.given_up) == (20, 20, 0, 0)
     assert kept(keeper) == 20
 
@@ -105,10 +112,9 @@ def test_a_request_there_uses_it_and_makes_it_its_own(make_server: MakeServer) -
     req = keeper.finish(keeper.rank.scheduler.submit([*tokens[: 12 * BLOCK], 7], new_tokens=1))
     assert req.cached_tokens == 12 * BLOCK
     assert kept(keeper) == 8
-    tier = keeper.rank.tier
-    assert tier is not None
-    assert sum(gone.blocks for gone in tier.spilled.make_room(60, 300)) == 8
-    assert (tier.spilled.counters.used, tier.spilled.counters.given_up) == (12, 8)
+    spilled = spilled_of(keeper)
+    assert sum(gone.blocks for gone in spilled.make_room(60, 300)) == 8
+    assert (spilled.counters.used, spilled.counters.given_up) == (12, 8)
 
 
 def test_only_what_is_lacking_is_kept_for_the_other(make_server: MakeServer) -> None:
@@ -230,12 +236,12 @@ def test_what_comes_behind_what_was_given_up_is_the_instances_own(make_server: M
     spill(owner, keeper, tokens)
     tier = keeper.rank.tier
     assert tier is not None
-    tier._delete(tier.spilled.give_up(12))
+    tier.delete(spilled_of(keeper).give_up(12))
     assert kept(keeper) == 8
     keeper.serve(tokens)
     assert kept(keeper) == 0
     assert keeper.in_dram(tokens) == 20 * BLOCK
-    assert tier.spilled.give_up(20) == []
+    assert spilled_of(keeper).give_up(20) == []
 
 
 def test_the_tenant_with_the_most_gives_up_first(make_server: MakeServer) -> None:
@@ -249,7 +255,7 @@ def test_the_tenant_with_the_most_gives_up_first(make_server: MakeServer) -> Non
     assert kept(keeper) == 28
     tier = keeper.rank.tier
     assert tier is not None
-    tier._delete(tier.spilled.give_up(10))
+    tier.delete(spilled_of(keeper).give_up(10))
     assert [keeper.in_dram(of_small, salt="small"), keeper.in_dram(of_large, salt="large")] == [
         8 * BLOCK,
         10 * BLOCK,
@@ -266,4 +272,4 @@ def test_it_is_seen(make_server: MakeServer) -> None:
     assert keeper.rank.arena is not None
     assert sample("sglang_ext_cache_spilled_bytes", rank) == 20 * keeper.rank.arena.block_bytes
     assert sample("sglang_ext_cache_spilled_blocks_events_total", rank | {"event": "kept"}) == 20
-    assert repr(keeper.rank.tier.spilled).startswith("Spilled(20/60 blocks of 1 prompts")  # type: ignore[union-attr]
+    assert repr(spilled_of(keeper)).startswith("Spilled(20/60 blocks of 1 prompts")

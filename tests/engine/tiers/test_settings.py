@@ -294,5 +294,5 @@ def test_an_idle_scheduler_stays_awake_while_kv_is_brought_or_a_snapshot_sent() 
         assert feed is not None
         feed.snapshot(1)
         assert cache.keeps_awake
-        until(lambda: feed.publish(idle=True) or feed.take() or not cache.keeps_awake, "the snapshot")
+        until(lambda: feed.publish(idle=True) or feed.queue.take() or not cache.keeps_awake, "the snapshot")
         assert not cache.keeps_awake
