@@ -81,24 +81,6 @@ class Source(Protocol):
         """
 
 
-@dataclass(eq=False)
-class Incoming:
-    """Another instance's KV on its way into memory that a request owns. Made by `Store.transfer`.
-
-    source: the instance.
-    """
-
-    store: Store
-    tier: Tier
-    tokens: int
-    source: str
-    open: bool = True
-
-    def end(self) -> None:
-        """The KV has arrived, or will not come. May be called twice."""
-        if self.open:
-            self.open = False
-            self.store.incoming.remove(self)
 
 
 class Store:
@@ -109,8 +91,6 @@ class Store:
         self.ledger = Ledger(tree)
         """The memory of the tiers."""
         self.calls = self.ledger.calls
-        self.incoming: list[Incoming] = []
-        """KV on its way into memory of requests."""
         self._step = tree.block_size * TOKEN_BYTES
         self._sources: dict[Tier, Source] = {}
         self._down: dict[Tier, CopiesDown] = {}
@@ -173,14 +153,11 @@ class Store:
 
     # -- between instances ------------------------------------------------------------------------
 
-    def transfer(self, level: Tier, tokens: int, source: str) -> Incoming:
-        """Register `tokens` tokens of another instance's KV on their way into memory that a request owns.
-        That memory belongs to the engine and is not in the ledger.
+    def transfer(self) -> None:
+        """Count another instance's KV that is to be read into slots of a request. The engine owns them;
+        they are not in the ledger.
         """
-        found = Incoming(self, level, tokens, source)
-        self.incoming.append(found)
         self.calls[Call.TRANSFER] += 1
-        return found
 
     def transfer_with_insert(
         self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any
@@ -347,5 +324,4 @@ class Store:
         return Committed(result.node, blocks - held, held, result.added)
 
     def __repr__(self) -> str:
-        moving = f", {len(self.incoming)} transfers" if self.incoming else ""
-        return f"Store({self.ledger!r}{moving})"
+        return f"Store({self.ledger!r})"

@@ -35,7 +35,7 @@ from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.ledger import Committed, Use
-from sglang_ext.mempool.store import Incoming, Refusal
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier
 
@@ -191,8 +191,6 @@ class _Span(Move):
 
     fetch: _Fetch
     may_start: bool = False
-    incoming: Incoming | None = None
-    """The transfer to HBM that a forward pass reads from."""
 
 
 class Fetches(MovePlanner):
@@ -303,8 +301,7 @@ class Fetches(MovePlanner):
         reservation = move.reservation
         assert reservation is not None
         move.may_start = False
-        tokens = move.blocks * self._tree.block_size
-        move.incoming = self._tier.store.transfer(Tier.HBM, tokens, move.fetch.span.address)
+        self._tier.store.transfer()
         self._tier.copies.load(slots, reservation.places, move.fetch.job)
 
     # -- going on -----------------------------------------------------------------------------------
@@ -365,8 +362,6 @@ class Fetches(MovePlanner):
 
     def ended(self, move: _Span, blocks: int, done: Committed | None) -> None:
         """Count the blocks that are in DRAM, if they have verified on every rank, and end the span."""
-        if move.incoming is not None:
-            move.incoming.end()
         if move.state is State.CANCELLED:
             return
         fetch, wish, came = move.fetch, move.fetch.wish, 0

@@ -99,9 +99,7 @@ def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers:
         assert sender.poll() == KVPoll.Transferring
         until(servers, receiver, KVPoll.WaitingForInput)
         receiver.send_metadata(lacking, 1, decode_prefix_len=prefix)
-    assert [each.tokens for each in receiver.kv_mgr.store.incoming] == [12 - prefix]
     until(servers, receiver, KVPoll.Success)
-    assert not receiver.kv_mgr.store.incoming
     assert receiver.kv_mgr.store.calls == dict.fromkeys(Call, 0) | {Call.TRANSFER: 1}
     until(servers, sender, KVPoll.Success)
     taken, given = servers.decode[0], servers.prefill[0]
@@ -163,7 +161,6 @@ def test_an_abort_ends_a_request_whose_kv_has_come_and_whom_sglang_has_not_asked
     assert receiver.poll() == KVPoll.Failed
     with pytest.raises(KVTransferError, match="aborted on decode"):
         receiver.failure_exception()
-    assert not receiver.kv_mgr.store.incoming
     until(servers, sender, KVPoll.Success)
 
 

@@ -16,17 +16,15 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.disagg.handover import FACTS, ReceiverState, SenderState
+from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.engine.pd.landing import Wanted, pages_of
 from sglang_ext.engine.pd.prompt_logprobs import MAX_BYTES, PromptLogprobs, too_large
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
 from sglang_ext.engine.pd.sending_handover import SendingHandover
-from sglang_ext.mempool.store import Incoming
 from sglang_ext.patches.adapter.pd import prompt_logprobs
 from sglang_ext.patches.adapter.pd.kv_manager import GlobalKVManager
 from sglang_ext.patches.adapter.request_stages import request_stages
 from sglang_ext.stages import NO_STAGES, Handed
-from sglang_ext.tiers import Tier
 
 ABORTED = "the request was aborted on decode"
 """Why a request failed that decode's engine has given up."""
@@ -156,7 +154,6 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_addr = bootstrap_addr
         self.bootstrap_room = bootstrap_room
         self.handover: ReceivingHandover | None = None
-        self._incoming: Incoming | None = None
         self._aborted = False
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -182,8 +179,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         assert rest == 0, "a cached prefix is whole pages"
         wanted = Wanted(pages_of(kv_indices), skip, aux_index, self.kv_mgr.fence())
         if self.kv_mgr.store is not None:
-            tokens = wanted.pages.size * self.kv_mgr.kv_args.page_size
-            self._incoming = self.kv_mgr.store.transfer(Tier.HBM, tokens, self.bootstrap_addr)
+            self.kv_mgr.store.transfer()
         self.kv_mgr.agent.receiver.read(self.handover, wanted)
 
     def poll(self) -> int:
@@ -192,8 +188,6 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self.handover.state is ReceiverState.WAITING and not self.handover.read:
             # Push: decode allocates before prefill computes.
             return int(KVPoll.WaitingForInput)
-        if FACTS[self.handover.state].end and self._incoming is not None:
-            self._incoming.end()
         if self._aborted and self.handover.state is ReceiverState.HELD:
             # The KV came before the abort, and SGLang has not asked since.
             return int(KVPoll.Failed)
@@ -224,8 +218,6 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def clear(self) -> None:
         if self.handover is not None:
             self.kv_mgr.agent.receiver.settle(self.handover)
-        if self._incoming is not None:
-            self._incoming.end()
 
     def abort(self) -> None:
         if self.handover is None:
