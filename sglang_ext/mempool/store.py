@@ -23,7 +23,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_ext.keys import TOKEN_BYTES
@@ -79,8 +78,6 @@ class Source(Protocol):
         runs at low priority behind all copies that a forward pass waits for, and `landed` is called when it
         is complete.
         """
-
-
 
 
 class Store:

@@ -484,7 +484,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     """Result of a `Fetch`, or of an `Advise` that names spans.
 
     id: of that message. ahead: it belongs to a hint. end: ``done``, or why not all came, as
-    ``engine.fetches.FetchEnd`` has it. spans: in order; the next span covers for tokens that one did not
+    ``FetchEnd`` has it. spans: in order; the next span covers for tokens that one did not
     bring.
     """
 

@@ -53,7 +53,7 @@ class CacheMetrics:
         self._show_retraction(cache.find(Retraction))
         self._show_answers(cache.find(AckedAnswers))
         if cache.peers is not None:
-            self._metrics.count_events("peers", cache.peers.fetches.counts())
+            self._metrics.count_events("peers", cache.peers.fetches.results.counts())
             self._metrics.count_events("peers", dataclasses.asdict(cache.peers.exports.counters))
             self._metrics.count_events("fetched_bytes", cache.peers.transport_bytes)
         self._show_prefetches(cache.find(Prefetcher))

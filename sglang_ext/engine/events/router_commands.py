@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from sglang_ext.engine.commands import RankCommandQueue
-from sglang_ext.engine.peers.fetches import FetchResult
+from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.protocol.agent import (
     TO_AGENT,

@@ -47,7 +47,7 @@ def layer_name(export: str, layer: int) -> str:
 
 
 class ExportLink(Protocol):
-    """The methods of ``fetch_link.FetchLink`` that exporting uses."""
+    """The methods of ``arena_leases.ArenaLeases`` that exporting uses."""
 
     def publish(self, export: str, ids: BlockIds, seconds: float) -> int | None: ...
 
@@ -60,6 +60,8 @@ class ExportLink(Protocol):
     def over(self, lease: int) -> bool: ...
 
     def forget(self, lease: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class FromDisk(Protocol):

@@ -1,15 +1,11 @@
-"""A rank's DRAM arena as peers read it, and as it reads theirs, on the rank's transfer thread.
+"""Reads of peers' DRAM arenas into this rank's, on the rank's transfer thread.
 
-The scheduler's thread publishes leases, starts jobs, and looks at their results; it never waits for a peer.
-Blocks are exported as a ``borrowed`` pool's: the arena's allocator has no generation counters, so a lease
-seals the blocks that it exports, and its end opens them again. The publisher keeps a lock on the tree's nodes
-until ``over`` is true, and a reader that comes later finds another generation (``docs/transfer.md``).
+The scheduler's thread starts jobs, and looks at their results; it never waits for a peer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
@@ -21,25 +17,19 @@ from sglang_ext.disagg.errors import (
     RefusedError,
     StaleReadError,
     TransferDeadlineError,
-    TransferError,
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
-from sglang_ext.disagg.transfer.leases import Ended
-from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.peers.export import layer_name
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.errors import SglangExtError
-from sglang_ext.geometry import Geometry
-from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
 
-DRAM_POOL = "dram"
-"""Pool of a rank's endpoint: the DRAM arena, in blocks of the cache."""
 USE = "fetch"
 """The use under which the bytes are counted."""
 ASK_SECONDS = 0.005
@@ -96,23 +86,11 @@ class Job:
         return self.layers_in > layer or self.ended.is_set()
 
 
-def arena_pool(arena: DramArena, geometry: Geometry, namespace: str = "") -> PoolSpec:
-    """The arena as a pool of an endpoint.
-
-    Args:
-        geometry: of the engine's pool, in blocks of the cache.
-        namespace: differs wherever KV is not interchangeable.
-    """
-    return dataclasses.replace(PoolSpec.of_arena(DRAM_POOL, geometry, arena), namespace=namespace)
-
-
 class FetchLink:
-    """See the module's docstring. The thread's endpoint has the arena as ``arena_pool`` describes it."""
+    """See the module's docstring. The thread's endpoint has the arena (`arena_leases.arena_pool`)."""
 
     def __init__(self, transfers: TransferThread) -> None:
-        self._over: set[int] = set()
         self._transfers = transfers
-        transfers.watch_leases(DRAM_POOL, self._lease_ended)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -128,46 +106,6 @@ class FetchLink:
     def transport_bytes(self) -> dict[str, int]:
         """Bytes that were fetched from peers, by the transport that brought them. From any thread."""
         return {str(name): stats.bytes for name, stats in self.endpoint.totals(USE).items()}
-
-    # -- exporting ------------------------------------------------------------------------------------
-
-    def publish(self, export: str, ids: Ids, seconds: float) -> int | None:
-        """Lease blocks to the peer that asks for ``export``.
-
-        Returns:
-            the lease; ``None`` where the budget is spent.
-        """
-        try:
-            return self.endpoint.publish(DRAM_POOL, export, ids, seconds).lease
-        except TransferError as error:  # the budget is spent
-            log.debug("%s is not exported: %s", export, error)
-        return None
-
-    def expect(self, export: str, seconds: float) -> None:
-        """``export`` is expected to be published after so many seconds."""
-        self.endpoint.expect(DRAM_POOL, export, seconds)
-
-    def give_up(self, export: str, seconds: float) -> None:
-        """``export`` will not be published: readers that ask within so many seconds need not wait."""
-        self.endpoint.give_up(DRAM_POOL, export, seconds)
-
-    def withdraw(self, lease: int) -> None:
-        """Take a lease back. When this returns, its blocks have another generation."""
-        self.endpoint.withdraw(DRAM_POOL, lease)
-        self._over.discard(lease)
-
-    def forget(self, lease: int) -> None:
-        """Drop the record of a lease's end: the caller no longer asks for it."""
-        self._over.discard(lease)
-
-    def over(self, lease: int) -> bool:
-        """Whether a lease has ended, however."""
-        return lease in self._over
-
-    def _lease_ended(self, ended: Ended) -> None:
-        self._over.add(ended.lease.number)
-
-    # -- fetching -----------------------------------------------------------------------------------
 
     def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Job:
         """Ask a peer for its export under a name, which it may publish later. layered: the peer exports each
@@ -365,10 +303,6 @@ class FetchLink:
             return name.startswith(dead) if dead.endswith(EPOCH_MARK) else name == dead
 
         self._transfers.loop.call_soon_threadsafe(self.endpoint.doubt, said)
-
-    def close(self) -> None:
-        """Export and fetch no more."""
-        self._transfers.watch_leases(DRAM_POOL, None)
 
     def __repr__(self) -> str:
         return f"FetchLink({self._transfers!r})"

@@ -18,9 +18,7 @@ step once all can.
 
 from __future__ import annotations
 
-import enum
 import math
-from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +29,7 @@ from sglang_ext.engine.moves.move import Move, MovePlanner, State
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.moves.sources import FromPeer
 from sglang_ext.engine.peers.fetch_link import Job
+from sglang_ext.engine.peers.fetch_results import FetchEnd, FetchResults, SpanResult
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
@@ -42,8 +41,6 @@ from sglang_ext.tiers import Tier
 MOST_FETCHES: Final = 16
 SHARE: Final = 4
 """At most ``1 / SHARE`` of DRAM is reserved for KV from peers at a time."""
-MOST_RESULTS: Final = 1000
-"""Limit on results that wait for ``take_results``."""
 
 
 class Reads(Protocol):
@@ -60,46 +57,6 @@ class Reads(Protocol):
     def cancel(self, job: Job) -> None: ...
 
     def decline(self, address: str, export: str, *, layered: bool = False) -> None: ...
-
-
-class FetchEnd(enum.Enum):
-    """How a fetch ended."""
-
-    DONE = "done"
-    NEEDLESS = "needless"
-    """There was nothing to fetch: it is here, or the peer has no more."""
-    JOINED = "joined"
-    """Another fetch of the same prompt was under way already."""
-    BUSY = "busy"
-    """Too many were under way."""
-    NO_ROOM = "no_room"
-    LATE = "late"
-    STALE = "stale"
-    """The peer's blocks changed while they were read."""
-    REFUSED = "refused"
-    """The peer is of another namespace, or exports nothing."""
-    TOO_SLOW = "too_slow"
-    """The peer would read it from its disk, which takes longer than the fetch may take."""
-    GONE = "gone"
-    """The peer died, or cannot be reached."""
-    CANCELLED = "cancelled"
-
-    @classmethod
-    def of(cls, why: str) -> FetchEnd:
-        """The end that a job's ``why`` names; ``GONE`` for any other word."""
-        return next((end for end in cls if end.value == why), cls.GONE)
-
-
-@dataclass
-class FetchCounters:
-    """Since the start."""
-
-    fetched_blocks: int = 0
-    not_waited: int = 0
-    """Requests that went on without the fetched KV, because the fetch took too long."""
-    fetch_streamed: int = 0
-    """Of the blocks fetched, those that a peer computed while our forward pass waited for its layers."""
-    ends: Counter[FetchEnd] = field(default_factory=Counter)
 
 
 _REFUSED: Final = {
@@ -137,30 +94,6 @@ class Wish:
     id: str = ""
     ahead: bool = False
     for_others: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SpanResult:
-    """The end of a span: tokens that came, and seconds since it was begun, without those for connecting."""
-
-    how: FetchEnd
-    tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """The end of a fetch. how: of its last span that was begun."""
-
-    id: str
-    ahead: bool
-    how: FetchEnd
-    spans: tuple[SpanResult, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that came."""
-        return sum(span.tokens for span in self.spans)
 
 
 @dataclass(eq=False)
@@ -218,8 +151,8 @@ class Fetches(MovePlanner):
         self._step = tree.block_size * TOKEN_BYTES
         self._active: dict[_Fetch, _Span] = {}
         """Each fetch under way, with its current span."""
-        self._results: deque[FetchResult] = deque(maxlen=MOST_RESULTS)
-        self.counters = FetchCounters()
+        self.results = FetchResults()
+        self.counters = self.results.counters
 
     # -- asking -------------------------------------------------------------------------------------
 
@@ -264,12 +197,8 @@ class Fetches(MovePlanner):
         """
         for span in wish.spans:
             self._link.decline(span.address, span.export, layered=span.layered)
-        self._report(wish.id, wish.ahead, how)
+        self.results.add(wish.id, wish.ahead, how)
         wish.then()
-
-    def refuse(self, id: str, *, ahead: bool) -> None:
-        """Report the fetch of a message as refused, where its peer cannot serve this instance."""
-        self._report(id, ahead, FetchEnd.REFUSED)
 
     def waits(self, namespace: Hashable, key: bytes) -> bool:
         """Whether a request with this prompt is to wait for a fetch."""
@@ -395,28 +324,8 @@ class Fetches(MovePlanner):
         for job in fetch.jobs[len(fetch.results) :]:
             self._link.drop(job)
         del self._active[fetch]
-        self._report(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
+        self.results.add(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
         fetch.wish.then()
-
-    def _report(self, id: str, ahead: bool, how: FetchEnd, spans: tuple[SpanResult, ...] = ()) -> None:
-        self.counters.ends[how] += 1
-        self._results.append(FetchResult(id, ahead, how, spans))
-
-    def counts(self) -> dict[str, int]:
-        """All counters, by name."""
-        ends = {end.value: self.counters.ends[end] for end in FetchEnd}
-        return {
-            "fetched_blocks": self.counters.fetched_blocks,
-            "not_waited": self.counters.not_waited,
-            "fetch_streamed": self.counters.fetch_streamed,
-            **ends,
-        }
-
-    def take_results(self) -> list[FetchResult]:
-        """Return the fetches that have ended since the last call, in that order."""
-        results = list(self._results)
-        self._results.clear()
-        return results
 
     # -- whole --------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from typing import Final, Protocol
 
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
-from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
+from sglang_ext.engine.peers.fetch_results import FetchEnd, FetchResult
+from sglang_ext.engine.peers.fetches import Fetches, Reads, SpanWish, Wish
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.write_down import WriteDown
@@ -24,7 +25,7 @@ HINT_SECONDS: Final = 10.0
 """Limit for a fetch that no request waits for."""
 
 
-class Link(ExportLink, Reads, Protocol):
+class Link(Reads, Protocol):
     """``fetch_link.FetchLink``."""
 
     @property
@@ -32,15 +33,14 @@ class Link(ExportLink, Reads, Protocol):
 
     def peer_dead(self, instance: str, epoch: bytes) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class PeerKv(Planner):
     """See the module's docstring. All methods run in the scheduler's thread.
 
     Args:
         tree, write_down: the rank's.
-        link: exports and reads.
+        leases: exports.
+        link: reads.
         ranks: of this instance.
         moves: of this rank.
         on_result: replies to routers with the results of fetches, in rank 0.
@@ -55,6 +55,7 @@ class PeerKv(Planner):
         self,
         tree: RadixTree,
         write_down: WriteDown,
+        leases: ExportLink,
         link: Link,
         ranks: Ranks,
         moves: Moves,
@@ -69,13 +70,14 @@ class PeerKv(Planner):
         tier = write_down.dram
         self._clock = moves.clock
         self._step = tree.block_size * TOKEN_BYTES
+        self.leases = leases
         self.link = link
         self._namespace = namespace
         self._fresh = fresh
         self._rank = rank
         self._endpoints = endpoints
         self._on_result = on_result
-        self.exports = Exports(tree, write_down, link, ranks, self._clock, below)
+        self.exports = Exports(tree, write_down, leases, ranks, self._clock, below)
         self.fetches = Fetches(tree, tier, link, moves)
 
     def takes_command(self, message: Message, at: float) -> bool:
@@ -128,7 +130,7 @@ class PeerKv(Planner):
         like_ours = all(len(span.source.endpoints) == self._endpoints for span in message.spans)
         if not message.spans or not like_ours or not self._fresh():
             # With another number of ranks, each would need parts of several: not done.
-            self.fetches.refuse(message.id, ahead=isinstance(message, Advise))
+            self.fetches.results.add(message.id, isinstance(message, Advise), FetchEnd.REFUSED)
             return None
         key = self._whole(message.tokens)
         return Wish(
@@ -160,7 +162,7 @@ class PeerKv(Planner):
 
     def each_pass(self) -> None:
         """Report the results of fetches. Once per pass."""
-        for result in self.fetches.take_results():
+        for result in self.fetches.results.take():
             self._on_result(result)
 
     @property
@@ -181,7 +183,7 @@ class PeerKv(Planner):
     def close(self) -> None:
         """End. DRAM is still there."""
         self.drop_in_flight()
-        self.link.close()
+        self.leases.close()
 
     def __repr__(self) -> str:
         return f"PeerKv({self.fetches!r}, {self.exports!r})"

@@ -217,7 +217,7 @@ def _computed_spans(build: Building) -> ComputedSpans | None:
     if not dram.copies.mover.streams:
         return None
     return ComputedSpans(
-        build.store.tree, dram, peers.link, peers.exports, build.moves.clock, build.host, peers.wanted
+        build.store.tree, dram, peers.leases, peers.exports, build.moves.clock, build.host, peers.wanted
     )
 
 

@@ -22,8 +22,9 @@ from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.pd.messages import MESSAGES
+from sglang_ext.engine.peers.arena_leases import ArenaLeases
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
-from sglang_ext.engine.peers.fetches import FetchResult
+from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.promotions import Promotions
@@ -207,6 +208,7 @@ def make_peers(
     return PeerKv(
         write_down.dram.store.tree,
         write_down,
+        ArenaLeases(transfers),
         FetchLink(transfers),
         ranks,
         moves,

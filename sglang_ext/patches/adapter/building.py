@@ -20,7 +20,7 @@ from sglang_ext.engine.events.router_commands import Replies, RouterCommands
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.moves.moves import Moves
-from sglang_ext.engine.peers.fetch_link import arena_pool
+from sglang_ext.engine.peers.arena_leases import arena_pool
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import P, Planner
 from sglang_ext.engine.ranks import Least, Ranks

@@ -65,7 +65,7 @@ class FetchNote:
     calibrated: bool
     """Whether the expectations come from a profile, not from the defaults."""
     end: str = UNDER_WAY
-    """``done``, or the reason of an incomplete fetch (``engine.fetches.FetchEnd``), or a constant above."""
+    """``done``, or the reason of an incomplete fetch (``FetchEnd``), or a constant above."""
     spare: SpanNote | None = None
     """Replacement for the last span, read if that span fails."""
     acknowledged: asyncio.Event = field(default_factory=asyncio.Event)

@@ -28,7 +28,7 @@ from sglang_ext.engine.pd.returns import return_sender as sending_returns
 from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
 from sglang_ext.engine.pd.returns.return_sender import ReturnSender
-from sglang_ext.engine.peers.fetch_link import arena_pool
+from sglang_ext.engine.peers.arena_leases import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool.ledger import Call

@@ -18,9 +18,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.peers.arena_leases import ArenaLeases, arena_pool
 from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
-from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
-from sglang_ext.engine.peers.fetches import FetchResult
+from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
+from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
@@ -85,7 +86,7 @@ class Server:
         spans = ComputedSpans(
             self.rank.tree,
             tier,
-            self.link,
+            self.peers.leases,
             self.peers.exports,
             self.rank.moves.clock,
             host,
@@ -177,6 +178,7 @@ def servers() -> Iterator[MakeServer]:
             return PeerKv(
                 rank.tree,
                 rank.write_down,
+                ArenaLeases(transfers),
                 FetchLink(transfers),
                 rank.ranks,
                 rank.moves,

@@ -18,7 +18,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_ext.engine.peers.computed_spans import ComputedSpans
 from sglang_ext.engine.peers.export import layer_name
-from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.engine.peers.fetch_results import FetchEnd
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source
 from sglang_ext.wire import unpack_ids

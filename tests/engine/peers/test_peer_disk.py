@@ -25,7 +25,7 @@ from peer_rig import (
     spans,
 )
 
-from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.engine.peers.fetch_results import FetchEnd
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Advise, Export, Fetch

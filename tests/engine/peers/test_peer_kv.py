@@ -37,8 +37,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.peers.fetch_link import USE, arena_pool, peer_name
-from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.engine.peers.arena_leases import arena_pool
+from sglang_ext.engine.peers.fetch_link import USE, peer_name
+from sglang_ext.engine.peers.fetch_results import FetchEnd
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import NOT_YET

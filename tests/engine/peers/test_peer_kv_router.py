@@ -20,7 +20,7 @@ from engine_simulation import Rank, Scenario
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import AgentFacts
-from sglang_ext.engine.peers.fetch_link import arena_pool
+from sglang_ext.engine.peers.arena_leases import arena_pool
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens

@@ -23,7 +23,7 @@ from peer_rig import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.engine.peers.fetch_results import FetchEnd
 from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Export, Fetch, PeerDead

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.engine.peers.fetch_link import DRAM_POOL
+from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool.ledger import Reservation, Use
 from sglang_ext.mempool.store import Refusal

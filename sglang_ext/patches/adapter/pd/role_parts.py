@@ -16,7 +16,7 @@ from sglang_ext.engine.pd.messages import TakeBack
 from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
 from sglang_ext.engine.pd.returns.return_sender import ReturnSender
-from sglang_ext.engine.peers.fetch_link import DRAM_POOL
+from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.protocol.agent import PrefillServers
