@@ -179,14 +179,9 @@ class ComputedSpans(Planner):
         self._export_nothing(span, 1)
 
     def _export_nothing(self, span: _Span, layers: int) -> None:
-        """Export zero blocks for each of the first ``layers`` layers, so that a peer that asks for one gets
-        an answer.
-        """
+        """Count the failure, and answer peers that ask for one of the first ``layers`` layers."""
         self.counters.span_failed += len(span.key) // self._step
-        nothing, seconds = np.zeros(0, np.int64), min(span.seconds, LEASE_SECONDS)
-        names = [layer_name(span.export, layer) for layer in range(layers)]
-        leases = [self._link.publish(name, nothing, seconds) for name in names]
-        self._exports.keep(self._tree.root, 0, tuple(leases))
+        self._exports.export_nothing(span.export, min(span.seconds, LEASE_SECONDS), layers)
 
     # -- the pass that ends it --------------------------------------------------------------------
 

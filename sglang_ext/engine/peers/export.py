@@ -219,6 +219,14 @@ class Exports:
         self._exports.append(_Export(node, blocks, leases))
         self.counters.exported += blocks
 
+    def export_nothing(self, export: str, seconds: float, layers: int = 1) -> None:
+        """Export zero blocks for each of the first ``layers`` layers of an export that comes layer by layer,
+        so that a peer that asks for one gets an answer.
+        """
+        nothing = np.zeros(0, np.int64)
+        leases = [self._link.publish(layer_name(export, layer), nothing, seconds) for layer in range(layers)]
+        self.keep(self._tree.root, 0, tuple(leases))
+
     def _give_up(self, asked: _Asked) -> None:
         """Drop a request, and export nothing for it."""
         self._asked.remove(asked)

@@ -82,6 +82,9 @@ class PeerKv(Planner):
 
     def takes_command(self, message: Message, at: float) -> bool:
         match message:
+            case Export() if message.compute:
+                # No planner before this one computes for peers.
+                self.exports.export_nothing(message.export, message.ttl_s)
             case Export():
                 self.export(message)
             case Fetch():

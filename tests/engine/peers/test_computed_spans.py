@@ -111,7 +111,8 @@ class Split:
     @property
     def busy(self) -> bool:
         """Whether the first server computes or exports."""
-        return self.spans.busy or self.first.peers.busy
+        spans = self.first.rank.cache.find(ComputedSpans)
+        return (spans is not None and spans.busy) or self.first.peers.busy
 
     def ended(self) -> dict[FetchEnd, int]:
         return dict(self.second.peers.fetches.counters.ends)
@@ -257,6 +258,17 @@ def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> Non
     assert split.ended() == {FetchEnd.NEEDLESS: 1}
     assert req.cached_tokens == 0
     assert split.spans.counters.span_failed == FIRST
+
+
+def test_a_server_that_computes_no_spans_answers_at_once(make_server: MakeServer) -> None:
+    first, second = make_server(SPLIT), make_server(SPLIT)
+    split = Split(first, second, Host(first.rank.scheduler), prompt(1, ALL))
+    split.ask()
+    req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping():
+        second.finish(req)
+    assert split.ended() == {FetchEnd.NEEDLESS: 1}
+    assert req.cached_tokens == 0
 
 
 def test_a_request_waits_no_longer_than_it_may_for_a_busy_first(split: Split) -> None:
