@@ -1,17 +1,22 @@
-"""The sources of moves: reads from disk, reads from a peer, copies between this rank's own tiers."""
+"""The sources of moves: reads from disk, reads from peers, copies between this rank's own tiers."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
-from typing import Protocol
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
 
 from sglang_ext.engine.moves.move import Source
-from sglang_ext.errors import InternalError
+from sglang_ext.errors import InternalError, SglangExtError
 from sglang_ext.mempool.ledger import Reservation
 from sglang_ext.tiered_store.loading.loader import Load, Loader
 
 logger = logging.getLogger(__name__)
+
+STOP_SECONDS: Final = 30.0
+"""Limit for a task to end after its cancellation."""
 
 
 class FromDisk(Source):
@@ -90,6 +95,84 @@ class FromPeer(Source):
 
     def cancel(self) -> None:
         self._cancel()
+
+
+class TaskThread(Protocol):
+    """The members of ``transfer_thread.TransferThread`` that a source uses."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task. On the event loop."""
+
+
+class FromTask(Source):
+    """A task that fills all blocks of a move, or none. Started by the constructor.
+
+    Args:
+        thread: runs it.
+        work: fills the blocks, and raises where it cannot. However it ends, it writes no more.
+        name: for the log.
+        blocks: that it fills.
+        wake: called on the event loop when it has ended.
+    """
+
+    ends_alike = False
+    first_layer = False
+
+    def __init__(
+        self,
+        thread: TaskThread,
+        work: Coroutine[Any, Any, None],
+        name: str,
+        blocks: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._thread = thread
+        self._name = name
+        self._blocks = blocks
+        self._filled = 0
+        self._wake = wake
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = threading.Event()
+        thread.loop.call_soon_threadsafe(self._begin, work)
+
+    @property
+    def blocks(self) -> int | None:
+        return self._filled if self._stopped.is_set() else None
+
+    def wait(self) -> int:
+        """See `Source.wait`.
+
+        Raises:
+            RuntimeError: the task runs for longer than `STOP_SECONDS`.
+        """
+        if not self._stopped.wait(STOP_SECONDS):
+            raise RuntimeError(f"a {self._name} did not stop within {STOP_SECONDS:.0f} s")
+        return self._filled
+
+    def cancel(self) -> None:
+        self._thread.loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._thread.keep(work)
+        # Also called for a task that is cancelled before it begins.
+        self._task.add_done_callback(self._over)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            self._filled = 0 if task.cancelled() else self._blocks
+        elif isinstance(error, SglangExtError):
+            logger.debug("a %s: %s", self._name, error)
+        else:
+            logger.error("a %s failed", self._name, exc_info=error)
+        self._stopped.set()
+        self._wake()
 
 
 class OwnCopy(Source):

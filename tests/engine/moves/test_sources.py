@@ -1,5 +1,5 @@
 """The promises of a source that `Moves` relies on, held by each of them: a read from disk, a read from a
-peer, a copy."""
+peer, a return, a copy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from engine_movers import until
+from engine_pools import PoolKind
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
+from pd_returns_rig import pair_of
 from peer_rig import BLOCKS, Gate, MakeServer, lend_and_fetch, offered, on_disk, served, silent
 
 from sglang_ext.engine.moves.move import Source
@@ -61,6 +63,21 @@ def from_peer(make_server: MakeServer) -> Iterator[Begun]:
 
 
 @contextmanager
+def returned(make_server: MakeServer) -> Iterator[Begun]:
+    with pair_of(PoolKind(), hbm_tokens=400) as pair:
+        gate = pair.hold_reads()
+        tokens = list(range(BLOCKS * pair.decode.tree.block_size))
+        pair.decode.serve([*tokens, 1])
+        pair.return_sender.ended(pair.request(), tokens)
+        pair.until_prefill(gate.reached.is_set, "the read")
+        (move,) = pair.moves
+        assert move.source is not None
+        yield Begun(move.source, gate.go.set)
+        pair.return_receiver.before_clear()
+        pair.return_sender.clear()
+
+
+@contextmanager
 def own_copy(make_server: MakeServer) -> Iterator[Begun]:
     scenario = Scenario("copies", hbm_tokens=240, dram_blocks=100, settings=Settings(chunk=None))
     with Rank(scenario) as rank:
@@ -78,7 +95,12 @@ def own_copy(make_server: MakeServer) -> Iterator[Begun]:
         slots.abort()
 
 
-BEGIN: list[Callable[[MakeServer], AbstractContextManager[Begun]]] = [from_disk, from_peer, own_copy]
+BEGIN: list[Callable[[MakeServer], AbstractContextManager[Begun]]] = [
+    from_disk,
+    from_peer,
+    returned,
+    own_copy,
+]
 each_source = pytest.mark.parametrize("begin", BEGIN, ids=lambda begin: begin.__name__)
 
 

@@ -5,123 +5,44 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_pools import PoolKind, chain_of
+from engine_pools import PoolKind
 from engine_simulation import Rank, Scenario, finish
-from pd_rig import METADATA, Rows, held, transfer_thread
+from pd_returns_rig import (
+    ANSWERED,
+    NAMESPACE,
+    PROMPT,
+    Pair,
+    agent_of,
+    compare_with_model,
+    key_of,
+    pair_of,
+    request_from,
+)
+from pd_rig import held
 
 from sglang_ext.disagg.messages import Complete
 from sglang_ext.disagg.transfer.instance import Instance
-from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
-from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.moves.move import Move
+from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.messages import RANK_COMMANDS, TakeBack
-from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.messages import RANK_COMMANDS
 from sglang_ext.engine.pd.returns import return_receiver as receiving_returns
 from sglang_ext.engine.pd.returns import return_sender as sending_returns
 from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
 from sglang_ext.engine.pd.returns.return_sender import ReturnSender
-from sglang_ext.engine.peers.arena_leases import arena_pool
-from sglang_ext.engine.ranks import Least, Part, Ranks
+from sglang_ext.engine.ranks import Least
 from sglang_ext.engine.transfer_thread import HBM_POOL
-from sglang_ext.mempool.ledger import Call
-from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.slow
-
-NAMESPACE = (0, None, None)
-PROMPT = list(range(100, 133))
-ANSWERED = [*PROMPT, *range(300, 320)]
-
-
-def agent_of(
-    rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int = 1, *, coalescing: bool = True
-) -> Agent:
-    geometry = rank.pools.geometry()
-    memory = [
-        MemoryRange(plane.data_ptr(), plane.nbytes, keep=plane)
-        for layer in rank.pools.tensors
-        for plane in layer
-    ]
-    spec = PoolSpec.of_geometry(HBM_POOL, geometry, memory, lease_budget=geometry.slots)
-    local = Local(number, ranks, rank.pools.kind.page, METADATA)
-    arena = rank.arena
-    assert arena is not None
-    transfers = transfer_thread(name, [spec, arena_pool(arena, geometry)], rank=number, coalescing=coalescing)
-    return Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
-
-
-def request_from(host: str, port: str) -> Any:
-    """A request that has ended on decode, as returns look at it."""
-    return SimpleNamespace(
-        bootstrap_host=host, bootstrap_port=port, bootstrap_room=7, extra_key=None, cache_salt=None
-    )
-
-
-def each_pass(*parts: Part) -> None:
-    """One pass of schedulers of one rank each."""
-    for part in parts:
-        part.act(part.propose())
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode rank, and returns between them."""
-
-    prefill: Rank
-    decode: Rank
-    return_receiver: ReturnReceiver
-    return_sender: ReturnSender
-    address: str
-
-    def request(self, address: str | None = None) -> Any:
-        host, _, port = (address or self.address).rpartition(":")
-        return request_from(host, port)
-
-    def until(self, outcome: str, times: int = 1) -> None:
-        """Let both schedulers pass until returns have ended so, as decode sees it."""
-
-        def there() -> bool:
-            each_pass(self.return_receiver, self.return_sender)
-            return self.return_sender.outcomes[outcome] >= times
-
-        try:
-            wait_until(there, seconds=20, what=outcome)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}: {self.return_sender.outcomes}, {self.return_receiver.outcomes}"
-            ) from None
-
-    @property
-    def calls(self) -> int:
-        """Calls of `transfer_with_insert` at prefill, as decode counts them."""
-        return self.return_sender._agent.calls[Call.TRANSFER_WITH_INSERT]
-
-    def compare(self, tokens: list[int]) -> None:
-        """Prefill has all whole blocks of a prompt, and their KV equals the model's."""
-        compare_with_model(self.prefill, self.return_receiver._places.blocks, tokens)
-
-
-def compare_with_model(rank: Rank, blocks: Blocks, tokens: list[int]) -> None:
-    whole = len(tokens) // rank.scenario.block * rank.scenario.block
-    _, slots, count = blocks.held(NAMESPACE, key_of(tokens))
-    assert count * rank.scenario.block == whole
-    chain = np.array(chain_of(NAMESPACE, tokens), np.uint64)[:whole]
-    for layer in range(rank.pools.oracle.layers):
-        rank.pools.oracle.compare(np.concatenate(slots), chain, layer, "returned")
-
-
-def key_of(tokens: list[int]) -> bytes:
-    return np.array(tokens, "<i4").tobytes()
 
 
 @pytest.fixture(autouse=True)
@@ -133,34 +54,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[PoolKind(), PoolKind(page=4), PoolKind("mla")], ids=str)
 def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
     with pair_of(request.param) as found:
-        yield found
-
-
-@contextmanager
-def pair_of(kind: PoolKind, *, coalescing: bool = True) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        ranks = [Rank(Scenario(name, kind, hbm_tokens=256, dram_blocks=20)) for name in ("p", "d")]
-        for rank in ranks:
-            stack.callback(rank.close)
-            stack.callback(finish, rank)
-        bootstrap = BootstrapService("127.0.0.1", 0, None)
-        stack.callback(bootstrap.close)
-        agents = [
-            agent_of(ranks[0], "p", bootstrap.address, coalescing=coalescing),
-            agent_of(ranks[1], "d", ""),
-        ]
-        for agent in agents:
-            stack.callback(agent.transfers.close)
-            stack.callback(agent.close)
-        agents[1].transfers.run(agents[1]._peers.get(bootstrap.address))
-        blocks = [Blocks(rank.cache) for rank in ranks]
-        return_receiver = ReturnReceiver(Reservations(blocks[0], into_dram=True), agents[0], lambda: False)
-        agents[0].receive_returns(return_receiver)
-        found = Pair(
-            ranks[0], ranks[1], return_receiver, ReturnSender(blocks[1], agents[1]), bootstrap.address
-        )
-        # pytest keeps the yielded value; the agents' memory has to go with it.
-        stack.callback(vars(found).clear)
         yield found
 
 
@@ -220,20 +113,14 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
         monkeypatch.setattr(module, "LEASE_SECONDS", lease_s)
     if not renewed:
         monkeypatch.setattr(Instance, "keeping", lambda *_: nullcontext())
-    prefill, decode = pair.return_receiver._agent, pair.return_sender._agent
-    (link,) = prefill.transfers.run(prefill.endpoint.reach(decode.address)).links
-    gate = Gate(link.peer, "read")
+    gate = pair.hold_reads()
     pair.decode.serve(ANSWERED)
     pair.return_sender.ended(pair.request(), ANSWERED)
-    leases = decode.endpoint.pools[HBM_POOL]._leases._leases
+    leases = pair.return_sender._agent.endpoint.pools[HBM_POOL]._leases._leases
     (number,) = leases
     granted = leases[number].deadline
     try:
-        wait_until(
-            lambda: each_pass(pair.return_receiver) or gate.reached.is_set(),
-            seconds=20,
-            what="the read to begin",
-        )
+        pair.until_prefill(gate.reached.is_set, "the read to begin")
         if renewed:
             # Longer than a lease lives, and it still does.
             wait_until(lambda: leases[number].deadline > granted + lease_s, seconds=20, what="renewals")
@@ -274,18 +161,15 @@ def test_unlike_weights_return_nothing_until_they_are_alike(pair: Pair, side: st
 
 
 def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
+    gate = pair.hold_reads()
     pair.decode.serve(ANSWERED)
     pair.return_sender.ended(pair.request(), ANSWERED)
-    # Set aside, and read, and then not needed any more.
-    wait_until(
-        lambda: each_pass(pair.return_receiver) or pair.return_receiver.set_aside["hbm"],
-        seconds=20,
-        what="slots to be set aside",
-    )
-    wait_until(lambda: pair.return_receiver._placed[0].stopped.is_set(), seconds=20, what="the read")
+    pair.until_prefill(gate.reached.is_set, "the read")
+    assert pair.return_receiver.set_aside["hbm"]
     pair.prefill.scheduler.submit(ANSWERED, new_tokens=1)
     while not pair.prefill.scheduler.idle:
         pair.prefill.scheduler.step()
+    gate.go.set()
     pair.until("returned")
     assert pair.return_receiver.tokens == 0
     pair.compare(ANSWERED)
@@ -382,13 +266,13 @@ def test_an_emptied_cache_ends_returns(
         pair.return_receiver._places.dram_budget = 1
     pair.decode.serve(ANSWERED)
     pair.return_sender.ended(pair.request(), ANSWERED)
-    wait_until(lambda: each_pass(pair.return_receiver) or held.is_set(), seconds=20, what="the read")
-    rank, part = (
-        (pair.prefill, pair.return_receiver) if side == "prefill" else (pair.decode, pair.return_sender)
-    )
+    pair.until_prefill(held.is_set, "the read")
+    rank = pair.prefill if side == "prefill" else pair.decode
     rank.cache.settle()
-    part.clear()
-    if side == "decode":
+    if side == "prefill":
+        pair.return_receiver.before_clear()
+    else:
+        pair.return_sender.clear()
         # Its pages are open: reads from now on are discarded.
         assert pair.return_sender._agent.endpoint.pools[HBM_POOL].pinned == 0
         gone.set()
@@ -403,13 +287,12 @@ def test_an_emptied_cache_ends_returns(
 
 def test_a_return_that_is_cancelled_again_while_it_ends_says_when_nothing_writes_there(pair: Pair) -> None:
     """Else a scheduler that empties its cache waits for that in vain, and ends."""
-    prefill, decode = pair.return_receiver._agent, pair.return_sender._agent
-    (link,) = prefill.transfers.run(prefill.endpoint.reach(decode.address)).links
-    gate = Gate(link.peer, "read")
+    gate = pair.hold_reads()
     pair.decode.serve(ANSWERED)
     pair.return_sender.ended(pair.request(), ANSWERED)
-    wait_until(lambda: each_pass(pair.return_receiver) or gate.reached.is_set(), seconds=20, what="the read")
-    (coming,) = pair.return_receiver._placed
+    pair.until_prefill(gate.reached.is_set, "the read")
+    (move,) = pair.moves
+    assert move.source is not None
 
     async def cancel_twice() -> bool:
         (reading,) = (each for each in asyncio.all_tasks() if "ReturnReceiver._read" in repr(each.get_coro()))
@@ -417,13 +300,15 @@ def test_a_return_that_is_cancelled_again_while_it_ends_says_when_nothing_writes
             reading.cancel()
             await asyncio.sleep(0)  # it has begun to end
             await asyncio.sleep(0)
-        return coming.stopped.is_set()
+        assert move.source is not None
+        return move.source.blocks is not None
 
     try:
-        assert not prefill.transfers.run(cancel_twice()), "it is still being written"
+        transfers = pair.return_receiver._agent.transfers
+        assert not transfers.run(cancel_twice()), "it is still being written"
     finally:
         gate.go.set()
-    assert coming.stopped.wait(20)
+    assert move.source.wait() == 0
     pair.until("unread")
     pair.prefill.check()
 
@@ -449,21 +334,17 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
         pair.return_receiver._fence = lambda: passed
     pair.decode.serve(ANSWERED)
     pair.return_sender.ended(pair.request(), ANSWERED)
-
-    def placed() -> bool:
-        each_pass(pair.return_receiver, pair.return_sender)
-        return bool(pair.return_receiver._placed)
-
-    wait_until(placed, seconds=20, what="a place")
-    (coming,) = pair.return_receiver._placed
-    reservation = coming.reservation
+    pair.until_prefill(lambda: pair.moves, "a place")
+    (move,) = pair.moves
+    reservation, source = move.reservation, move.source
     assert reservation is not None
+    assert source is not None
     assert reservation.tier is Tier.HBM
     if fenced:
         wait_until(lambda: len(looks) > 3, seconds=20, what="the read to wait")
-        assert not coming.stopped.is_set()
+        assert source.blocks is None
     else:
-        assert coming.stopped.wait(20)
+        assert source.wait() == reservation.blocks
     slots = np.asarray(reservation.places)
     planes = [plane for layer in pair.prefill.pools.tensors for plane in layer]
     arrived = [plane[slots].clone() for plane in planes]
@@ -499,9 +380,16 @@ class Instances:
     """Two ranks of prefill and two of decode, whose schedulers pass in step, each in a thread of its own."""
 
     def __init__(self, kind: PoolKind, stack: ExitStack) -> None:
+        self._in_step = False
+        """The ranks compare numbers, because all of them pass at once."""
+        self._barrier = {name: threading.Barrier(2, timeout=20) for name in ("p", "d")}
+        self._said: dict[str, list[Sequence[int]]] = {name: [[], []] for name in self._barrier}
         self.ranks = {
-            name: [Rank(Scenario(f"{name}{i}", kind, hbm_tokens=256, dram_blocks=20)) for i in range(2)]
-            for name in ("p", "d")
+            name: [
+                Rank(Scenario(f"{name}{i}", kind, hbm_tokens=256, dram_blocks=20), least=self._least(name, i))
+                for i in range(2)
+            ]
+            for name in self._barrier
         }
         for rank in (*self.ranks["p"], *self.ranks["d"]):
             stack.callback(rank.close)
@@ -515,22 +403,12 @@ class Instances:
                 agents.append(agent_of(rank, name, address if name == "p" else "", number, 2))
                 stack.callback(agents[-1].transfers.close)
                 stack.callback(agents[-1].close)
-        self._commands: list[bytes] = []
-        self._barrier = {name: threading.Barrier(2, timeout=20) for name in self.ranks}
-        self._said: dict[str, list[Sequence[int]]] = {name: [[], []] for name in self.ranks}
+        self._commands = RankCommandQueue()
+        stack.callback(self._commands.close)
         blocks = {name: [Blocks(rank.cache) for rank in ranks] for name, ranks in self.ranks.items()}
 
-        def tell_all(payload: bytes) -> bool:
-            self._commands.append(payload)
-            return True
-
         self.return_receivers = [
-            ReturnReceiver(
-                Reservations(blocks["p"][i]),
-                agent,
-                lambda: False,
-                None if i else tell_all,
-            )
+            ReturnReceiver(Reservations(blocks["p"][i]), agent, lambda: False, None if i else self._commands)
             for i, agent in enumerate(self.agents["p"])
         ]
         for agent, return_receiver in zip(self.agents["p"], self.return_receivers, strict=True):
@@ -538,12 +416,8 @@ class Instances:
         self.return_senders = [
             ReturnSender(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])
         ]
-
-        self._passes = []
-        for name, parts in (("p", self.return_receivers), ("d", self.return_senders)):
-            for number, part in enumerate(parts):
-                self._passes.append(Ranks(self._least(name, number)))
-                self._passes[-1].add(part)
+        for rank, return_sender in zip(self.ranks["d"], self.return_senders, strict=True):
+            rank.ranks.add(return_sender)
 
     def connect(self, *numbers: int) -> None:
         """Let ranks of decode find prefill."""
@@ -553,6 +427,8 @@ class Instances:
 
     def _least(self, name: str, number: int) -> Least:
         def least(numbers: Sequence[int]) -> Sequence[int]:
+            if not self._in_step:
+                return numbers
             self._said[name][number] = numbers
             self._barrier[name].wait()
             found = [min(each) for each in zip(*self._said[name], strict=True)]
@@ -569,20 +445,25 @@ class Instances:
 
     def each_pass(self) -> None:
         """All schedulers pass once."""
-        commands, self._commands = self._commands, []
-        for return_receiver in self.return_receivers:
-            for command in commands:
-                message = RANK_COMMANDS.decode(command)
-                assert isinstance(message, TakeBack)
-                return_receiver.take_back(message)
-        threads = [threading.Thread(target=ranks.each_pass) for ranks in self._passes]
+        for command in self._commands.take():
+            for return_receiver in self.return_receivers:
+                assert return_receiver.takes_command(RANK_COMMANDS.decode(command.payload))
+        every = [*self.ranks["p"], *self.ranks["d"]]
+        threads = [threading.Thread(target=rank.ranks.each_pass) for rank in every]
+        self._in_step = True
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
+        self._in_step = False
         for ranks in self.ranks.values():
             assert ranks[0].picture() == ranks[1].picture(), "the ranks have different trees"
+
+    def moves(self) -> list[Move]:
+        """The returns under way, on prefill's ranks in turn."""
+        pairs = zip(self.ranks["p"], self.return_receivers, strict=True)
+        return [move for rank, return_receiver in pairs for move in rank.moves.of(return_receiver)]
 
     def until(self, outcome: str) -> None:
         """Let the schedulers pass until a return has ended so, as decode sees it."""
@@ -623,15 +504,14 @@ def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch:
     instances.ended()
     first, second = instances.return_receivers
 
-    def one_has_read() -> bool:
-        instances.each_pass()
-        return bool(first._placed) and first._placed[0].stopped.is_set()
+    def have_read() -> list[bool]:
+        moves = instances.moves()
+        return [move.source is not None and move.source.blocks is not None for move in moves]
 
-    wait_until(one_has_read, seconds=20, what="the read")
+    wait_until(lambda: instances.each_pass() or any(have_read()), seconds=20, what="the read")
     for _ in range(3):
         instances.each_pass()
-    assert first._placed
-    assert not second._placed[0].stopped.is_set()
+    assert have_read() == [True, False]
     go_on.set()
     instances.until("returned")
     for rank, return_receiver in zip(instances.ranks["p"], instances.return_receivers, strict=True):

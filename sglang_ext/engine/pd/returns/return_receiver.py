@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
-from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.engine.cache.listeners import Listener
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
+from sglang_ext.engine.moves.move import Move, MovePlanner, State
+from sglang_ext.engine.moves.sources import FromTask
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.landing import Wanted, after_skip
 from sglang_ext.engine.pd.messages import (
@@ -27,19 +28,15 @@ from sglang_ext.engine.pd.messages import (
     alike,
 )
 from sglang_ext.engine.pd.returns.reservations import Reservations
-from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.transfer_thread import HBM_POOL
-from sglang_ext.errors import SglangExtError
-from sglang_ext.mempool.ledger import Reservation
+from sglang_ext.mempool.ledger import Committed, Reservation
 from sglang_ext.mempool.store import Refusal
 from sglang_ext.tiers import Tier
-
-log = logging.getLogger(__name__)
+from sglang_ext.wire import Message
 
 READ_SECONDS = 5.0
 """For a small return to be read; `moving_seconds` adds the time for the bytes of a large one."""
-STOP_SECONDS = 30.0
-_REFUSED = {
+_REFUSED: Final = {
     Refusal.KNOWN: ReturnEnd.KNOWN,
     Refusal.BUDGET: ReturnEnd.BUDGET,
     Refusal.NO_PARENT: ReturnEnd.MEMORY,
@@ -56,29 +53,19 @@ class _Gathering:
     answer: Returned = field(default_factory=lambda: Returned(0, ReturnEnd.FAILED))
 
 
-@dataclass(eq=False)
-class _Coming:
-    """One request on its way back, on prefill."""
+@dataclass(eq=False, kw_only=True)
+class _ReturnMove(Move):
+    """One request on its way back. gathering: at the first rank, while decode waits for the answer."""
 
-    parts: tuple[Return, ...]
-    gathering: _Gathering | None = None
-    """At the first rank."""
-    reservation: Reservation | None = None
-    reading: asyncio.Task[None] | None = None
-    stopped: threading.Event = field(default_factory=threading.Event)
-    """Set when no task writes to its reservation any more."""
-    unwanted: bool = False
-    """The cache was emptied before it was read."""
-    good: bool = False
+    gathering: _Gathering | None
 
 
-class ReturnReceiver:
+class ReturnReceiver(Listener, MovePlanner):
     """Prefill's side of one rank.
 
     Args:
         busy: whether requests wait for memory.
-        tell_all: sends a command to the schedulers of all ranks, this one included; false where that cannot
-            be. None where there is one rank.
+        commands: to the schedulers of all ranks, at the first one.
         fence: makes a check for the end of the passes under way, which may store into slots reserved now.
     """
 
@@ -87,17 +74,16 @@ class ReturnReceiver:
         places: Reservations,
         agent: Agent,
         busy: Callable[[], bool],
-        tell_all: Callable[[bytes], bool] | None = None,
+        commands: RankCommandQueue | None,
         fence: Callable[[], Passed] = lambda: nothing_runs,
     ) -> None:
         self._places = places
+        self._moves = places.blocks.cache.moves
         self._agent = agent
         self._busy = busy
-        self._tell_all = tell_all
+        self._commands = commands
         self._fence = fence
         self._gathering: dict[str, _Gathering] = {}
-        self._new: deque[_Coming] = deque()
-        self._placed: list[_Coming] = []
         self.outcomes: Counter[ReturnEnd] = Counter()
         """Returns that were offered, by outcome: `returned` to HBM, `dram`, or why not."""
         self.tokens = 0
@@ -129,131 +115,79 @@ class ReturnReceiver:
         """Order all ranks to take a return, once all its parts are there."""
         parts = tuple(gathering.parts[rank] for rank in sorted(gathering.parts))
         if not all(part.offers for part in parts):
-            self._skip(gathering, ReturnEnd.BUDGET)
-        elif self._tell_all is None:
-            self._new.append(_Coming(parts, gathering))
-            self._agent.alarm.ring()
-        elif not self._tell_all(RANK_COMMANDS.encode(TakeBack(parts))):
-            self._skip(gathering, ReturnEnd.BUSY)
+            skipped = ReturnEnd.BUDGET
+        elif self._commands is None or not self._commands.put(RANK_COMMANDS.encode(TakeBack(parts))):
+            skipped = ReturnEnd.BUSY
         else:
             return  # found by its name when the command comes
         del self._gathering[name]
-
-    def _skip(self, gathering: _Gathering, why: ReturnEnd) -> None:
-        gathering.answer = Returned(0, why)
-        self._agent.settle(gathering.answered)
+        self._answer(gathering, Returned(0, skipped))
 
     # -- in the schedulers' threads -----------------------------------------------------------------
 
-    def take_back(self, message: TakeBack) -> None:
-        """Take what decode's ranks offer; called on all ranks between the same two passes."""
-        parts = message.parts
-        self._new.append(_Coming(parts, self._gathering.pop(parts[0].name, None)))
-
-    def propose(self) -> Sequence[int]:
-        """For each return: `NOT_YET` while it is read, 0 if it could not be read here, 1 if it is there."""
-        return [int(coming.good) if coming.stopped.is_set() else NOT_YET for coming in self._placed]
-
-    def act(self, agreed: Sequence[int]) -> None:
-        """Insert the returns that have been read on every rank, and reserve memory for new offers."""
-        for coming, good in zip(list(self._placed), agreed, strict=False):
-            if good != NOT_YET:
-                self._placed.remove(coming)
-                self._finish(coming, good=bool(good))
-        while self._new:
-            self._plan(self._new.popleft())
-
-    def clear(self) -> None:
-        """The cache is about to be emptied: stop reading into it."""
-        for coming in self._placed:
-            self._agent.start(self._stop(coming))
-            if not coming.stopped.wait(STOP_SECONDS):
-                raise RuntimeError(f"a return did not stop within {STOP_SECONDS:.0f} s")
-            self._finish(coming, good=False)
-        self._placed.clear()
-
-    def _plan(self, coming: _Coming) -> None:
-        first = coming.parts[0]
+    def takes_command(self, message: Message) -> bool:
+        """Reserve memory for the KV that decode's ranks offer, and read it."""
+        if not isinstance(message, TakeBack):
+            return False
+        first = message.parts[0]
+        gathering = self._gathering.pop(first.name, None)
         if not alike(first.weights, self._agent.weights):
-            self.outcomes[ReturnEnd.WEIGHTS] += 1
-            self._answer(coming, Returned(0, ReturnEnd.WEIGHTS))
-            return
+            self._ended(gathering, ReturnEnd.WEIGHTS)
+            return True
         namespace = self._places.blocks.cache.namespace(first.extra_key, first.cache_salt)
         found = self._places.take(namespace, first.tokens, busy=self._busy())
         if isinstance(found, Refusal):
-            why = _REFUSED[found]
-            self.outcomes[why] += 1
-            self._answer(coming, Returned(0, why))
+            self._ended(gathering, _REFUSED[found])
+            return True
+        reading = self._read(message.parts, found, self._fence())
+        source = FromTask(self._agent.transfers, reading, "return", found.blocks, self._agent.alarm.ring)
+        self._moves.fill(_ReturnMove(planner=self, whole=True, gathering=gathering), found, source)
+        return True
+
+    def before_clear(self) -> None:
+        """Give up the returns under way."""
+        for move in self._moves.of(self):
+            self._moves.cancel(move)
+
+    def ended(self, move: _ReturnMove, blocks: int, done: Committed | None) -> None:
+        if move.state is not State.LANDED:
+            self._ended(move.gathering, ReturnEnd.UNREAD)
             return
-        coming.reservation = found
-        self._placed.append(coming)
-        self._agent.start(self._read(coming, found, self._fence()))
+        assert move.reservation is not None
+        fresh = 0 if done is None else done.fresh * self._places.blocks.step
+        self.tokens += fresh
+        self.outcomes[ReturnEnd.RETURNED if move.reservation.tier is Tier.HBM else ReturnEnd.DRAM] += 1
+        self._answer(move.gathering, Returned(fresh))
 
-    def _finish(self, coming: _Coming, *, good: bool) -> None:
-        reservation = coming.reservation
-        assert reservation is not None
-        if good:
-            done = reservation.commit()
-            fresh = 0 if done is None else done.fresh * self._places.blocks.step
-            self.tokens += fresh
-            self.outcomes[ReturnEnd.RETURNED if reservation.tier is Tier.HBM else ReturnEnd.DRAM] += 1
-            self._answer(coming, Returned(fresh))
-        else:
-            reservation.abort()
-            self.outcomes[ReturnEnd.UNREAD] += 1
-            self._answer(coming, Returned(0, ReturnEnd.UNREAD))
+    def _ended(self, gathering: _Gathering | None, skipped: ReturnEnd) -> None:
+        """Nothing of a return was inserted."""
+        self.outcomes[skipped] += 1
+        self._answer(gathering, Returned(0, skipped))
 
-    def _answer(self, coming: _Coming, answer: Returned) -> None:
-        if coming.gathering is not None:
-            coming.gathering.answer = answer
-            self._agent.settle(coming.gathering.answered)
+    def _answer(self, gathering: _Gathering | None, answer: Returned) -> None:
+        if gathering is not None:
+            gathering.answer = answer
+            self._agent.settle(gathering.answered)
 
     # -- reading, on the event loop -----------------------------------------------------------------
 
-    async def _read(self, coming: _Coming, reservation: Reservation, passed: Passed) -> None:
+    async def _read(self, parts: Sequence[Return], reservation: Reservation, passed: Passed) -> None:
         """Fill a reservation. When this ends, however it does, no task writes there."""
-        try:
-            if not coming.unwanted:
-                coming.reading = asyncio.ensure_future(self._fill(coming, reservation, passed))
-                await asyncio.wait({coming.reading})
-        finally:
-            # However often it is cancelled: a scheduler waits for the end of the writing.
-            while coming.reading is not None and not coming.reading.done():
-                coming.reading.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({coming.reading})
-            coming.stopped.set()
-            self._agent.alarm.ring()
-
-    async def _fill(self, coming: _Coming, reservation: Reservation, passed: Passed) -> None:
-        blocks, name = self._places.blocks, f"return {coming.parts[0].name}"
+        blocks, name = self._places.blocks, f"return {parts[0].name}"
         skip = reservation.start * blocks.step // blocks.page
-        lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)
-        instance: Instance | None = None
+        lacking = np.empty(blocks.pages_of(parts[0].tokens) - skip, np.int64)
+        instance = await self._agent.endpoint.reach(*(part.control for part in parts))
+        mine = (part.offers[self._agent.config.local.rank] for part in parts)
+        offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
+        await until_passed(passed)
         try:
-            instance = await self._agent.endpoint.reach(*(part.control for part in coming.parts))
-            mine = (part.offers[self._agent.config.local.rank] for part in coming.parts)
-            offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
-            await until_passed(passed)
             instance.transfer(name, offers, *self._places.target(reservation))
             async with instance.keeping(offers, LEASE_SECONDS):
-                await instance.finish(name, moving_seconds(READ_SECONDS, self._nbytes(coming.parts[0])))
-            coming.good = True
-        except SglangExtError as error:
-            log.debug("a return: %s", error)
-        except Exception:
-            # No task awaits this one: its failure must not stay silent.
-            log.exception("a return could not be read")
+                await instance.finish(name, moving_seconds(READ_SECONDS, self._nbytes(parts[0])))
         finally:
-            if instance is not None:
-                await instance.drop(name)
+            await instance.drop(name)
 
     def _nbytes(self, message: Return) -> int:
         """Bytes of this rank's part of the offer, if it lacks all of it."""
         pages = self._places.blocks.pages_of(message.tokens)
         return pages * self._agent.endpoint.pools[HBM_POOL].block_bytes
-
-    async def _stop(self, coming: _Coming) -> None:
-        coming.unwanted = True
-        if coming.reading is not None:
-            coming.reading.cancel()

@@ -12,7 +12,6 @@ from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.forward_fence import Passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.disk_loads import LocalAhead
-from sglang_ext.engine.pd.messages import TakeBack
 from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.returns.return_receiver import ReturnReceiver
 from sglang_ext.engine.pd.returns.return_sender import ReturnSender
@@ -21,22 +20,6 @@ from sglang_ext.engine.ranks import Part
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.wire import Message
-
-
-class _ReturnsReceived(Listener):
-    """On prefill: takes returned KV by command, and gives it up when the cache is emptied."""
-
-    def __init__(self, return_receiver: ReturnReceiver) -> None:
-        self._receiver = return_receiver
-
-    def takes_command(self, message: Message) -> bool:
-        if not isinstance(message, TakeBack):
-            return False
-        self._receiver.take_back(message)
-        return True
-
-    def before_clear(self) -> None:
-        self._receiver.clear()
 
 
 class _ReturnsSent(Listener):
@@ -99,14 +82,11 @@ class RoleParts:
             return
         cache, agent = self._cache, self._agent
         places = Reservations(Blocks(cache), into_dram=DRAM_POOL in agent.endpoint.pools)
-        several = agent.config.local.ranks > 1
-        tell_all = cache.command_queue.put if several and cache.command_queue is not None else None
         return_receiver = ReturnReceiver(
-            places, agent, lambda: bool(scheduler.waiting_queue), tell_all, fence
+            places, agent, lambda: bool(scheduler.waiting_queue), cache.command_queue, fence
         )
         agent.receive_returns(return_receiver)
-        self._listeners.append(_ReturnsReceived(return_receiver))
-        self._parts.append(return_receiver)
+        self._listeners.append(return_receiver)
 
     def decode(self, least_tokens: int, *, returns: bool) -> None:
         """Have the parts of decode. least_tokens: see `LocalAhead`. returns: whether KV goes back to
