@@ -17,7 +17,7 @@ from sglang_ext.disagg.transports import tcp, verbs
 from sglang_ext.engine.pd.messages import MESSAGES, RANK_COMMANDS
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.errors import PeerError, UserError
-from sglang_ext.patches.adapter.migration import Migration
+from sglang_ext.patches.adapter.migration.migration import Migration
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
     TO_AGENT,

@@ -173,8 +173,8 @@ class RankCache:
         """The model's weights are about to change, and may do so until ``weights_changed``.
 
         Each generation of weights is a namespace, so KV of older ones never matches again. KV computed
-        meanwhile, or by requests that have begun before, belongs to no namespace (``namespace_of``) and is
-        not inserted.
+        meanwhile, or by requests that have begun before, belongs to no namespace and is not inserted
+        (``RequestRows.namespace_of``).
         """
         if not self.weights.moving:
             self.weights.begin()

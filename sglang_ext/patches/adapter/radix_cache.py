@@ -1,22 +1,19 @@
 """SGLang's prefix cache over our tree: HBM, DRAM and disk of one rank, in whole blocks.
 
-SGLang's device is HBM here, its host is DRAM, its storage is the disk. A request owns the slots from
-``kv.cache_protected_len`` on; the tree owns those before. Only whole blocks enter the tree, so up to
-``block_size - 1`` tokens at the end of a prompt stay with their request and go when it ends, as SGLang's own
-caches do with a partial page.
+SGLang's device is HBM here, its host is DRAM, its storage is the disk. Only whole blocks enter the tree, so
+up to ``block_size - 1`` tokens at the end of a prompt stay with their request and go when it ends, as
+SGLang's own caches do with a partial page.
 
 All methods run in the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.base_prefix_cache import (
     DecLockRefParams,
     DecLockRefResult,
@@ -33,35 +30,26 @@ from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
 from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.movers.slots import slot_ops
-from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand
 from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.migration import Migration
+from sglang_ext.patches.adapter.command import RankCommands
+from sglang_ext.patches.adapter.migration.migration import Migration
 from sglang_ext.patches.adapter.own_requests import SglangHost
+from sglang_ext.patches.adapter.request_rows import RequestRows
 from sglang_ext.patches.adapter.retracting import Retracting
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 from sglang_ext.patches.seams import current
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
 from sglang_ext.tiers import Tier
-from sglang_ext.wire import WireError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
-
-logger = logging.getLogger(__name__)
-
-_NAMESPACE = "sglang_ext_namespace"
-"""Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
-_RECEIVED = "sglang_ext_received"
-"""Attribute of a request: the KV that a prefill server has computed of it is in the tree."""
-_FAULTED = "sglang_ext_faulted"
-"""Attribute of a request: the cache failed on it, and keeps nothing more of it."""
 
 
 class _RootView:
@@ -104,10 +92,12 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         )
         self.disable = False
         self.req_to_token_pool = params.req_to_token_pool
+        self.rows = RequestRows(self, params.req_to_token_pool)
         self.scheduler: Any = None
         """SGLang's, once it is there: see `meet`."""
         self.migration = Migration(self, replies)
         """Stops requests that go on elsewhere, and goes on with such."""
+        self.commands = RankCommands(self, self.migration)
         retraction = self.find(Retraction)
         self.retracting = None if retraction is None else Retracting(self, retraction)
         """Has running requests give way to others."""
@@ -148,14 +138,14 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         with self.faults.guard("match_prefix"):
             return self._match(params)
         if params.req is not None:
-            setattr(params.req, _FAULTED, True)
+            self.rows.exclude(params.req)
         return self.found([], self.tree.root, self.tree.root, 0)
 
     def _match(self, params: MatchPrefixParams) -> MatchResult:
         key = params.key
         namespace = self.namespace(key.extra_key, key.cache_salt)
         if params.req is not None:
-            setattr(params.req, _NAMESPACE, namespace)
+            self.rows.set_namespace(params.req, namespace)
             self.matched(params.req)
         node, path, blocks = self.store.match(namespace, encode_tokens(key.token_ids, key.limit))
         hbm = self.hbm
@@ -181,17 +171,6 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         with self.faults.guard("touch_prefix"):
             namespace = self.namespace(key.extra_key, key.cache_salt)
             self.tree.touch(namespace, encode_tokens(key.token_ids, key.limit))
-
-    def namespace_of(self, req: Req) -> Hashable | None:
-        """Where the request's KV belongs; ``None`` when no other request may have it.
-
-        A request that was matched before the weights changed has KV of both, or KV of one set of weights that
-        attends to KV of the other. From then on nothing of it is inserted, not even KV that was computed
-        before: a pass may have been under way.
-        """
-        found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
-        current = found[0] == self.weights.generation and not self.weights.moving
-        return found if current and not _is_private(req) else None
 
     def resolve_node_handle(self, node_handle: Node) -> Any:
         return self.root_node if node_handle.is_root else node_handle
@@ -222,97 +201,22 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     def keep_ended_req(self, req: Req, *, up_to: int) -> None:
         """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
-        if self.namespace_of(req) is None:
-            return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
-        if self._insert_row(req, tokens) is not None:
+        if self.rows.keep(req, tokens) is not None:
             with self.faults.guard("request_ended"):
                 self.listeners.request_ended(req, tokens)
 
-    def keep_running_req(self, req: Req, *, up_to: int) -> None:
-        """A running request is about to lose its slots: the tree takes over its whole blocks before position
-        ``up_to``. It has not ended, so no listener is called."""
-        self._insert_row(req, (req.origin_input_ids + req.output_ids)[:up_to])
-
     def keep_computed(self, req: Req, tokens: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
-        if self.namespace_of(req) is not None:
-            before = req.kv.cache_protected_len
-            inserted = self._insert_row(req, tokens)
-            if inserted is None:
-                return
-            node, held = inserted
-            if held > before:
-                # Another request inserted the same tokens first. This one goes on with those slots; its own
-                # were freed.
-                theirs = self.slot_ops.join(self.slots_of_path(node))
-                assert len(theirs) == req.kv.cache_protected_len, "the path and the request disagree"
-                self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
+        node = self.rows.keep_computed(req, tokens)
+        if node is not None:
             self.move_lock(req, node)
-
-    def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int] | None:
-        """Insert the whole blocks of a request's row; frees the slots of blocks that the tree had.
-
-        Returns the node at which they end, and how many leading tokens the tree had before. None after a
-        fault that left all slots with the request.
-        """
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
-        whole = len(tokens) // self.block_size * self.block_size
-        protected = req.kv.cache_protected_len
-        key, done = b"", None
-        with self.faults.guard("insert"):
-            key = encode_tokens(tokens)
-            result = (self.store.transfer_with_insert if _comes_over(req) else self.store.insert)(
-                Tier.HBM,
-                self.namespace_of(req),
-                key,
-                self.slot_ops.keep(row)[:whole],  # a slice of the kept slots: torch's is slow
-                priority=req.priority or 0,
-            )
-            done = result.node, result.held_blocks * self.block_size, whole
-        if done is None:
-            done = self._taken_over(req, key, row)
-            setattr(req, _FAULTED, True)
-        if done is None:
-            return None
-        node, held, whole = done
-        if held > protected:
-            # A copy: the row is about to be rewritten.
-            duplicates = row[protected:held].to(dtype=torch.int64, copy=True)
-            self.token_to_kv_pool_allocator.free_segment(duplicates, start_pos=protected)
-        # Never less than before: of a retracted request that comes back the tree may own output too, which
-        # --strip-thinking-cache leaves out here.
-        req.kv.cache_protected_len = max(protected, whole)
-        return node, held
-
-    def _taken_over(self, req: Req, key: bytes, row: torch.Tensor) -> tuple[Node, int, int] | None:
-        """The part of a request's row that the tree has after an insertion that failed: the last node, tokens
-        that the tree had before, and tokens that it has now. None when the request owns all slots as before.
-        """
-        path = [
-            node for node in self.tree.match(self.namespace_of(req), key).path if self.hbm in node.placements
-        ]
-        if not path:
-            return None
-        slots = self.slot_ops.join(self.slots_of_path(path[-1]))
-        protected = req.kv.cache_protected_len
-        ours = torch.nonzero(slots[protected:] == row[protected : len(slots)].to(slots.dtype))
-        return None if not len(ours) else (path[-1], protected + int(ours[0]), len(slots))
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free ranges of a request's row, except slots that the tree owns."""
         protected = kv.cache_protected_len
         own = [(max(start, protected), end) for start, end in ranges if end > protected]
         super().free_kv_row(kv, own)
-
-    def slots_of_path(self, node: Node) -> list[Any]:
-        """The slots from the top to the end of a node that HBM has."""
-        parts: list[Any] = []
-        while node.parent is not None:
-            parts.append(node.placements[self.hbm])
-            node = node.parent
-        parts.reverse()
-        return parts
 
     # -- eviction and locks ---------------------------------------------------------------------
 
@@ -356,15 +260,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         """A prefill batch is about to run."""
         with self.faults.guard("pass_begins"):
             for planner in self.planners:
-                planner.pass_begins(reqs, self)
-
-    def computed_end(self, req: Req) -> int:
-        """The token up to which the batch that is about to run computes a request."""
-        return current.computed_end(req)
-
-    def slots_of(self, req: Req, start: int, end: int) -> Any:
-        """Where tokens of a request are."""
-        return self.slot_ops.keep(self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end])
+                planner.pass_begins(reqs, self.rows)
 
     def check_hicache_events(self) -> None:
         """Called once per scheduler iteration, after requests came and before a batch is formed: complete the
@@ -373,56 +269,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
             self.each_pass()
         # `alarm` looks at every hint, so it is asked for only where this pass may have changed it.
         if any(planner.moves_alarm for planner in self.planners):
-            self._tell_time()
-
-    def handle_command(self, payload: bytes, at: float) -> None:
-        """Carry out a command; called on every rank between the same two passes.
-
-        Args:
-            payload: one of ``RANK_COMMANDS``; empty where only the time is sent.
-            at: rank 0's time, by which everything expires.
-        """
-        self.migration.target.tickets.expire(at)
-        self.expire(at)
-        if payload:
-            try:
-                self._carry_out(RANK_COMMANDS.decode(payload), at)
-            except WireError as error:
-                logger.warning("ignored a command for the KV cache: %s", error)
-        self._tell_time()
-
-    def _carry_out(self, message: RankCommand, at: float) -> None:
-        if self.listeners.takes_command(message) or self.migration.takes_command(message, at):
-            return
-        for planner in self.planners:
-            if planner.takes_command(message, at):
-                return
-
-    def _tell_time(self) -> None:
-        """Have rank 0 tell its time when something is to expire, or becomes due."""
-        if self.command_queue is None:
-            return
-        self.command_queue.broadcast_time_at(min(self.migration.target.tickets.next_expiry, self.alarm))
+            self.commands.broadcast_time()
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"
-
-
-def _comes_over(req: Req) -> bool:
-    """Whether this is the first insertion of a request whose KV another instance has computed and decode
-    has received.
-    """
-    received = req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and req.disagg_kv_sender is None
-    first = received and not getattr(req, _RECEIVED, False)
-    if first:
-        setattr(req, _RECEIVED, True)
-    return first
-
-
-def _is_private(req: Req) -> bool:
-    """Whether the request's KV does not follow from its tokens, so that no other request may have it.
-
-    SGLang does not match requests whose embeddings are overridden; inserting them would hand their KV to
-    others that have the same tokens. After a fault of the cache nothing more is inserted.
-    """
-    return req.positional_embed_overrides is not None or getattr(req, _FAULTED, False)

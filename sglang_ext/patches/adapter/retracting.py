@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sglang_ext.engine.retraction import Retraction, Running, Wanting, Why, obstacle
 from sglang_ext.engine.tiers.load_policy import Speeds
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
+
+if TYPE_CHECKING:
+    from sglang_ext.patches.adapter.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +45,9 @@ class RetractsFrom(Protocol):
     block_size: int
     speeds: Speeds
     priority_sign: int
-
-    def namespace_of(self, req: Any) -> Hashable | None: ...
+    rows: RequestRows
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable: ...
-
-    def keep_running_req(self, req: Any, *, up_to: int) -> None: ...
 
 
 class Retracting:
@@ -184,7 +184,7 @@ class Retracting:
             retractable=arrived
             and req.to_finish is None
             and not req.skip_radix_cache_insert
-            and self._cache.namespace_of(req) is not None
+            and self._cache.rows.namespace_of(req) is not None
             and not obstacle(req),
         )
 
@@ -228,7 +228,8 @@ class Retracting:
         # Of the newest token there is no KV yet, or it is just being computed (overlap).
         had = len(req.origin_input_ids) + len(req.output_ids) - 1
         try:
-            self._cache.keep_running_req(req, up_to=had)
+            # It has not ended, so no listener is called.
+            self._cache.rows.keep(req, (req.origin_input_ids + req.output_ids)[:had])
         except Exception:
             logger.exception("the KV of a retracted request could not be kept; it is computed again")
             self.retraction.counters.error += 1

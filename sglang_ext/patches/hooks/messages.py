@@ -50,7 +50,7 @@ def after_dispatcher(_result: None, scheduler: Any) -> None:
         if cache is None:
             return
         try:
-            cache.handle_command(command.payload, command.at)
+            cache.commands.handle(command.payload, command.at)
         except Exception:
             logger.exception("a command for the KV cache failed")
 

@@ -1,6 +1,6 @@
 """Let requests be stopped between two tokens, and gone on with where others have stopped them.
 
-Change: five hooks, all for ``patches/adapter/migration.py``.
+Change: five hooks, all for ``patches/adapter/migration/``.
 
 - before ``handle_generate_request``: the state that a request resumes from is taken out of its
   ``custom_params``, before SGLang's batch and logit processors see it;

@@ -70,7 +70,7 @@ class CacheSeam(BasePrefixCache):  # type: ignore[misc]
         return 0 if slots is None else len(slots), node
 
     def path_device_indices(self, node: Node) -> torch.Tensor:
-        return self.slot_ops.join(self.slots_of_path(node))
+        return self.rows.slots_to(node)
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         """Includes slots that stream in ahead of the forward pass and are in no tree yet."""

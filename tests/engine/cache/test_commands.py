@@ -112,7 +112,11 @@ def test_a_command_survives_the_way_over_the_ranks() -> None:
 class Cache:
     obeyed: list[bytes] = field(default_factory=list)
 
-    def handle_command(self, payload: bytes, at: float) -> None:
+    @property
+    def commands(self) -> Cache:
+        return self
+
+    def handle(self, payload: bytes, at: float) -> None:
         if payload == b"bad":
             raise RuntimeError("a fault of ours")
         self.obeyed.append(payload)
@@ -219,9 +223,9 @@ def test_bytes_that_are_no_command_change_nothing_but_the_time(payload: bytes) -
     with closing(Rank(SCENARIOS[0], routed=True, takes_hints=True)) as rank:
         advice = rank.cache.find(Advice)
         assert advice is not None
-        rank.cache.handle_command(RANK_COMMANDS.encode(Advise("h", encode_tokens([1] * 64), ttl_s=7.0)), 5.0)
+        rank.cache.commands.handle(RANK_COMMANDS.encode(Advise("h", encode_tokens([1] * 64), ttl_s=7.0)), 5.0)
         assert advice._brings.retention.next_expiry == 12.0
-        rank.cache.handle_command(payload, 13.0)
+        rank.cache.commands.handle(payload, 13.0)
         assert advice._brings.retention.next_expiry == math.inf
 
 

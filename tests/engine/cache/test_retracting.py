@@ -177,10 +177,13 @@ def test_kv_that_cannot_be_kept_is_computed_again(
     req = start(rank, LOW)
     had = len(req.output_ids)
 
-    def fail(*_: object, **__: object) -> None:
+    rows, keep = rank.cache.rows, rank.cache.rows.keep
+
+    def fail_once(*_: object) -> None:
+        monkeypatch.setattr(rows, "keep", keep)
         raise RuntimeError("no")
 
-    monkeypatch.setattr(rank.cache, "keep_running_req", fail)
+    monkeypatch.setattr(rows, "keep", fail_once)
     until(rank, rank.scheduler.submit(HIGH, new_tokens=4, priority=5).finished)
     until(rank, req.finished)
     assert right(req)

@@ -23,6 +23,7 @@ from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import LayerGate
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.request_rows import RequestRows
 from sglang_ext.radix_global import Node
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, Get, Ids, LayerRead
@@ -58,14 +59,26 @@ class ForgetsToLock(GlobalRadixCache):
         return DecLockRefResult(delta=0)
 
 
-class KeepsDuplicates(GlobalRadixCache):
-    def _insert_row(self, req: Any, tokens: Any) -> tuple[Node, int]:
-        with_free = self.token_to_kv_pool_allocator
-        self.token_to_kv_pool_allocator = _FreesNothing()
+def with_rows(rows_class: type[RequestRows]) -> type[GlobalRadixCache]:
+    """A cache whose requests' rows have a fault."""
+
+    class Cache(GlobalRadixCache):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.rows = rows_class(self, self.req_to_token_pool)
+
+    Cache.__name__ = rows_class.__name__
+    return Cache
+
+
+class KeepsDuplicates(RequestRows):
+    def keep(self, req: Any, tokens: Any) -> tuple[Node, int] | None:
+        with_free = self._cache.token_to_kv_pool_allocator
+        self._cache.token_to_kv_pool_allocator = _FreesNothing()
         try:
-            return super()._insert_row(req, tokens)
+            return super().keep(req, tokens)
         finally:
-            self.token_to_kv_pool_allocator = with_free
+            self._cache.token_to_kv_pool_allocator = with_free
 
 
 class _FreesNothing:
@@ -73,22 +86,23 @@ class _FreesNothing:
         pass
 
 
-class FreesTooMuch(GlobalRadixCache):
+class FreesTooMuch(RequestRows):
     """Takes blocks that the tree owned before for the request's own."""
 
-    def _insert_row(self, req: Any, tokens: Any) -> tuple[Node, int]:
-        req.kv.cache_protected_len = max(0, req.kv.cache_protected_len - self.block_size)
-        return super()._insert_row(req, tokens)
+    def keep(self, req: Any, tokens: Any) -> tuple[Node, int] | None:
+        req.kv.cache_protected_len = max(0, req.kv.cache_protected_len - self._cache.block_size)
+        return super().keep(req, tokens)
 
 
-class GoesOnWithFreedSlots(GlobalRadixCache):
+class GoesOnWithFreedSlots(RequestRows):
     """Frees a request's duplicates, and leaves them in its row."""
 
-    def keep_computed(self, req: Any, tokens: Any) -> None:
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    def keep_computed(self, req: Any, tokens: Any) -> Node | None:
+        row = self._table.req_to_token[req.kv.req_pool_idx]
         before = row.clone()
-        super().keep_computed(req, tokens)
+        node = super().keep_computed(req, tokens)
         row[:] = before
+        return node
 
 
 class IgnoresWeights(GlobalRadixCache):
@@ -105,11 +119,11 @@ class IgnoresTenants(GlobalRadixCache):
         self.namespace = lambda extra_key, cache_salt: (self.weights.generation, extra_key)
 
 
-class FollowsNewWeights(GlobalRadixCache):
+class FollowsNewWeights(RequestRows):
     """Files the KV of a request that started before the change under the new weights."""
 
     def namespace_of(self, req: Any) -> Hashable:
-        return (self.weights.generation, req.extra_key, req.cache_salt)
+        return (self._cache.weights.generation, req.extra_key, req.cache_salt)
 
 
 class WaitsForTheLoadBefore(GlobalRadixCache):
@@ -181,12 +195,12 @@ class MixesUpBlocks(WrappedTier):
 
 TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
     ({"cache_class": ForgetsToLock}, BUSY, AssertionError),
-    ({"cache_class": KeepsDuplicates}, BUSY, AssertionError),
-    ({"cache_class": FreesTooMuch}, PAGED, AssertionError),
-    ({"cache_class": GoesOnWithFreedSlots}, BUSY, AssertionError),
+    ({"cache_class": with_rows(KeepsDuplicates)}, BUSY, AssertionError),
+    ({"cache_class": with_rows(FreesTooMuch)}, PAGED, AssertionError),
+    ({"cache_class": with_rows(GoesOnWithFreedSlots)}, BUSY, AssertionError),
     ({"cache_class": IgnoresWeights}, BUSY, WrongKvError),
     ({"cache_class": IgnoresTenants}, PAGED, WrongKvError),
-    ({"cache_class": FollowsNewWeights}, BUSY, AssertionError),
+    ({"cache_class": with_rows(FollowsNewWeights)}, BUSY, AssertionError),
     ({"cache_class": WaitsForTheLoadBefore}, BUSY, WrongKvError),
     ({"cache_class": DoesNotWaitForWrites}, PAGED, WrongKvError),
     ({"gate_class": NeverWaits}, BUSY, WrongKvError),

@@ -24,8 +24,8 @@ from sglang_ext.engine.resume import (
     state_of,
 )
 from sglang_ext.keys import encode_tokens
-from sglang_ext.patches.adapter.migration import Migration
-from sglang_ext.patches.adapter.moving_in import MOST_COMING
+from sglang_ext.patches.adapter.migration.migration import Migration
+from sglang_ext.patches.adapter.migration.moving_in import MOST_COMING
 from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, TO_AGENT, Expecting, Resume, Unpark, Watch
 from sglang_ext.stages import StageTimes
 from sglang_ext.wire import WireError

@@ -120,7 +120,7 @@ class Node:
         """One pass of the scheduler's loop, with the agent's commands."""
         assert self.cache.command_queue is not None
         for command in self.cache.command_queue.take():
-            self.cache.handle_command(command.payload, command.at)
+            self.cache.commands.handle(command.payload, command.at)
         self.rank.scheduler.step()
         assert self.rank.tier is not None
         self.rank.tier.copies.settle()

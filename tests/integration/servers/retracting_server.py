@@ -21,8 +21,9 @@ def disturb(folder: Path) -> None:
     import torch
 
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+    from sglang_ext.patches.adapter.retracting import Retracting
 
-    events, keep = GlobalRadixCache.check_hicache_events, GlobalRadixCache.keep_running_req
+    events, let_go = GlobalRadixCache.check_hicache_events, Retracting._let_go
     usual: list[float] = []
 
     def check_hicache_events(self: GlobalRadixCache) -> None:
@@ -36,17 +37,19 @@ def disturb(folder: Path) -> None:
             del usual[1:]
         events(self)
 
-    def keep_running_req(self: GlobalRadixCache, req: Any, *, up_to: int) -> None:
+    def damage_and_let_go(self: Retracting, req: Any) -> None:
         if (folder / "damage").exists():
-            last = up_to // self.block_size * self.block_size - 1
-            slot = int(self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, last])
-            values = self.token_to_kv_pool_allocator.get_kvcache().v_buffer[-1][slot]
+            cache: Any = self._cache
+            had = len(req.origin_input_ids) + len(req.output_ids) - 1
+            last = had // cache.block_size * cache.block_size - 1
+            slot = int(cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, last])
+            values = cache.token_to_kv_pool_allocator.get_kvcache().v_buffer[-1][slot]
             # The highest bit of the exponent of a float32.
             values.view(-1)[-1:].view(torch.uint8)[3] ^= 0x40
-        keep(self, req, up_to=up_to)
+        let_go(self, req)
 
     GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
-    GlobalRadixCache.keep_running_req = keep_running_req  # type: ignore[method-assign]
+    Retracting._let_go = damage_and_let_go  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

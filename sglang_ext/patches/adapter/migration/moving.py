@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.pd.agent import Agent
@@ -14,6 +14,9 @@ from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.radix_global import RadixTree
+
+if TYPE_CHECKING:
+    from sglang_ext.patches.adapter.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +30,7 @@ class MovesFrom(Protocol):
     ranks: Ranks
     write_down: WriteDown | None
     peers: PeerKv | None
-
-    def namespace_of(self, req: Any) -> Hashable | None: ...
+    rows: RequestRows
 
 
 class Transfers(Protocol):

@@ -18,7 +18,7 @@ from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.engine.resume import AGAIN, obstacle, state_of
 from sglang_ext.keys import encode_tokens
-from sglang_ext.patches.adapter.moving import MovingRank, Transfers
+from sglang_ext.patches.adapter.migration.moving import MovingRank, Transfers
 from sglang_ext.patches.adapter.pd.pd_setup import ScratchRow
 from sglang_ext.patches.adapter.request_stages import request_stages
 from sglang_ext.protocol.agent import Export, Park, Parked, Unpark
@@ -123,7 +123,7 @@ class MovingOut:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
         if req.finished() or req.to_finish is not None:
             return "it has just ended"
-        if self._rank.manager is not None and self._rank.cache.namespace_of(req) is None:
+        if self._rank.manager is not None and self._rank.cache.rows.namespace_of(req) is None:
             return "its KV is of several weights: they were updated while it ran"
         return obstacle(req, not scheduler.spec_algorithm.is_none())
 
@@ -181,7 +181,7 @@ class MovingOut:
         cache = self._rank.cache
         if cache.write_down is None or cache.peers is None:
             return True
-        path = cache.tree.match(cache.namespace_of(parked.req), parked.tokens).path
+        path = cache.tree.match(cache.rows.namespace_of(parked.req), parked.tokens).path
         return cache.write_down.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
 
     def _export(self, parked: _Parked) -> None:

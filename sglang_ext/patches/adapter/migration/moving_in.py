@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from sglang_ext.engine.resume import FIELD, Ticket, Tickets, misfit, output_of, put_back, replay
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.patches.adapter.moving import MovingRank
+from sglang_ext.patches.adapter.migration.moving import MovingRank
 from sglang_ext.patches.adapter.request_stages import set_former
 from sglang_ext.protocol.agent import Running, Watch
 

@@ -34,9 +34,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_ext.engine.events.router_commands import Replies
-from sglang_ext.patches.adapter.moving import MovesFrom, MovingRank, Transfers
-from sglang_ext.patches.adapter.moving_in import MovingIn
-from sglang_ext.patches.adapter.moving_out import MovingOut
+from sglang_ext.patches.adapter.migration.moving import MovesFrom, MovingRank, Transfers
+from sglang_ext.patches.adapter.migration.moving_in import MovingIn
+from sglang_ext.patches.adapter.migration.moving_out import MovingOut
 from sglang_ext.protocol.agent import Park, Unpark, Watch
 from sglang_ext.wire import Message
 

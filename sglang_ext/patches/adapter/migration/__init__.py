@@ -1,0 +1,1 @@
+"""Requests that go on at another instance, and those that come from one."""
