@@ -58,7 +58,6 @@ class Loading:
             LoadBack(store, dram, moves, hbm, hbm_tier, hbm_tier.slots, policy),
             Prefetcher(
                 store,
-                hbm,
                 dram,
                 hbm_tier,
                 promotions,

@@ -28,7 +28,6 @@ from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.rank_cache import RankCache
-    from sglang_ext.radix_global import Node
 
 PATIENCE_SECONDS = 1.0
 """How long a request whose KV prefill has ready waits for a disk. Blocks that are later come over the
@@ -122,15 +121,11 @@ class LocalAhead(Listener, MovePlanner):
 
     def _copy(self, load: _OwnLoad) -> None:
         """Start copying what DRAM has after HBM's part of a prompt, as much as there is room for."""
-        store, tree, hbm, dram = self._cache.store, self._cache.tree, self._cache.hbm, self._cache.dram
+        store, tree, dram = self._cache.store, self._cache.tree, self._cache.dram
         assert dram is not None
-        parent, start = tree.root, 0
-        below: list[Node] = []
-        for end, node in path_of(tree, load.namespace, load.key):
-            if hbm in node.placements:
-                parent, start = node, end
-            elif dram.holder in node.placements:
-                below.append(node)
+        in_hbm, below = dram.split(node for _, node in path_of(tree, load.namespace, load.key))
+        parent = in_hbm[-1] if in_hbm else tree.root
+        start = sum(node.blocks for node in in_hbm)
         blocks = sum(node.blocks for node in below)
         found: Reservation | Refusal = Refusal.KNOWN
         if blocks and blocks * tree.block_size >= self._least_tokens:

@@ -38,7 +38,7 @@ from sglang_ext.engine.tiers.retention import most_of, owner_of, path_of
 from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
 from sglang_ext.mempool.ledger import Committed, Use
 from sglang_ext.mempool.store import Refusal, Store
-from sglang_ext.radix_global import Holder, Node
+from sglang_ext.radix_global import Node
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
 
@@ -121,7 +121,6 @@ class Prefetcher(Planner, MovePlanner):
 
     Args:
         store: of the rank.
-        hbm: the holder that stands for this rank's pool.
         tier: DRAM; copies to HBM.
         hbm_tier: slots.
         promotions: bring blocks on disk to DRAM; None without a disk.
@@ -135,7 +134,6 @@ class Prefetcher(Planner, MovePlanner):
     def __init__(
         self,
         store: Store,
-        hbm: Holder,
         tier: DramTier,
         hbm_tier: HbmTier,
         promotions: Promotions | None,
@@ -148,8 +146,6 @@ class Prefetcher(Planner, MovePlanner):
     ) -> None:
         self._store = store
         self._tree = store.tree
-        self._hbm = hbm
-        self._dram = tier.holder
         self._tier = tier
         self._hbm_tier = hbm_tier
         self._promotions = promotions
@@ -307,16 +303,9 @@ class Prefetcher(Planner, MovePlanner):
 
     def _reached(self, prefetch: _Prefetch) -> tuple[int, list[Node]]:
         """How many blocks HBM has, and the nodes after them that DRAM has."""
-        reached = 0
-        below: list[Node] = []
-        for end, node in path_of(self._tree, prefetch.namespace, prefetch.key):
-            if self._hbm in node.placements:
-                reached = end
-            elif self._dram in node.placements:
-                below.append(node)
-            else:
-                break
-        return reached, below
+        path = path_of(self._tree, prefetch.namespace, prefetch.key)
+        in_hbm, below = self._tier.split(node for _, node in path)
+        return sum(node.blocks for node in in_hbm), below
 
     def _go_on(self, prefetch: _Prefetch) -> None:
         """Start the next piece, or end."""

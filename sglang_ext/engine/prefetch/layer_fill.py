@@ -79,7 +79,6 @@ class LayerFill(Planner):
     ) -> None:
         self.region = region
         self._tree = tree
-        self._hbm = hbm_tier.holder
         self._tier = tier
         tier.near.append(region)
         self._hbm_tier = hbm_tier
@@ -175,16 +174,9 @@ class LayerFill(Planner):
         for session in self._tier.retention.strongest_first(dram):
             if session.id in bringing:
                 continue
-            below: list[Node] = []
-            before = 0
-            for node in session.nodes:
-                if self._hbm in node.placements:
-                    before += node.blocks
-                elif dram in node.placements:
-                    below.append(node)
-                else:
-                    break
+            in_hbm, below = self._tier.split(session.nodes)
             blocks = sum(node.blocks for node in below)
+            before = sum(node.blocks for node in in_hbm)
             layers = self._layers_for(blocks, before) if blocks else 0
             if not layers:
                 continue

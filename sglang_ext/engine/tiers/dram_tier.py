@@ -6,7 +6,7 @@ Blocks that are also on disk are evicted before any others. ``write_down`` fills
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -195,6 +195,19 @@ class DramTier:
         return np.concatenate(parts)
 
     # -- DRAM to HBM ----------------------------------------------------------------------------
+
+    def split(self, path: Iterable[Node]) -> tuple[list[Node], list[Node]]:
+        """The nodes of a path, from the top, that HBM has, and those after them that `load` takes."""
+        in_hbm: list[Node] = []
+        below: list[Node] = []
+        for node in path:
+            if self._hbm in node.placements:
+                in_hbm.append(node)
+            elif self._dram in node.placements:
+                below.append(node)
+            else:
+                break
+        return in_hbm, below
 
     def load(self, what: list[Node], places: Any, landed: Callable[[], None] | None = None) -> None:
         """Start copying nodes (a path, from the top, all in DRAM) to slots, which become their HBM.
