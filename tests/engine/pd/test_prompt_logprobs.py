@@ -83,8 +83,9 @@ def request(**logprob: Any) -> SimpleNamespace:
     return SimpleNamespace(return_logprob=True, input_logprob_sent=False, logprob=SimpleNamespace(**fields))
 
 
-def test_decode_answers_with_what_prefill_computed() -> None:
-    """SGLang's commit leaves an empty row for the first token's chosen ids."""
+@pytest.mark.parametrize("reserves", [False, True])
+def test_decode_answers_with_what_prefill_computed(reserves: bool) -> None:
+    """From 0.5.23 on, SGLang's commit reserves an empty row for the first token's chosen ids."""
     prefill = request(
         input_token_logprobs_val=[None, -1.5],
         input_token_logprobs_idx=[4, 5],
@@ -100,13 +101,18 @@ def test_decode_answers_with_what_prefill_computed() -> None:
         output_token_ids_logprobs_idx=[[7], [7]],
     )
     decode = request(
-        token_ids_logprob=[7], output_token_ids_logprobs_val=[], output_token_ids_logprobs_idx=[]
+        token_ids_logprob=[7],
+        output_token_logprobs_val=[],
+        output_token_ids_logprobs_val=[],
+        output_token_ids_logprobs_idx=[],
     )
     receiver = SimpleNamespace(prompt_logprobs=of_request(prefill))
 
     def stock(_queue: Any, decode_req: Any) -> None:
-        decode_req.req.logprob.output_token_ids_logprobs_val.append([])
-        decode_req.req.logprob.output_token_ids_logprobs_idx.append([])
+        decode_req.req.logprob.output_token_logprobs_val.append(-0.25)
+        if reserves:
+            decode_req.req.logprob.output_token_ids_logprobs_val.append([])
+            decode_req.req.logprob.output_token_ids_logprobs_idx.append([])
 
     commit(stock, None, SimpleNamespace(req=decode, kv_receiver=receiver))
     found, given_ = decode.logprob, prefill.logprob

@@ -43,13 +43,18 @@ def commit(stock: Callable[[Any, Any], Any], queue: Any, decode_req: Any) -> Any
     """Decode takes over prefill's results for a request: its first token, and the log probabilities of its
     prompt that it asks for."""
     req, brought = decode_req.req, getattr(decode_req.kv_receiver, "prompt_logprobs", None)
-    rows = req.logprob.output_token_ids_logprobs_val if brought is not None else None
-    before = len(rows or ())
+    if brought is None:
+        return stock(queue, decode_req)
+    found = req.logprob
+    before, rows = len(found.output_token_logprobs_val or ()), len(found.output_token_ids_logprobs_val or ())
     result = stock(queue, decode_req)
-    if brought is not None:
-        fill(req, brought)
-        if brought.first is not None and rows is not None and len(rows) == before + 1:
-            rows[-1], req.logprob.output_token_ids_logprobs_idx[-1] = unpack_row(brought.first)
+    fill(req, brought)
+    is_committed = len(found.output_token_logprobs_val or ()) > before
+    if is_committed and brought.first is not None and found.token_ids_logprob is not None:
+        # From 0.5.23 on, SGLang has appended an empty row, which this one replaces.
+        values, ids = unpack_row(brought.first)
+        found.output_token_ids_logprobs_val[rows:] = [values]
+        found.output_token_ids_logprobs_idx[rows:] = [ids]
     return result
 
 
