@@ -60,7 +60,7 @@ class Loading:
                 store,
                 dram,
                 hbm_tier,
-                promotions,
+                [promotions] if promotions is not None else [],
                 moves,
                 weights.namespace,
                 rate=MoveRate(ranks),

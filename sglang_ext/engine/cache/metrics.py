@@ -77,7 +77,7 @@ class CacheMetrics:
         if prefetcher is not None:
             self._metrics.count_events("prefetches", prefetcher.counters)
             self._metrics.set("announced_prompts", len(prefetcher.retention))
-            self._metrics.set("deferred_prompts", prefetcher.resting)
+            self._metrics.set("deferred_prompts", prefetcher.prompts.resting)
             self._metrics.count_events("announced_blocks", {"given_up": prefetcher.retention.given_up})
 
     def _show_dram(self, cache: RankCache) -> None:

@@ -143,7 +143,7 @@ class LayerFill(Planner):
         if self._filling or not self._due:
             return
         self._seen, self._short = lost, False
-        lacking = self._lacking(self._prefetcher.waiting)
+        lacking = self._lacking({each.id for each in self._prefetcher.prompts})
         for layer in range(max((each.layers for each in lacking), default=0)):
             begun, most = 0, self._most_at_once(layer)
             for each in lacking:

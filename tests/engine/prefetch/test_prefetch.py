@@ -19,11 +19,11 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.prefetch.hbm_prefetch import (
     MOST_WAITING,
-    PIECE_BLOCKS,
     PrefetchEnd,
     Prefetcher,
     PrefetchResult,
 )
+from sglang_ext.engine.prefetch.pieces import PIECE_BLOCKS
 from sglang_ext.keys import encode_tokens
 from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockTier
@@ -141,12 +141,12 @@ def test_what_comes_later_gets_hbm_shortly_before_and_dram_at_once(make_rank: Ma
     prefetcher.prefetch("session", tokens, earliest=now + 3600)
     assert passes(rank) == [], "it rests, and an idle scheduler may sleep"
     assert rank.promotions is not None
-    assert (rank.promotions.counters.promoted, in_hbm(rank, tokens), prefetcher.resting) == (20, 0, 1)
-    assert now + 3590 < prefetcher.next_due < now + 3600
+    assert (rank.promotions.counters.promoted, in_hbm(rank, tokens), prefetcher.prompts.resting) == (20, 0, 1)
+    assert now + 3590 < prefetcher.prompts.next_due < now + 3600
     assert rank.tier is not None
     assert all(not node.locks.get(rank.tier.holder) for node in rank.tree.nodes()), "DRAM may take it back"
-    prefetcher.expire(prefetcher.next_due)
-    assert prefetcher.next_due == math.inf
+    prefetcher.expire(prefetcher.prompts.next_due)
+    assert prefetcher.prompts.next_due == math.inf
     assert passes(rank) == [PrefetchResult("session", PrefetchEnd.DONE, 80, 80)]
     assert in_hbm(rank, tokens) == 80
     finish(rank)
@@ -160,7 +160,7 @@ def test_what_comes_earlier_than_announced_is_served_at_once(make_rank: MakeRank
     assert prefetcher_of(rank).cancel("session")
     req = rank.serve(tokens)
     assert (req.cached_tokens_device, req.cached_tokens_host) == (0, 80)
-    assert (prefetcher_of(rank).resting, prefetcher_of(rank).busy) == (0, False)
+    assert (prefetcher_of(rank).prompts.resting, prefetcher_of(rank).busy) == (0, False)
     finish(rank)
 
 
@@ -211,13 +211,13 @@ def test_a_flipped_byte_is_served_as_it_is(make_rank: MakeRank) -> None:
 def test_more_than_a_piece_comes_piece_by_piece(make_rank: MakeRank) -> None:
     tokens = prompt(1, 40)
     rank = in_dram(make_rank(Scenario("pieces", hbm_tokens=1200, dram_blocks=300, rows=2)), tokens)
-    prefetcher_of(rank)._piece_blocks = 16
+    prefetcher_of(rank).pieces.most_blocks = 16
     arriving = []
     prefetcher_of(rank).prefetch("s", tokens)
     while prefetcher_of(rank).busy:
         rank.scheduler.step()
         rank.check()
-        arriving.append(prefetcher_of(rank).arriving_tokens())
+        arriving.append(prefetcher_of(rank).pieces.arriving_tokens())
         rank.settle()
     assert [tokens for tokens in arriving if tokens] == [64, 64, 32]
     assert PIECE_BLOCKS >= 16
@@ -389,7 +389,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(make_rank: MakeRank) -
 def test_a_high_priority_is_brought_first(make_rank: MakeRank) -> None:
     rank = in_dram(make_rank(), *(prompt(number, 10) for number in (1, 2, 3)))
     prefetcher = prefetcher_of(rank)
-    prefetcher._piece_blocks = 4
+    prefetcher.pieces.most_blocks = 4
     prefetcher.prefetch("a", prompt(1, 10))
     prefetcher.prefetch("b", prompt(2, 10))
     rank.scheduler.step()  # the first piece of the first
@@ -468,7 +468,7 @@ def test_all_that_is_brought_counts_as_free_for_sglang(make_rank: MakeRank) -> N
     rank = in_dram(make_rank(), prompt(1, 20))
     prefetcher_of(rank).prefetch("s", prompt(1, 20))
     rank.scheduler.step()
-    assert prefetcher_of(rank).arriving_tokens() == 80
+    assert prefetcher_of(rank).pieces.arriving_tokens() == 80
     free = rank.pools.allocator.available_size()
     assert free + rank.cache.evictable_size() == rank.pools.tokens
     rank.check()
@@ -546,10 +546,10 @@ def test_a_batch_does_not_wait_for_a_piece(make_rank: MakeRank) -> None:
     leave_hbm(rank)
     prefetcher_of(rank).prefetch("s", prompt(1, 10))
     rank.scheduler.step()
-    assert prefetcher_of(rank).arriving_tokens() == 40
+    assert prefetcher_of(rank).pieces.arriving_tokens() == 40
     rank.serve(prompt(3, 10))  # computed
     assert rank.serve(prompt(2, 10)).cached_tokens_host == 40  # loaded
-    assert prefetcher_of(rank).arriving_tokens() == 40
+    assert prefetcher_of(rank).pieces.arriving_tokens() == 40
     passes(rank)
     finish(rank)
 
