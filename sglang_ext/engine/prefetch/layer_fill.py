@@ -24,9 +24,10 @@ from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.rank_metrics import RankMetrics
+from sglang_ext.engine.tiers.cell_index import Cell
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
-from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
+from sglang_ext.engine.tiers.layer_region import LayerRegion
 from sglang_ext.engine.tiers.load_policy import Speeds, layers_to_hold
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.retention import Session
@@ -147,7 +148,7 @@ class LayerFill(Planner):
         for layer in range(max((each.layers for each in lacking), default=0)):
             begun, most = 0, self._most_at_once(layer)
             for each in lacking:
-                missing = self.region.missing(layer, each.ids)
+                missing = self.region.cells.missing(layer, each.ids)
                 if layer >= each.layers or not len(missing):
                     continue
                 cells = self._fill(each, layer, missing, most - begun)

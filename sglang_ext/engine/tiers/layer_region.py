@@ -20,14 +20,13 @@ No I/O; the scheduler's thread only, and alike on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sglang_ext.engine.movers.mover import BlockIds, Near
+from sglang_ext.engine.tiers.cell_index import Cell, CellIndex, Strip
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.mempool.ledger import Reservation, Use
+from sglang_ext.mempool.ledger import Use
 from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.own_functions import SortKey
 from sglang_ext.tiers import Tier
@@ -40,38 +39,6 @@ MOST_OF_HBM = 0.75
 
 Worth = tuple[float, ...]
 """Compares cells: the smallest goes first."""
-
-
-@dataclass(eq=False)
-class Cell:
-    """One layer of some blocks of a session.
-
-    place: the layer in whose planes of the strip the bytes are. ids: the blocks in DRAM. blocks: the number
-    of them that are still in DRAM and are found here.
-    """
-
-    number: int
-    strip: _Strip
-    place: int
-    session: str
-    layer: int
-    ids: BlockIds
-    order: SortKey
-    blocks: int = 0
-    landed: bool = False
-    readers: int = 0
-    """Loads under way that copy from it."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.readers) or not self.landed
-
-
-@dataclass(eq=False)
-class _Strip:
-    reservation: Reservation
-    cells: dict[int, Cell] = field(default_factory=dict)
-    """By place."""
 
 
 @dataclass
@@ -105,15 +72,16 @@ class LayerRegion:
         self.n_layers = layout.n_layers
         self._layout = layout
         self._tokens = layout.block_tokens
-        self._limit = None if limit is None else limit // layout.block_bytes
+        hbm_blocks = self._ledger.tier_at(Tier.HBM).n_blocks
+        most = int(hbm_blocks * MOST_OF_HBM)
+        self.limit = most if limit is None else min(limit // layout.block_bytes, most)
+        """Blocks of HBM that it may take."""
+        self.strip_blocks = max(1, min(MOST_STRIP_BLOCKS, hbm_blocks // 32))
         self.least = 0 if limit is None else 1
         """Layers of each session that are held even if loading them is fast."""
         self._lives = lives
-        self._strips: list[_Strip] = []
-        self._cells: dict[int, Cell] = {}
-        self._numbers = 0
-        self._units: dict[int, BlockIds] = {}
-        """By layer and block of DRAM: number of the cell · `strip_blocks` + place in it; -1 for nowhere."""
+        self._strips: list[Strip] = []
+        self.cells = CellIndex(self.strip_blocks, self._ledger.tier_at(Tier.DRAM).n_blocks)
         self.counters = RegionCounters()
 
     @staticmethod
@@ -122,16 +90,6 @@ class LayerRegion:
         return layout.n_layers > 1 and len(set(layout.layers)) == 1
 
     # -- how much -------------------------------------------------------------------------------
-
-    @property
-    def limit(self) -> int:
-        """Blocks of HBM that it may take."""
-        most = int(self._ledger.tier_at(Tier.HBM).n_blocks * MOST_OF_HBM)
-        return most if self._limit is None else min(self._limit, most)
-
-    @property
-    def strip_blocks(self) -> int:
-        return max(1, min(MOST_STRIP_BLOCKS, self._ledger.tier_at(Tier.HBM).n_blocks // 32))
 
     def cell_bytes(self, layer: int) -> int:
         """Of a full cell."""
@@ -142,37 +100,24 @@ class LayerRegion:
         """Blocks of HBM that it has."""
         return len(self._strips) * self.strip_blocks
 
-    @property
-    def cells(self) -> Sequence[Cell]:
-        return list(self._cells.values())
-
-    def layers_of(self, session: str) -> int:
-        """The number of layers of a session that the region holds, in full or in part."""
-        return len({cell.layer for cell in self._cells.values() if cell.session == session})
-
     def free_places(self) -> int:
         """Cells that could be begun without another strip."""
         return sum(self.n_layers - len(strip.cells) for strip in self._strips)
 
     def grow(self, strips: int) -> bool:
         """Take ``strips`` more strips from free HBM, or none."""
-        taken: list[_Strip] = []
+        taken: list[Strip] = []
         for _ in range(strips):
             spare = self._store.reserve_spare(Tier.HBM, None, b"", Use.LAYERS, 0, self.strip_blocks)
             if isinstance(spare, Refusal):
                 for strip in taken:
                     strip.reservation.abort()
                 return False
-            taken.append(_Strip(spare))
+            taken.append(Strip(spare))
         self._strips += taken
         return True
 
     # -- filling --------------------------------------------------------------------------------
-
-    def missing(self, layer: int, ids: BlockIds) -> BlockIds:
-        """Those of these DRAM blocks whose layer is not in the region."""
-        units = self._units.get(layer)
-        return ids if units is None else ids[units[ids] < 0]
 
     def begin(self, session: str, layer: int, ids: BlockIds, order: SortKey) -> tuple[Cell, Any]:
         """Create a cell for at most `strip_blocks` blocks. Returns the cell and its slots; the caller fills
@@ -184,21 +129,12 @@ class LayerRegion:
             key=lambda each: max((abs(cell.layer - layer) for cell in each.cells.values()), default=0),
         )
         place = next(place for place in range(self.n_layers) if place not in strip.cells)
-        self._numbers += 1
-        cell = Cell(self._numbers, strip, place, session, layer, ids, order)
-        strip.cells[place] = self._cells[cell.number] = cell
+        cell = self.cells.create(strip, place, session, layer, ids, order)
         return cell, strip.reservation.places[: len(ids) * self._tokens]
 
     def landed(self, cell: Cell) -> None:
         """A cell is filled."""
-        cell.landed = True
-        units = self._units.get(cell.layer)
-        if units is None:
-            dram = self._ledger.tier_at(Tier.DRAM)
-            units = self._units[cell.layer] = np.full(dram.n_blocks, -1, dtype=np.int64)
-        places = np.flatnonzero(units[cell.ids] < 0)
-        units[cell.ids[places]] = cell.number * self.strip_blocks + places
-        cell.blocks = len(places)
+        self.cells.landed(cell)
         self.counters.filled += cell.blocks
         if not cell.blocks:
             self._drop(cell)
@@ -208,18 +144,11 @@ class LayerRegion:
     def near(self, ids: BlockIds) -> list[Near]:
         """The parts of blocks about to be loaded that the region holds. Their cells stay until `read`."""
         found: list[Near] = []
-        for layer in sorted(self._units):
-            units = self._units[layer][ids]
-            here = np.flatnonzero(units >= 0)
-            numbers = units[here] // self.strip_blocks
-            for number in np.unique(numbers):
-                positions = here[numbers == number]
-                cell = self._cells[int(number)]
-                cell.readers += 1
-                slots = cell.strip.reservation.places.reshape(-1, self._tokens)
-                slots = slots[units[positions] % self.strip_blocks].reshape(-1)
-                found.append(Near(layer, cell.place, slots, positions, cell))
-                self.counters.used += len(positions)
+        for cell, positions, places in self.cells.find(ids):
+            cell.readers += 1
+            slots = cell.strip.reservation.places.reshape(-1, self._tokens)[places].reshape(-1)
+            found.append(Near(cell.layer, cell.place, slots, positions, cell))
+            self.counters.used += len(positions)
         return found
 
     def read(self, near: Sequence[Near]) -> None:
@@ -234,17 +163,9 @@ class LayerRegion:
 
     def forget(self, ids: BlockIds) -> None:
         """Drop the copies of blocks that are no longer in DRAM."""
-        for units in self._units.values():
-            gone = units[ids]
-            gone = gone[gone >= 0]
-            if not len(gone):
-                continue
-            units[ids] = -1
-            for number, count in zip(*np.unique(gone // self.strip_blocks, return_counts=True), strict=True):
-                cell = self._cells[int(number)]
-                cell.blocks -= int(count)
-                if not cell.blocks and not cell.busy:
-                    self._drop(cell)
+        for cell in self.cells.forget(ids):
+            if not cell.busy:
+                self._drop(cell)
 
     def give_up(self, blocks: int, *, above: int = -1) -> int:
         """Give back at least ``blocks`` blocks of HBM, in whole strips. Returns the number of blocks.
@@ -277,7 +198,7 @@ class LayerRegion:
         while self.free_places() < places:
             weaker = [
                 cell
-                for cell in self._cells.values()
+                for cell in self.cells
                 if not cell.busy and (cell.layer > layer or not self._lives(cell.session))
             ]
             if not weaker:
@@ -292,15 +213,11 @@ class LayerRegion:
 
     def _drop(self, cell: Cell, *, keep: bool = False) -> None:
         """Drop a cell. keep: the strip stays, though it may be empty."""
-        units = self._units.get(cell.layer)
-        if units is not None and cell.landed:
-            ours = cell.ids[units[cell.ids] // self.strip_blocks == cell.number]
-            units[ours] = -1
-        del self._cells[cell.number], cell.strip.cells[cell.place]
+        self.cells.remove(cell)
         if not cell.strip.cells and not keep:
             self._return(cell.strip)
 
-    def _return(self, strip: _Strip) -> None:
+    def _return(self, strip: Strip) -> None:
         self._strips.remove(strip)
         strip.reservation.abort()
 
@@ -310,7 +227,6 @@ class LayerRegion:
             self._drop(cell, keep=True)
         for strip in list(self._strips):
             self._return(strip)
-        self._units.clear()
 
     # -- whole ----------------------------------------------------------------------------------
 
@@ -318,21 +234,10 @@ class LayerRegion:
         """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
         if self.blocks != self._ledger.reserved(Tier.HBM, Use.LAYERS):
             raise AssertionError(f"{self!r} is not what the ledger says")
-        found = dict.fromkeys(self._cells, 0)
-        for layer, units in self._units.items():
-            numbers = units[units >= 0] // self.strip_blocks
-            for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
-                cell = self._cells.get(int(number))
-                if cell is None or cell.layer != layer:
-                    raise AssertionError(f"blocks of layer {layer} are said to be in cell {number}")
-                found[cell.number] += int(count)
-        for cell in self._cells.values():
-            if cell.landed and cell.blocks != found[cell.number]:
-                raise AssertionError(
-                    f"cell {cell.number} has {cell.blocks} blocks, {found[cell.number]} found"
-                )
+        self.cells.check()
+        for cell in self.cells:
             if cell.strip.cells.get(cell.place) is not cell or cell.strip not in self._strips:
                 raise AssertionError(f"cell {cell.number} is in no strip")
 
     def __repr__(self) -> str:
-        return f"LayerRegion({self.blocks}/{self.limit} blocks, {len(self._cells)} cells, {self.counters})"
+        return f"LayerRegion({self.blocks}/{self.limit} blocks, {len(self.cells)} cells, {self.counters})"
