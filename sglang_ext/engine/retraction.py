@@ -214,8 +214,6 @@ class Retraction(Planner):
 
     Args:
         wait_s: how long a request may be expected to wait before others give way.
-        ranks: of the instance.
-        clock: seconds, monotonic.
     """
 
     _UNITS: Final = 1e9

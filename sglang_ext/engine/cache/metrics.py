@@ -24,7 +24,6 @@ class CacheMetrics:
 
     Args:
         rank: label that tells the ranks of a server apart.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, rank: int, clock: Clock | None = None) -> None:

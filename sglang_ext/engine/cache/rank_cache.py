@@ -67,7 +67,6 @@ class RankCache:
     """See the module's docstring. In the scheduler's thread.
 
     Args:
-        parts: of the cache.
         allocator: SGLang's, of slots; None for an index alone.
         page_size: tokens of a page of SGLang's pool.
     """

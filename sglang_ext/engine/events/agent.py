@@ -115,9 +115,6 @@ class Agent:
     """See the module's docstring. Started by `start`, ended by `close`.
 
     Args:
-        facts: identity of the instance.
-        feed: the scheduler's events.
-        gauges: for heartbeats.
         socket: taken over.
         named: the tiers below memory that can list their blocks.
         others: receives, in the agent's thread, routers' messages that do not concern the index.

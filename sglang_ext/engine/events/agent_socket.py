@@ -57,7 +57,6 @@ class AgentSocket:
     Args:
         bind: address to listen on.
         ports: the first free one is taken; 0 is any.
-        key: of the cluster.
 
     Raises:
         ConfigError: ``bind`` is not loopback and there is no key, or no port can be had.

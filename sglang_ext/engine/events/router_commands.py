@@ -83,7 +83,6 @@ class RouterCommands(Replies):
 
     Args:
         queue: of this process's scheduler.
-        epoch: of the instance.
         post: sends a message to a router, from any thread.
     """
 

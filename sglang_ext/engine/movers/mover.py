@@ -423,7 +423,6 @@ class LayerGate:
     waits for layer i of the loads up to that ticket, and for no later load.
 
     Args:
-        mover: makes the loads.
         num_layers: of this rank. Before it replays a prefill as one CUDA graph, which calls no
             ``wait_until``, SGLang waits for the last of them.
     """

@@ -46,7 +46,6 @@ class DecodeReceiver:
     """All hand-overs of one decode rank.
 
     Args:
-        epoch: the rank's.
         wake: called when a hand-over has moved.
         granting: with push, how KV comes; pulling, None.
     """

@@ -100,7 +100,6 @@ class Granting:
     """How a decode rank gets KV that prefill writes.
 
     Args:
-        epoch: the rank's.
         claims: where prefill ranks claim pages.
         control: the address of our endpoint.
     """

@@ -34,7 +34,6 @@ class PrefillJoins:
     """See the module's docstring. Everything on one event loop.
 
     Args:
-        peers: connects.
         clock: for pauses, and for how long routers' lists count.
     """
 

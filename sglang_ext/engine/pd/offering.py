@@ -110,7 +110,6 @@ class Offering:
 
     Args:
         name: of its leases.
-        endpoint: leases pages.
         lock: the sender's.
         staging: where the pages are packed first; None: they are not.
     """

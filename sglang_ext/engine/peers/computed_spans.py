@@ -115,11 +115,7 @@ class ComputedSpans(Planner):
     """See the module's docstring.
 
     Args:
-        tree, tier: the rank's.
-        link: publishes.
         exports: keeps published blocks in DRAM until the peer has read them.
-        clock: seconds, monotonic.
-        host: computes.
         wanted: the namespace of an export, and the encoded whole blocks of its prompt (`PeerKv.wanted`).
     """
 

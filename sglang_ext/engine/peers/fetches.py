@@ -127,14 +127,7 @@ class _Span(Move):
 
 
 class Fetches(MovePlanner):
-    """See the module's docstring.
-
-    Args:
-        tree: the rank's tree.
-        tier: DRAM.
-        link: reads.
-        moves: of the rank.
-    """
+    """See the module's docstring."""
 
     def __init__(
         self,

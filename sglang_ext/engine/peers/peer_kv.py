@@ -38,11 +38,6 @@ class PeerKv(Planner):
     """See the module's docstring. All methods run in the scheduler's thread.
 
     Args:
-        tree, write_down: the rank's.
-        leases: exports.
-        link: reads.
-        ranks: of this instance.
-        moves: of this rank.
         on_result: replies to routers with the results of fetches, in rank 0.
         rank: index into a peer's ``endpoints`` of the endpoint to read from; a peer has as many as this
             instance has ranks.

@@ -93,7 +93,6 @@ class Advice(Planner):
     """See the module's docstring.
 
     Args:
-        brings: the rank's prefetcher.
         on_result: replies to routers, in rank 0.
         rest: asked in order to go on with a prompt after its prefetch.
         priority_sign: -1 where a small number means a high priority.

@@ -26,11 +26,7 @@ _DEVIATIONS: Final = 4.0
 
 
 class MoveRate:
-    """Bytes per second at which prefetches move KV to HBM, with a margin.
-
-    Args:
-        ranks: of the instance.
-    """
+    """Bytes per second at which prefetches move KV to HBM, with a margin."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._mean: float | None = None

@@ -73,8 +73,6 @@ class Prefetcher(Planner):
     """See the module's docstring.
 
     Args:
-        tier: DRAM; copies to HBM.
-        hbm_tier: slots.
         promotions: bring blocks on disk to DRAM; none without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         rate: learns how fast KV moves to HBM.

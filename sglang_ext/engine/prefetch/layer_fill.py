@@ -61,9 +61,6 @@ class LayerFill(Planner):
 
     Args:
         region: where the layers are. HBM takes blocks back from it, and loads from DRAM copy from it.
-        tier: DRAM.
-        hbm_tier: slots.
-        prefetcher: brings whole sessions.
         speeds: of loading and computing, as the ranks have agreed.
         clock: measures how many tokens requests compute behind their cached prefix.
     """
@@ -113,7 +110,6 @@ class LayerFill(Planner):
 
         Args:
             limit: most bytes of HBM for it: 0 for none, None for as many as pay off.
-            layout: of blocks.
         """
         if limit == 0 or not LayerRegion.fits(layout):
             return None

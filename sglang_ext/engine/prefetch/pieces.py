@@ -37,8 +37,6 @@ class Pieces(MovePlanner):
     """See the module's docstring.
 
     Args:
-        tier: DRAM; copies to HBM.
-        hbm_tier: slots.
         on_surrender: called with the prompt of a piece whose slots SGLang has taken back.
     """
 

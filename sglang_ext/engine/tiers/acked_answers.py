@@ -105,7 +105,6 @@ class AckedAnswers(Planner):
         ranks: agree on the durable blocks.
         behind: answers of a conversation that need not be durable when the end of the newest is reported.
         timeout: seconds after which an end is reported though too little is durable.
-        clock: seconds, monotonic.
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class BlockNames:
 
     Args:
         identity: the common part of all names of the rank; its salt is not used.
-        block_tokens: tokens of a block.
         disk: the holder whose addresses in the tree are names, where a block has one already.
         fresh: a text that is unique to this start of the process, such as the epoch.
         adapters: whether requests may use LoRA adapters. SGLang puts an adapter's id into the extra key, and

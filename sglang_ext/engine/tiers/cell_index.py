@@ -55,7 +55,6 @@ class CellIndex:
 
     Args:
         strip_blocks: most blocks of a cell.
-        dram_blocks: blocks of DRAM.
     """
 
     def __init__(self, strip_blocks: int, dram_blocks: int) -> None:

@@ -44,9 +44,7 @@ class DirectLoads(MovePlanner):
 
     Args:
         tier: the disk.
-        loader: reads from it.
         dram_tier: its copies bring layers to slots, and make the forward pass wait.
-        moves: of the rank.
         ended: called with each load that was read, and the leading blocks that arrived on every rank.
     """
 

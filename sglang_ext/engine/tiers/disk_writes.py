@@ -73,9 +73,6 @@ class DiskWrites:
     """See the module's docstring.
 
     Args:
-        tree: the rank's tree.
-        dram, disk: the holders that stand for this rank's DRAM and disk.
-        names: of blocks.
         writer: in front of the disk tier.
         memory: the DRAM arena.
         ranks: agree on the durable blocks.

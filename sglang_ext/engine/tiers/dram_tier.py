@@ -87,8 +87,6 @@ class DramTier:
 
     Args:
         store: of the rank; this tier adds and removes placements of ``dram`` in its tree.
-        hbm, dram: the holders that stand for this rank's two tiers.
-        arena: hands out blocks.
         copies: between the pool and the arena.
         below: takes complete blocks on to disk; ``None`` without a disk.
         observer: notified of loads under way.

@@ -36,8 +36,6 @@ class HbmTier:
     """See the module's docstring. Sizes are tokens, but for those of a `StoreTier`, which are blocks.
 
     Args:
-        ledger: of the rank.
-        hbm: the holder that stands for the pool.
         allocator: SGLang's, of slots; None for an index alone.
         slots: how the tree keeps them.
         below: copies its blocks to DRAM; None without DRAM.

@@ -23,12 +23,8 @@ class LoadBack(Planner):
     """Starts loads, and tracks the loads that the batch being formed has to wait for.
 
     Args:
-        store: of the rank.
-        dram: copies blocks to HBM.
         moves: of the rank; those that are being filled may stream to a request.
-        hbm: the holder that represents this rank's pool.
         hbm_tier, slots: slots, and how the tree keeps them.
-        policy: decides whether a DRAM hit is loaded.
     """
 
     def __init__(

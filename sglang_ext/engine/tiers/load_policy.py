@@ -149,7 +149,6 @@ class AgreedSpeeds:
     Args:
         cost: fitted to this rank's batches.
         load: bytes per second of this rank's loads; None when unknown.
-        ranks: of the instance.
     """
 
     _UNITS: Final = 1e15
@@ -182,9 +181,7 @@ class DramPolicy:
     of the forward pass without a wait.
 
     Args:
-        block_tokens, block_bytes: of a block.
         always: load every hit.
-        speeds: of this server.
     """
 
     OVERHEAD_SECONDS = 0.0005
@@ -229,11 +226,9 @@ class DiskPolicy:
     border is where both take equally long.
 
     Args:
-        block_tokens, block_bytes: of a block.
         least_tokens: shorter hits are computed.
         always: read every hit that is not shorter.
         overlaps: whether reading streams in front of computing.
-        cost: of prefill on this server.
     """
 
     def __init__(

@@ -22,10 +22,6 @@ class PrefillClock(Planner):
     With overlap, a batch is formed before the result of the one before is processed: while that one runs on a
     GPU, and after it has run on a CPU, where both results then come at once. So batches that overlap are
     timed together, from the first one's start to the last one's result.
-
-    Args:
-        cost: receives the measurements.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, cost: PrefillCost, clock: Clock | None = None) -> None:

@@ -76,10 +76,7 @@ class DiskLook:
     """Finds the blocks of prompts on disk that continue their prefixes in memory.
 
     Args:
-        tree: the rank's tree.
-        names: of blocks.
         tier: the disk.
-        policy: decides how many blocks to read.
         loader: reads from the disk; its reads under way come before those that a look may begin.
     """
 
@@ -141,12 +138,7 @@ class DiskLook:
 
 
 class Arrivals:
-    """KV that was brought for requests, locked in DRAM until they are admitted or gone.
-
-    Args:
-        tree: the rank's tree.
-        dram: the holder that stands for this rank's DRAM.
-    """
+    """KV that was brought for requests, locked in DRAM until they are admitted or gone."""
 
     def __init__(self, tree: RadixTree, dram: Holder) -> None:
         self._tree = tree

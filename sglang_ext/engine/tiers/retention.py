@@ -172,7 +172,6 @@ class Retention:
     are counted where prompts share a beginning.
 
     Args:
-        tree: the rank's tree.
         marker: the holder of the marks; it has no placements.
         order: the policy; the session with the smallest key gives way first.
     """

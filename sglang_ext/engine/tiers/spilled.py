@@ -63,7 +63,6 @@ class Spilled(Planner):
     Args:
         tier: DRAM, whose blocks are kept. Blocks that it retains for announced requests are not spilled.
         limit: blocks that may be kept for others.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, tier: DramTier, limit: int, clock: Clock) -> None:

@@ -26,8 +26,6 @@ class WriteDown(Planner):
 
     Args:
         store: of the rank; asks for copies when KV enters a tier.
-        hbm: the holder that stands for this rank's pool.
-        dram: the tier below HBM.
         observer: notified of copies under way.
         enabled: whether new blocks are copied without a request to do so.
     """

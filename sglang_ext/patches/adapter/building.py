@@ -69,11 +69,6 @@ class Building:
     """A rank's cache while it is put together: each part is made when it is first asked for.
 
     All ranks ask in the same order, because some parts compare numbers or addresses between the ranks.
-
-    Args:
-        ctx: SGLang's.
-        config: of the server.
-        builders: of the planners.
     """
 
     def __init__(self, ctx: TreeCacheBuildContext, config: KvConfig, builders: Builders) -> None:

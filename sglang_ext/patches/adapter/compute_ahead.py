@@ -76,12 +76,8 @@ class ComputeAhead(Planner):
     """See the module's docstring.
 
     Args:
-        tree: the rank's tree.
-        hbm: the holder that stands for this rank's pool.
-        hbm_tier: slots.
         prefetcher: knows which hints live.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
-        host: the scheduler.
         on_result: replies to routers, in rank 0.
     """
 

@@ -133,10 +133,7 @@ def pool_geometry(
 
     Args:
         planes: as ``pool_planes`` returns them.
-        block_tokens: tokens of a block.
-        page_tokens: the engine's page size.
         first_layer: index, in the whole model, of this pipeline stage's first layer.
-        model_layers: layers of the whole model.
         tp_rank: place of this rank among those that share the heads.
         tp_size: how many those are.
         model_kv_heads: KV heads of the whole model; fewer than ``tp_size`` means they are replicated.

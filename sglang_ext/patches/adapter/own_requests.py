@@ -24,11 +24,7 @@ class Running(Protocol):
 
 
 class SglangHost:
-    """SGLang's scheduler. Our requests are named like its own health checks, whose answers are dropped, too.
-
-    Args:
-        allocator: of the engine's pool.
-    """
+    """SGLang's scheduler. Our requests are named like its health checks, whose answers are dropped, too."""
 
     def __init__(self, allocator: Any) -> None:
         self._allocator = allocator

@@ -68,9 +68,6 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
 
     Args:
         params: SGLang's; pools, page size and whether to collect metrics.
-        parts: store, tiers and planners of the cache.
-        host: takes requests of our own.
-        replies: to routers.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ class Retracting:
 
     Args:
         cache: the rank's, which knows the scheduler.
-        retraction: decides.
     """
 
     def __init__(self, cache: RetractsFrom, retraction: Retraction) -> None:

@@ -150,7 +150,6 @@ def require_movable(model: ModelConfig, server_args: Any, parallel: Any, config:
         model: SGLang's ``ModelConfig``.
         server_args: SGLang's, resolved.
         parallel: SGLang's ``get_parallel()``, where one flag may have set the size of another.
-        config: our settings.
 
     Raises:
         ConfigError: naming the obstacle and the alternative.

@@ -46,7 +46,6 @@ class Migration:
 
     Args:
         cache: the rank's, which has the scheduler.
-        replies: to routers.
     """
 
     def __init__(self, cache: MovesFrom, replies: Replies) -> None:
