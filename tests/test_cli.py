@@ -163,7 +163,7 @@ class TestCluster:
         assert "gone" in (tmp_path / "logs" / "server-0.log").read_text()
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_ends_when_told_to(self, tmp_path: Path, number: signal.Signals) -> None:
+    def test_a_signal_ends_the_cluster(self, tmp_path: Path, number: signal.Signals) -> None:
         with self.start("--log-dir", str(tmp_path)) as process:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("server-0: starting")

@@ -129,7 +129,7 @@ def test_setup_says_what_became_of_compiling(said: str, outcome: str, tmp_path: 
     assert environment.log.read_text().endswith(f"{said}\n")
 
 
-def test_setup_compiles_last_and_not_when_told_not_to(tmp_path: Path) -> None:
+def test_setup_compiles_last_and_not_at_all_on_request(tmp_path: Path) -> None:
     setup = runpy.run_path(str(ROOT / "scripts" / "setup.py"))
     environment = setup["Environment"](tmp_path, setup["Progress"](1))
     names = [step.name for step in environment.steps()]

@@ -269,9 +269,7 @@ def test_a_disk_tier_and_another_model_are_options() -> None:
 
 
 @pytest.mark.parametrize("levels", [(0.0,), (0.5,), (0.0, 0.5)])
-def test_a_level_in_which_nobody_asked_is_said_to_have_no_request(
-    levels: tuple[float, ...], tmp_path: Path
-) -> None:
+def test_a_report_names_levels_that_had_no_request(levels: tuple[float, ...], tmp_path: Path) -> None:
     """A slow machine gets through no request in a slice."""
     asked = [
         Served("s", turn, turn, turn + 0.5, turn + 2.0, 100, 80, 4, 48, 16, 16, level=level)
@@ -343,7 +341,7 @@ def test_quick_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_what_was_measured_is_told_when_it_is_ended(
+def test_a_benchmark_that_is_stopped_reports_what_it_measured(
     sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(benchmark: Benchmark) -> None:

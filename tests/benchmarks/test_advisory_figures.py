@@ -62,7 +62,7 @@ def test_imbalance_that_evens_out_is_seen_in_windows() -> None:
     assert max_over_median(in_turn, ["a", "b"], 20.0) == 1.0
 
 
-def test_a_load_that_nobody_knows_is_not_told() -> None:
+def test_an_unknown_load_has_no_ratio() -> None:
     assert max_over_median([ONE], ["a"], 1.0) is None
     assert max_over_median([], ["a"], 1.0) is None
 

@@ -74,7 +74,7 @@ def test_sessions_by_layer_are_compared_with_as_many_as_whole_ones() -> None:
     assert len(found.rows) == 4
 
 
-def test_what_is_hidden_is_told_where_hbm_is_least_wanted() -> None:
+def test_the_summary_reports_the_hidden_share_at_the_least_demand_for_hbm() -> None:
     found = report(
         {"case": "hidden", "users": 24, "hidden": 0.3, "hbm_wanted": 1.4},
         {"case": "hidden", "users": 12, "hidden": 0.9, "hbm_wanted": 0.7},

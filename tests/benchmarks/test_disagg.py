@@ -107,7 +107,7 @@ def test_designs_are_compared_by_the_turns_that_both_were_asked() -> None:
     assert found.low < found.ratio < found.high
 
 
-def test_a_line_is_told_from_a_curve() -> None:
+def test_a_fit_distinguishes_a_line_from_a_curve() -> None:
     assert line([(1, 0.0), (2, 10.0), (3, 20.0)]) == pytest.approx((10.0, 1.0))
     bent = line([(n, float(n**4)) for n in range(9)])
     assert bent is not None

@@ -112,7 +112,7 @@ def test_prefills_of_others_are_noticed(tmp_path, asked) -> None:
         passes(read(writer.save(tmp_path / "t.json.gz")).events, asked)
 
 
-def test_kernels_that_nobody_launched_are_noticed(tmp_path) -> None:
+def test_kernels_without_a_launch_are_refused(tmp_path) -> None:
     writer = Writer(gpu=True)
     writer.prefill(100, 0)
     for event in writer.events:

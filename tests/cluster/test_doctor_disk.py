@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_found_when_everything_is_read(
     assert "0 blocks can be brought back, 1 are lost" in texts(answer)
 
 
-def test_damage_is_repaired_and_what_is_lost_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repair_mends_damage_and_reports_lost_blocks(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(path / "tp0of2")
     status, answer = run(path, capsys, "--verify", "repair")
     assert (status, answer["problems"]) == (0, 0)
@@ -226,7 +226,7 @@ def test_a_disk_that_is_full_is_said_so(path: Path) -> None:
         (3e9, "3.00 GB/s with O_DIRECT: --kv-disk-io auto would choose direct"),
     ],
 )
-def test_both_ways_of_reading_are_told(direct: float | None, said: str) -> None:
+def test_a_speed_names_its_way_of_reading(direct: float | None, said: str) -> None:
     facts = DiskFacts(Path("/x"), False, exists=True, free=GIB, speed=DiskSpeed(1e9, 2e9, direct))
     text = next(f.text for f in findings(facts) if f.subject == "speed")
     assert text.startswith("writes 1.00 GB/s, synced; reads 2.00 GB/s through the page cache, cold, ")

@@ -22,7 +22,7 @@ def listen(port: int) -> socket.socket:
     return found
 
 
-def test_a_held_port_can_be_listened_on_and_is_given_to_nobody_else(free_port: Callable[[], int]) -> None:
+def test_a_held_port_can_be_listened_on_and_is_given_out_once(free_port: Callable[[], int]) -> None:
     with Ports() as ours, Ports() as theirs:
         port = ours.take(LOOPBACK, free_port(), "--port")
         (after,) = ours.free_after(port, 1)

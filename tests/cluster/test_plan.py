@@ -167,7 +167,7 @@ def test_servers_ask_for_a_key_that_the_router_has() -> None:
     ]
 
 
-def test_the_key_is_nobody_elses_and_goes() -> None:
+def test_keys_are_readable_by_their_owner_only_and_are_deleted() -> None:
     before = os.umask(0)
     try:
         with made_keys() as keys:
@@ -277,7 +277,7 @@ def test_a_disk_named_in_the_environment_is_no_folder_of_two_servers(roles: dict
     assert flag_value(router.command, "--cluster-key-file") == "/keys/cluster"
 
 
-def test_a_cache_of_anothers_is_told_nothing_of_ours() -> None:
+def test_another_cache_gets_no_settings_of_ours() -> None:
     environment = {"SGLANG_EXT_KV_DISK_PATH": "/kv"}
     config = ClusterConfig(model_path="m", colocated=2, server_args=("--disable-radix-cache",))
     assert with_environment(config, environment) == config

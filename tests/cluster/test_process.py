@@ -53,7 +53,7 @@ async def test_probe(answer: bytes, healthy: bool) -> None:
     assert asked[0].startswith(b"GET /health HTTP/1.0\r\n")
 
 
-async def test_probe_of_nobody(free_port: Callable[[], int]) -> None:
+async def test_a_probe_of_a_free_port_fails(free_port: Callable[[], int]) -> None:
     assert await probe(f"http://127.0.0.1:{free_port()}/health") is False
 
 

@@ -118,7 +118,7 @@ def test_a_server_listens_where_it_is_placed_and_registers_wherever_the_router_i
         server_parts(config_of(server_args=("--disable-radix-cache",)), 0, CPUS, [place()])
 
 
-def test_the_router_listens_where_it_is_placed_and_is_told_by_the_servers() -> None:
+def test_the_router_listens_where_it_is_placed_and_servers_register_with_it() -> None:
     router = router_part(config_of(colocated=2, policy="least-load"), 0, place())
     assert (router.name, router.url, router.ready_path) == ("router", "http://127.0.0.3:30000", "/ready")
     assert flag_value(router.command, "--host") == "127.0.0.3"

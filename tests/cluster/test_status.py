@@ -174,7 +174,7 @@ def test_what_is_wrong_is_said(
     assert words in capsys.readouterr().err
 
 
-def test_nobody_listens(capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
+def test_an_unreachable_router_is_an_error(capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
     url = f"http://127.0.0.1:{unused_tcp_port}"
     assert cli.main(["cluster-status", "--router", url]) == 1
     assert "cannot reach" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_a_drain_that_did_not_end_in_time(router: Router) -> None:
     assert cli.main(["drain", "--router", router.url, "a"]) == NOT_FINISHED
 
 
-def test_a_drain_that_nobody_waits_for_and_one_taken_back(router: Router) -> None:
+def test_a_drain_does_not_wait_with_no_wait_and_is_taken_back_with_cancel(router: Router) -> None:
     router.answers = [(200, view("a", "draining", in_flight=1))]
     assert cli.main(["drain", "--router", router.url, "a", "--no-wait"]) == 0
     assert cli.main(["drain", "--router", router.url, "http://h:1/p", "--cancel"]) == 0

@@ -82,7 +82,7 @@ async def clients(url: str, count: int = SESSIONS) -> AsyncIterator[Counter[str]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_what_connects_while_nobody_accepts_is_answered(
+async def test_a_connection_made_while_no_process_accepts_is_answered(
     small_part: MakePart, tmp_path: Path, pids_of: Pids
 ) -> None:
     with held_open(small_part("router")) as part:

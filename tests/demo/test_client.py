@@ -105,6 +105,6 @@ async def test_a_refusal_is_passed_on(server: Server, session: aiohttp.ClientSes
         await say(session, server.url, MESSAGES, 1)
 
 
-async def test_nobody_there(session: aiohttp.ClientSession) -> None:
+async def test_an_unreachable_router_is_an_error(session: aiohttp.ClientSession) -> None:
     with pytest.raises(PeerError, match="no answer from"):
         await say(session, "http://127.0.0.1:1", MESSAGES, 1)

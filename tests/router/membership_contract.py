@@ -196,7 +196,7 @@ class SharedMembershipContract(MembershipContract):
         assert two.ear.texts() == one.ear.texts()
         assert two.ear.sessions == {"s": "i3"}
 
-    async def test_the_newest_record_counts_whoever_writes_last(self, begin) -> None:
+    async def test_the_newest_record_counts_even_if_an_older_one_is_written_last(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
         new, old = member(stamp=member().stamp + 1000, intent=Intent.GO), member()
         one.publish(new)

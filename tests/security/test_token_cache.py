@@ -114,7 +114,7 @@ def test_a_text_never_gets_the_tokens_of_another_with_its_hash(tokenizer: Any) -
     assert tokens == tokenizer.encode(theirs, add_special_tokens=False)
 
 
-async def test_tenants_are_told_times_of_the_router_in_steps(
+async def test_tenants_get_times_of_the_router_in_steps(
     start_worker, start_router, client, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.json"

@@ -49,7 +49,7 @@ async def test_a_stand_in_says_what_a_server_says() -> None:
         ("messages, stream", lambda events: events[1].update(event=None), "content_block_start"),
     ],
 )
-def test_a_damaged_stream_is_told_from_a_servers(name: str, damage: Any, seen: str) -> None:
+def test_a_damaged_stream_differs_from_a_servers(name: str, damage: Any, seen: str) -> None:
     """The twin."""
     found = copy.deepcopy(RECORDING[name])
     assert differences(RECORDING[name], found) == []

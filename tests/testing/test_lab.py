@@ -135,7 +135,7 @@ def test_a_wire_delays_in_one_direction_or_both(lab: Lab) -> None:
         assert (back.took() or 0) >= 0.05
 
 
-def test_a_wire_loses_about_as_many_as_it_was_told(lab: Lab) -> None:
+def test_a_wire_loses_about_as_many_as_configured(lab: Lab) -> None:
     with Probe(lab["a"], lab["b"]) as probe:
         assert probe.arrived(200) == 200
         lab.wire("a", "b", loss=0.25)

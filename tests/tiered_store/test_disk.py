@@ -413,7 +413,7 @@ def test_names_of_another_size_are_refused(tmp_path: Path) -> None:
 # --- other users ---
 
 
-def test_what_it_makes_is_nobody_elses_whatever_the_umask(tmp_path: Path) -> None:
+def test_files_are_readable_by_their_owner_only_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         tier = DiskTier(config(tmp_path / "kv"), LAYOUT)
@@ -429,7 +429,7 @@ def test_what_it_makes_is_nobody_elses_whatever_the_umask(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", [LOCK_FILE, "00000001.seg"])
-def test_it_writes_through_no_link_that_somebody_put_there(tmp_path: Path, name: str) -> None:
+def test_it_writes_through_no_planted_link(tmp_path: Path, name: str) -> None:
     theirs = tmp_path / "precious"
     theirs.write_text("theirs")
     folder = tmp_path / "kv"
@@ -448,7 +448,7 @@ def test_it_writes_through_no_link_that_somebody_put_there(tmp_path: Path, name:
 # --- owners ---
 
 
-def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_owner_is_refused_naming_the_first(tmp_path: Path) -> None:
     tier = DiskTier(config(tmp_path, instance="decode-7"), LAYOUT)
     with pytest.raises(ConfigError, match=rf"--kv-disk-path: .*'decode-7' \(process {os.getpid()} on "):
         DiskTier(config(tmp_path, instance="other"), LAYOUT)

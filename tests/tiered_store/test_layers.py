@@ -37,7 +37,7 @@ def test_then_by_priority_then_by_arrival() -> None:
     assert order[3:] == [("urgent", 1), ("first", 1), ("last", 1)]
 
 
-def test_what_is_read_ahead_gives_way_until_somebody_waits_for_it() -> None:
+def test_reads_ahead_give_way_until_a_request_waits_for_them() -> None:
     queue = LayerQueue(1)
     queue.add("ahead", [1] * 3, priority=AHEAD)
     queue.add("request", [1] * 2, priority=-5)

@@ -84,7 +84,7 @@ def test_faults_are_misses_with_a_reason_and_never_wrong_bytes(seed: int) -> Non
     assert get_all(tier, NAMESPACE, prefix_keys(9, 5)) == 5
 
 
-def test_slow_tier_takes_the_time_it_was_told_to() -> None:
+def test_a_slow_tier_takes_the_configured_time() -> None:
     pauses: list[float] = []
     tier = SlowTier(MemoryTier(LAYOUT, 9), latency=1.0, seconds_per_block=0.5, pause=pauses.append)
     put_all(tier, NAMESPACE, prefix_keys(1, 4))

@@ -130,7 +130,7 @@ def test_groups_share_a_sync(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_each_key_is_told_its_outcome() -> None:
+def test_each_key_gets_its_outcome() -> None:
     inner = MemoryTier(LAYOUT, 4)
     disk = FaultyTier(inner, seed=1, rate=0.0)
     writer = WriteBehind(disk, backlog_bytes=1 << 30, threaded=False)

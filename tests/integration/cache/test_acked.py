@@ -185,14 +185,16 @@ def kill(server: ServerProcess) -> None:
         os.kill(scheduler, signal.SIGKILL)
 
 
-def test_what_was_told_survives_a_kill_and_without_the_flag_it_does_not(
+def test_durable_answers_survive_a_kill_and_others_do_not(
     server: ServerProcess, rng: random.Random, faults: Path, folder: Path
 ) -> None:
     it_survives_a_kill(server, spec(faults, folder), rng, faults, folder)
 
 
 @pytest.mark.long
-def test_what_was_told_survives_a_kill_of_two_ranks(rng: random.Random, faults: Path, tmp_path: Path) -> None:
+def test_durable_answers_survive_a_kill_of_two_ranks(
+    rng: random.Random, faults: Path, tmp_path: Path
+) -> None:
     plain = replace(
         spec(faults, tmp_path, "--tp", "2"), environment={FOLDER: str(faults), **STRICT, **TWO_RANKS}
     )

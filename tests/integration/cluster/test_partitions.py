@@ -223,7 +223,7 @@ def pair_name(pair: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
-async def test_a_network_that_fails_over_costs_nobody_an_answer(
+async def test_a_network_that_fails_over_costs_no_answer(
     pair: tuple[str, str], fleet: Fleet, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
     async with routing(fleet) as router:

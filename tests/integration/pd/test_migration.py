@@ -390,7 +390,7 @@ def forgeries() -> Iterator[tuple[str, Json]]:
 
 
 @with_servers("decode")
-async def test_a_forged_state_is_refused_and_harms_nobody(
+async def test_a_forged_state_is_refused_and_does_no_harm(
     router: Router, fleet: Fleet, long_run: bool
 ) -> None:
     """By the router, and by each server when it is asked past the router."""

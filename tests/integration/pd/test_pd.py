@@ -263,7 +263,7 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
 
 
-def test_a_handover_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
+def test_a_handover_that_the_other_side_does_not_know_is_given_up(rig: Rig) -> None:
     """Prefill gets a request, decode does not; then decode gets one, prefill does not."""
     for server in rig.pd.servers:
         lonely = rig.pd.pool.submit(

@@ -72,7 +72,7 @@ def rig(
 
 
 @pytest.mark.parametrize("part", range(RANDOM_PARTS), ids=lambda part: f"random{part}")
-def test_whoever_stops_at_random_gives_no_wrong_answer(rig: Rig, part: int) -> None:
+def test_servers_that_stop_at_random_give_no_wrong_answer(rig: Rig, part: int) -> None:
     """Under load. Seeded are the server, time and length of each stop; the hand-over's state is not."""
     rng = random.Random(20 + part)
     over = threading.Event()

@@ -207,7 +207,7 @@ async def test_a_high_priority_takes_the_place_of_a_low_one(server, router, clie
 # -- uncached prompts ---------------------------------------------------------------------------------
 
 
-async def test_what_nobody_has_is_computed_ahead_and_hit(server, router, client, rng) -> None:
+async def test_uncached_tokens_are_computed_ahead_and_hit(server, router, client, rng) -> None:
     prompt = random_prompt(rng, 3 * CHUNK + 5 * BLOCK)
     told = await advise(client, router, input_ids=prompt)
     assert told["tokens"]["nowhere"] == len(prompt)
@@ -330,7 +330,7 @@ async def test_no_hint_changes_an_answer(kind, server, router, client, rng) -> N
     assert_same(await cold(client, server, follow_up), answer)
 
 
-async def test_a_flood_of_hints_for_nobody_harms_nobody(server, router, client, rng) -> None:
+async def test_a_flood_of_hints_without_requests_does_no_harm(server, router, client, rng) -> None:
     prompts = [random_prompt(rng, 200) for _ in range(30)]
     for prompt in prompts[:5]:
         await generate(client, router.url, prompt)

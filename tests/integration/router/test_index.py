@@ -200,9 +200,7 @@ async def test_tenants_are_kept_apart(
     await assert_right(router, server)
 
 
-async def test_a_router_that_comes_back_is_told_everything_anew(
-    router: Router, server: ServerProcess
-) -> None:
+async def test_a_router_that_comes_back_receives_a_snapshot(router: Router, server: ServerProcess) -> None:
     """Each test has a router of its own at the same place."""
     await assert_right(router, server)
     assert router.agents.counters()[server.url].snapshots == 1

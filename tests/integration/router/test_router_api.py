@@ -320,7 +320,7 @@ async def test_an_abort_ends_the_request_at_its_server(
     await until(lambda: running(servers) == 0)
 
 
-async def test_what_was_found_where_is_told_and_counted(
+async def test_answers_and_metrics_report_where_cached_tokens_were_found(
     start: Callable[..., Any], client: aiohttp.ClientSession
 ) -> None:
     router: Router = await start()

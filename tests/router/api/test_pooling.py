@@ -152,7 +152,7 @@ def test_prompts_are_those_that_sglang_makes() -> None:
     assert prompt.namespace == ("lora", None, None)
 
 
-def test_pictures_are_told_apart_by_what_they_are() -> None:
+def test_pictures_are_distinguished_by_their_content() -> None:
     def digests(dialect: Dialect, *bodies: Json) -> list[str]:
         found = [prompt for body in bodies for prompt in prompts_of(dialect, body)]
         assert all(prompt.opaque for prompt in found)

@@ -52,7 +52,7 @@ POISON: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("payload", "field"), POISON)
 @pytest.mark.parametrize("tenant", [False, True])
-def test_nobody_names_content_that_others_share(payload: dict[str, Any], field: str, tenant: bool) -> None:
+def test_no_caller_names_content_that_others_share(payload: dict[str, Any], field: str, tenant: bool) -> None:
     assert [name for name, _ in forbidden(payload, asked_of(payload), tenant=tenant, trusted=NONE)] == [field]
 
 
@@ -74,7 +74,7 @@ def test_what_is_the_request_s_own_affair_passes(payload: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "request_id", "bootstrap_room", "custom_logit_processor"])
-def test_what_concerns_tenants_concerns_nobody_without_them(name: str) -> None:
+def test_fields_of_tenants_are_free_without_tenants(name: str) -> None:
     assert [
         found for found, _ in forbidden({name: "x"}, GENERATE, tenant=True, trusted=frozenset({name}))
     ] == [name]
@@ -102,7 +102,7 @@ def test_only_what_needs_trust_can_be_trusted(name: str) -> None:
     assert RouterConfig(trusted_fields="mm_hashes, newer").trusted() == {"mm_hashes", "newer"}
 
 
-def test_what_nobody_has_judged_is_left_out_of_the_body() -> None:
+def test_unknown_fields_are_left_out_of_the_body() -> None:
     payload = {"text": "x", "store_it": 1, "kv_hints": {"version": 1}, "user": "u"}
     body = json.dumps(payload).encode()
     assert json.loads(judged(body, payload, ANYBODY, GENERATE)) == {"text": "x", "user": "u"}

@@ -97,7 +97,7 @@ async def killed(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def test_it_serves_until_it_is_told_to_stop(start_worker, client, eventually) -> None:
+async def test_it_serves_until_it_is_stopped(start_worker, client, eventually) -> None:
     worker = await start_worker()
     port = free_port()
     process = await python("-m", "sglang_ext.router", "--worker-urls", worker.url, "--port", str(port))

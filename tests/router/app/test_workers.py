@@ -138,7 +138,7 @@ async def test_both_answer_and_one_that_is_killed_comes_back(start: Any, start_w
     assert "Traceback" not in router.log.read_text()
 
 
-async def test_what_one_is_told_the_other_knows(start: Any, start_worker: Any) -> None:
+async def test_a_worker_knows_the_documents_of_the_other(start: Any, start_worker: Any) -> None:
     worker = await start_worker()
     async with start("--worker-urls", worker.url) as router:
         await router.are_ready(2)

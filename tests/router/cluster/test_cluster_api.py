@@ -302,7 +302,9 @@ async def test_a_clock_that_is_wrong_keeps_no_member_out(start, key_file) -> Non
         await asyncio.to_thread(stranger.call, "GET", PATH, Instances)
 
 
-async def test_a_router_that_others_can_reach_takes_nobody_without_a_key(start, start_worker, client) -> None:
+async def test_a_router_that_others_can_reach_refuses_instances_without_a_key(
+    start, start_worker, client
+) -> None:
     router, _ = await start(host="0.0.0.0", api_key="operator")
     worker = await start_worker()
     url = f"http://127.0.0.1:{router.url.rpartition(':')[2]}{PATH}"

@@ -61,7 +61,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_prefill_server_that_joins_is_told_to_all_decode_servers(rig: Rig) -> None:
+def test_a_prefill_server_that_joins_is_announced_to_all_decode_servers(rig: Rig) -> None:
     rig.join(D, "decode")
     rig.join(E, "decode")
     assert rig.take() == [], "there is none to announce"
@@ -69,7 +69,7 @@ def test_a_prefill_server_that_joins_is_told_to_all_decode_servers(rig: Rig) -> 
     assert sorted(rig.take()) == [(D, (server(P),)), (E, (server(P),))]
 
 
-def test_a_decode_server_is_told_of_all_at_its_start(rig: Rig) -> None:
+def test_a_decode_server_receives_all_prefill_servers_at_its_start(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(Q, "prefill", port=None)
     assert rig.take() == [], "prefill servers receive nothing"
@@ -91,7 +91,7 @@ def test_what_is_known_is_said_again_only_after_a_while(rig: Rig) -> None:
     assert rig.take() == [(D, (server(P),))]
 
 
-def test_an_agent_that_is_not_heard_is_told_when_it_is(rig: Rig) -> None:
+def test_a_silent_agent_receives_announcements_once_it_is_alive(rig: Rig) -> None:
     rig.join(P, "prefill")
     rig.join(D, "decode")
     rig.take()

@@ -184,7 +184,7 @@ def test_an_instance_registers_and_is_given_requests(rig: Rig) -> None:
     rig.check()
 
 
-def test_the_tiers_that_an_instance_has_are_told(rig: Rig) -> None:
+def test_a_view_lists_the_tiers_of_an_instance(rig: Rig) -> None:
     rig.join()
     assert rig.view().tiers == {}
     rig.links.beats[A] = Beat(bytes(16), 0, fills=(Fill(0, 3, 8, 1), Fill(2, 0, 100), Fill(31, 1, 1)))
@@ -240,7 +240,7 @@ def test_two_that_announce_one_address_do_not_take_turns(rig: Rig) -> None:
     rig.check()
 
 
-def test_an_instance_that_is_not_reached_back_is_told_so_and_so_is_the_log(
+def test_an_instance_that_is_not_reached_back_gets_the_reason_and_so_does_the_log(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     again = registration(agent="tcp://node7:5000")
@@ -257,7 +257,7 @@ def test_an_instance_that_is_not_reached_back_is_told_so_and_so_is_the_log(
     assert rig.members.register(again).problem == ""
 
 
-def test_a_url_belongs_to_whoever_registered_last(rig: Rig) -> None:
+def test_a_url_belongs_to_the_instance_that_registered_last(rig: Rig) -> None:
     rig.join("a", A, 1)
     rig.join("b", A, 2)
     assert rig.members.roster.get("a").intent is Intent.GONE
@@ -277,7 +277,7 @@ def test_an_instance_that_was_listed_registers(rig: Rig) -> None:
     rig.check()
 
 
-def test_whoever_leaves_may_come_back(rig: Rig) -> None:
+def test_an_instance_that_leaves_may_come_back(rig: Rig) -> None:
     rig.join()
     rig.members.leave("a")
     assert rig.state() is None
@@ -288,7 +288,7 @@ def test_whoever_leaves_may_come_back(rig: Rig) -> None:
     rig.check()
 
 
-def test_nobody_unknown_can_be_asked_for(rig: Rig) -> None:
+def test_unknown_instances_are_refused_by_name(rig: Rig) -> None:
     with pytest.raises(Unknown, match="None has joined"):
         rig.members.leave("x")
     rig.join()
@@ -411,7 +411,7 @@ def test_a_silent_agent_is_a_verdict_and_everybody_hears_of_it(rig: Rig) -> None
     assert rig.watch.watched[-1] == A
 
 
-def test_each_death_is_told_once(rig: Rig) -> None:
+def test_each_death_is_reported_once(rig: Rig) -> None:
     rig.join()
     for times in (1, 2):
         rig.watch.on_silent(A)

@@ -211,7 +211,7 @@ async def test_a_wrong_password_is_said_at_the_start() -> None:
 
 
 @needs_redis
-async def test_what_nobody_hears_expires_and_what_is_heard_stays(redis: RedisServer) -> None:
+async def test_silent_members_expire_and_live_ones_stay(redis: RedisServer) -> None:
     import redis.asyncio as library
 
     clock = FakeClock(wall=SystemClock().wall())
@@ -254,7 +254,7 @@ async def test_what_nobody_hears_expires_and_what_is_heard_stays(redis: RedisSer
 
 
 @needs_redis
-async def test_rubbish_in_redis_harms_nobody(redis: RedisServer, make_shared: Make) -> None:
+async def test_rubbish_in_redis_does_no_harm(redis: RedisServer, make_shared: Make) -> None:
     import redis.asyncio as library
 
     async with library.from_url(redis.url) as client:

@@ -66,7 +66,7 @@ def left_behind(folder: Path, name: str) -> Path:
     return path
 
 
-async def test_nobody_waits_for_a_router_that_was_killed(folder: Path) -> None:
+async def test_routers_do_not_wait_for_a_killed_one(folder: Path) -> None:
     path = left_behind(folder, "dead")
     async with router(folder, "one") as one:
         await until(lambda: not path.exists())
@@ -123,7 +123,7 @@ async def test_what_one_router_knew_outlives_it(folder: Path) -> None:
             assert three.ear.sessions == {"session": "a"}
 
 
-async def test_who_begins_is_not_told_of_the_dead(folder: Path) -> None:
+async def test_a_router_that_starts_receives_no_dead_members(folder: Path) -> None:
     clock = FakeClock()
     one = Router(LocalMembership(folder, "one", clock), Ear(alive={"heard"}))
     await one.store.start(one.ear)
@@ -160,7 +160,7 @@ async def test_a_router_that_says_nothing_any_more_is_left_out(folder: Path) -> 
 
 
 @pytest.mark.parametrize("rubbish", [b"\0\0\0\2x{", b"\0\0\0\2m{", b"\0\0\0\3s[]", b"\0\0\0\0", b"\xff" * 9])
-async def test_rubbish_harms_nobody(folder: Path, rubbish: bytes) -> None:
+async def test_rubbish_does_no_harm(folder: Path, rubbish: bytes) -> None:
     def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(rubbish)
         told.append(writer)
@@ -184,7 +184,7 @@ async def test_rubbish_harms_nobody(folder: Path, rubbish: bytes) -> None:
         os.close(there)
 
 
-async def test_who_does_not_keep_up_is_told_everything_again(
+async def test_a_router_that_does_not_keep_up_receives_everything_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with router(folder, "one") as one:

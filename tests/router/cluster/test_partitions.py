@@ -87,7 +87,7 @@ def rig(key_file: Path, tokenizer_dir: Path, leak_guard: LeakGuard) -> Iterator[
             yield Rig(lab, key_file, *found)
 
 
-async def test_who_is_cut_off_is_missed_by_nobody_or_in_time(rig: Rig) -> None:
+async def test_an_instance_that_is_cut_off_is_not_missed_or_declared_dead_in_time(rig: Rig) -> None:
     """For as long as networks fail over: no request fails, no instance is dead. For longer: the others
     answer, requests that had begun end with an error, and when the instance is back the router trusts its
     present reports."""

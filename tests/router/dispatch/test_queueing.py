@@ -141,7 +141,7 @@ async def test_a_fleet_that_grows_is_noticed() -> None:
     assert await task == pytest.approx(0.3)
 
 
-async def test_the_displaced_are_told_at_once() -> None:
+async def test_a_displaced_request_is_refused_at_once() -> None:
     rig = Rig(0, size=1)
     less, _ = rig.start("less")
     await turns()

@@ -218,7 +218,7 @@ async def test_a_worker_that_dies_in_mid_stream_ends_the_stream_with_an_error(
     assert router.metrics.registry.get_sample_value("sglang_ext_router_broken_streams_total") == 1.0
 
 
-async def test_nobody_listening_is_a_verdict_at_once(
+async def test_a_refused_connection_is_a_verdict_at_once(
     start_worker, start_router, client, unused_tcp_port
 ) -> None:
     worker = await start_worker()
@@ -322,7 +322,7 @@ async def test_no_delay_is_set_on_both_sides(start_worker, start_router, client)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_a_client_that_asks_whether_to_go_on_is_told_to(start_worker, start_router) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(start_worker, start_router) -> None:
     router = await start_router(await start_worker())
     body = json.dumps(PROMPTS["/generate"]).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))

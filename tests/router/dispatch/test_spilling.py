@@ -112,7 +112,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_both_are_told(rig: Rig) -> None:
+def test_both_instances_get_their_commands(rig: Rig) -> None:
     rig.said()
     (first, export), (second, fetch) = rig.round()
     assert (first, second) == ("a", "b")
@@ -149,7 +149,7 @@ def test_a_tenant_with_many_conversations_holds_up_no_other(rig: Rig) -> None:
     assert key_of(999) in exported
 
 
-def test_nothing_is_remembered_where_nobody_keeps_anything() -> None:
+def test_nothing_is_remembered_where_no_instance_keeps_kv_for_others() -> None:
     rig = Rig()
     rig.channels.limits = {}
     rig.round()
@@ -159,7 +159,7 @@ def test_nothing_is_remembered_where_nobody_keeps_anything() -> None:
     assert rig.round() == []
 
 
-def test_once_it_is_kept_nothing_more_is_told(rig: Rig) -> None:
+def test_a_kept_conversation_causes_no_more_commands(rig: Rig) -> None:
     rig.said()
     rig.ended(rig.round())
     assert rig.round() == []
@@ -189,7 +189,7 @@ def test_a_tenant_s_budget_counts_what_is_under_way_and_what_is_kept() -> None:
     assert b"\1" * len(KEY) in [message.tokens for _, message in rig.round() if isinstance(message, Fetch)]
 
 
-def test_what_nobody_holds_any_more_is_forgotten_and_hides_nothing(rig: Rig) -> None:
+def test_conversations_without_a_holder_are_forgotten_and_hide_nothing(rig: Rig) -> None:
     for number in range(5 * LOOKS):
         key = number.to_bytes(4, "little") * (len(KEY) // 4)
         rig.said(key, session=f"s{number}", id=f"r{number}")

@@ -109,7 +109,7 @@ def test_routers_share_what_they_saw_and_repeating_it_changes_nothing() -> None:
     assert refused(later, "x")
 
 
-def test_requests_are_told_apart_by_tenant_path_and_body() -> None:
+def test_requests_are_distinguished_by_tenant_path_and_body() -> None:
     requests = ((TARGET, b"1"), (TARGET, b"2"), ("/v1/completions", b"1"))
     digests = {digest_of_request("", *each) for each in requests}
     digests |= {digest_of_request("a-", *each) for each in requests}

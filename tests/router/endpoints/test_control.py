@@ -278,7 +278,7 @@ async def test_a_request_is_explained(start_worker, start_router, client) -> Non
         assert answer.status == 404
 
 
-async def test_an_estimate_is_told_beside_what_was_observed(start_worker, start_router, client) -> None:
+async def test_explain_shows_an_estimate_beside_the_observation(start_worker, start_router, client) -> None:
     worker = await start_worker()
     router = await start_router(worker)
     body, headers = {**BODY, "stream": True}, {"x-request-id": "one"}

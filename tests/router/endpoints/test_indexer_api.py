@@ -21,7 +21,7 @@ async def ask(client, router, key: str = "", **body: Any) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-async def test_each_instance_is_told_with_its_media(start_worker, start_router, client) -> None:
+async def test_each_instance_is_listed_with_its_media(start_worker, start_router, client) -> None:
     one, two = await start_worker(name="m"), await start_worker(name="m")
     router = await start_router(one, two)
     router.trees.confirm(("tokens", None, None, None), encode_tokens(TOKENS), one.url)

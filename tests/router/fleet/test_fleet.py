@@ -91,7 +91,7 @@ def test_over_a_network_silence_is_given_more_time_and_a_refused_connection_none
     assert fleet.missed(far, "late") is State.DOWN
 
 
-def test_a_restart_is_told_from_a_hiccup() -> None:
+def test_a_restart_is_distinguished_from_a_hiccup() -> None:
     restarted: list[str] = []
     fleet = Fleet(("a",))
     fleet.restarted.subscribe(restarted.append)
@@ -433,7 +433,7 @@ def test_requests_of_other_routers_count_as_load() -> None:
         assert fleet.usable()[0].in_flight == 8
 
 
-def test_whoever_listens_hears_every_event() -> None:
+def test_subscribers_receive_every_event() -> None:
     heard: list[tuple[str, Event, State, State]] = []
     fleet = Fleet()
     fleet.happened.subscribe(lambda row, event, before: heard.append((row.name, event, before, row.state)))

@@ -90,7 +90,7 @@ async def test_what_is_refused_is_said_once_and_dropped(start_worker, start_rout
     assert "unknown_session" in said[0].getMessage()
 
 
-def test_a_router_that_is_not_there_stops_nobody() -> None:
+def test_a_missing_router_does_not_block_its_clients() -> None:
     with Hints(f"http://127.0.0.1:{free_port()}") as hints:
         for _ in range(5):
             hints.hint(session="s")

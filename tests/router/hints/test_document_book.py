@@ -96,7 +96,7 @@ def test_what_was_deleted_is_remembered_until_it_would_have_expired() -> None:
     book.check()
 
 
-def test_a_restarted_instance_holds_nothing_back_until_it_is_told() -> None:
+def test_a_restarted_instance_holds_nothing_back_until_the_hint_is_sent_again() -> None:
     book = DocumentBook(DocumentLimits())
     known = entry("d", blocks=100, instances=2)
     known.leases = {"one": Lease(50.0, sent=True), "two": Lease(50.0, sent=True)}

@@ -143,7 +143,9 @@ async def test_it_is_listed_replaced_and_deleted(start_worker, start_router, cli
     assert (status, body["error"]["param"]) == (404, "document_ids[1]")
 
 
-async def test_an_instance_is_told_again_and_again_while_it_lives(start_worker, start_router, client) -> None:
+async def test_a_document_is_announced_again_and_again_while_it_lives(
+    start_worker, start_router, client
+) -> None:
     worker = await start_worker()
     router = await start_router(worker)
     links = link(router)

@@ -145,7 +145,7 @@ async def test_what_is_below_hbm_is_brought_and_the_client_can_see_it(
     assert json.loads(events[-2])["state"] == "ready"
 
 
-async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
+async def test_an_unanswered_hint_is_sent_again_on_a_new_channel(
     start_worker, start_router, client, monkeypatch
 ) -> None:
     """The hint, or the answer, may be lost with the channel: it is never taken for done."""
@@ -180,7 +180,7 @@ async def test_what_an_agent_has_not_answered_it_is_told_again_on_a_new_channel(
 
 
 @pytest.mark.parametrize("why", ["taken back", "taken for dead"])
-async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
+async def test_the_end_of_a_hint_is_sent_again_on_a_new_channel(
     why: str, start_worker, start_router, client, monkeypatch
 ) -> None:
     """Otherwise, if the message was lost with the former channel, it holds KV back for the hint's full
@@ -209,7 +209,7 @@ async def test_an_agent_is_told_again_on_a_new_channel_that_a_hint_has_ended(
     assert links.withdrawn() == [told["id"]], "it knows by itself when the time is over"
 
 
-async def test_the_agent_is_told_when_the_request_has_come(
+async def test_the_agent_gets_a_withdrawal_when_the_request_has_come(
     start_worker, start_router, client, monkeypatch
 ) -> None:
     router = await start_router(await start_worker())
@@ -289,7 +289,7 @@ async def test_a_stream_ends_with_its_hint(start_worker, start_router, client, m
     assert rest.rstrip().endswith("data: [DONE]")
 
 
-async def test_an_instance_that_computes_is_told_of_what_nobody_has(
+async def test_an_instance_that_computes_ahead_gets_hints_of_uncached_prompts(
     start_worker, start_router, client
 ) -> None:
     worker = await start_worker()
@@ -512,7 +512,7 @@ async def test_an_envelope_of_thousands_costs_as_much_as_one_of_a_few(
         ({"input_ids": [5] * 250_000}, "context_length_exceeded"),
     ],
 )
-async def test_a_hint_that_nobody_can_be_told_of_is_refused(
+async def test_a_hint_that_does_not_fit_a_message_or_a_context_is_refused(
     body: Any, code: str, start_worker, start_router, client
 ) -> None:
     length = 200_000 if code == "context_length_exceeded" else 1 << 20

@@ -62,7 +62,7 @@ def test_an_older_word_changes_nothing_and_what_has_ended_does_not_come_back() -
     assert copies.get("a") is None
 
 
-def test_what_repeats_a_hint_is_told_from_what_follows_it() -> None:
+def test_a_repeated_hint_is_distinguished_from_its_successor() -> None:
     copies = RemoteHints()
     copies.learn(status(session="s"), 0.0)
     for offered, same in (

@@ -57,7 +57,7 @@ async def test_too_large_a_body_is_refused(how: str) -> None:
         assert rig.echo.requests == []
 
 
-async def test_who_asks_whether_to_send_the_body_is_told_to(rig: Rig) -> None:
+async def test_a_client_that_asks_whether_to_send_the_body_gets_100_continue(rig: Rig) -> None:
     wire = await rig.connect()
     message = post("/x", b"12345", "Expect: 100-continue")
     wire.send(b"GET /gate HTTP/1.1\r\nHost: h\r\n\r\n" + message[:-5])

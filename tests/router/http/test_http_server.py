@@ -342,7 +342,7 @@ async def test_stopping_cuts_what_does_not_end() -> None:
 
 
 @pytest.mark.parametrize("hurried", [False, True])
-async def test_stopping_waits_as_long_as_it_is_told_to_or_until_it_is_hurried(hurried: bool) -> None:
+async def test_stopping_waits_for_the_grace_period_or_until_it_is_hurried(hurried: bool) -> None:
     async with running(grace_s=3600.0) as rig:
         wire = await rig.connect()
         wire.send(b"GET /held-stream HTTP/1.1\r\nHost: h\r\n\r\n")

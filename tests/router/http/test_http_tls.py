@@ -91,7 +91,9 @@ async def test_certificates_are_read_beside_the_event_loop(certificate: tuple[st
     assert read_in[0] is not threading.current_thread()
 
 
-async def test_a_worker_that_nobody_vouches_for_is_not_connected_to(certificate: tuple[str, str]) -> None:
+async def test_a_worker_with_an_untrusted_certificate_is_not_connected_to(
+    certificate: tuple[str, str],
+) -> None:
     upstream = HttpUpstream(tls=lambda: worker_context(None))
     async with running(tls=server_context(*certificate)) as rig:
         with pytest.raises(ConnectFailed, match="certificate"):

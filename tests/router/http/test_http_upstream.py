@@ -207,7 +207,7 @@ async def test_a_reader_that_is_slow_slows_the_worker(upstream: HttpUpstream, wo
 # -- failures ----------------------------------------------------------------------------------------
 
 
-async def test_nobody_listens(upstream: HttpUpstream, unused_tcp_port: int) -> None:
+async def test_a_refused_connection_is_an_error(upstream: HttpUpstream, unused_tcp_port: int) -> None:
     with pytest.raises(ConnectFailed, match="cannot connect"):
         await upstream.open("POST", f"http://127.0.0.1:{unused_tcp_port}/")
 

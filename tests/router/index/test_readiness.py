@@ -27,7 +27,7 @@ TENANT = (None, None)
 TOKENS = 40 * BLOCK
 
 
-def test_a_router_is_ready_when_nobody_is_awaited() -> None:
+def test_a_router_is_ready_when_it_awaits_no_instance() -> None:
     readiness = Readiness(10.0)
     assert readiness.look(0.0, [], []) is State.IDLE
     assert readiness.look(1.0, ["a", "b"], ["a", "b"]) is State.WAITING
@@ -190,7 +190,7 @@ async def test_the_wait_for_one_that_never_tells_ends(
     assert (await ask(router, client, 1))[1] == "no-prefix", "it is one like those that never tell"
 
 
-async def test_nobody_waits_for_what_does_not_tell(start: Start, client: Any) -> None:
+async def test_a_router_does_not_wait_for_instances_that_publish_no_events(start: Start, client: Any) -> None:
     router, _ = await start(tells=False)
     assert (await ready(router, client))[0] == 200
     assert (await ask(router, client, 1))[1] == "no-prefix"

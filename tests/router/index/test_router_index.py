@@ -157,7 +157,7 @@ def test_what_passes_by_counts_for_stock_servers_only(index: Index) -> None:
     assert index.match(adapted, key(1, 2)) == {"a": Match(8, own=True)}
 
 
-def test_whose_answers_are_worth_reading_is_told(index: Index) -> None:
+def test_the_index_learns_from_answers_of_instances_without_events(index: Index) -> None:
     Reporter(index, "a")
     text = ("text", None, None, None)
     assert not index.learns_of(NS, "a")

@@ -148,7 +148,7 @@ def test_who_can_fetch_from_whom(changes: dict[str, Any], expected: bool) -> Non
     assert fetches_everywhere(FLEET, fetching(channels)._costs) is expected
 
 
-def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
+def test_an_instance_fetches_neither_from_itself_nor_from_a_silent_agent() -> None:
     assert not Channels().can_fetch("a", "a")
     assert not Channels().can_fetch("a", "z")
     assert not fetches_everywhere(FLEET[:1], fetching()._costs)
@@ -178,7 +178,7 @@ def splitting(**registered: Any) -> tuple[Fetching, Channels]:
     return fetching(channels), channels
 
 
-def test_another_instance_is_told_to_compute_the_beginning() -> None:
+def test_another_instance_gets_the_command_to_compute_the_beginning() -> None:
     found, channels = splitting()
     note = carried_out(found, Decision("a", Reason.NO_PREFIX), FLEET, {}, split=TERMS)
     assert note is not None
@@ -283,7 +283,7 @@ def test_the_policys_word_counts() -> None:
 # -- telling ----------------------------------------------------------------------------------------
 
 
-def test_both_are_told_the_same_loan() -> None:
+def test_both_instances_get_the_same_loan() -> None:
     channels = Channels()
     assert fetch_from_b(fetching(channels))
     (holder, export), (chosen, fetch) = channels.sent
@@ -314,7 +314,7 @@ def test_what_cannot_be_moved_is_left_alone(made: list[Encoded]) -> None:
     assert channels.sent == []
 
 
-def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
+def test_without_an_export_sent_there_is_no_fetch() -> None:
     channels = Channels(deaf={"b"})
     note = fetch_from_b(fetching(channels))
     assert note is not None

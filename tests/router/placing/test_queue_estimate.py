@@ -312,7 +312,7 @@ def test_an_uncalibrated_fleet_is_learnt(actual) -> None:
     assert costs.exec_s(instance("a"), 2000, 0) == pytest.approx(DEFAULT)
 
 
-def test_a_slow_instance_is_told_from_the_others_and_forgiven_in_time() -> None:
+def test_a_slow_instance_is_distinguished_from_the_others_and_forgiven_in_time() -> None:
     clock = Clock()
     costs = router_costs(CostModel(), clock)
     for _ in range(20):

@@ -280,7 +280,7 @@ def test_who_can_begin(fleet, names) -> None:
 
 
 @pytest.mark.parametrize("policy", ["cost", "prompt-tree", "auto"])
-def test_a_popular_prefix_that_everybody_holds_pulls_nobody(policy) -> None:
+def test_a_prefix_that_all_instances_hold_attracts_no_requests(policy) -> None:
     """Requests that never end, one prefix held by all: each instance gets its share."""
     in_flight = dict.fromkeys("abcd", 0)
     for number in range(40):

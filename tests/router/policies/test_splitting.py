@@ -125,7 +125,7 @@ def test_with_chunks_only_one_pass_of_each_runs_beside_the_other() -> None:
     ("matches", "least"),
     [({"a": Match(8000)}, 8000), ({"t": Match(2000)}, 2000), ({"a": Match(4000), "t": Match(2000)}, 4000)],
 )
-def test_what_somebody_has_is_not_cut(matches: Mapping[str, Match], least: int) -> None:
+def test_a_cached_part_is_not_cut(matches: Mapping[str, Match], least: int) -> None:
     found = split(matches=matches)
     assert found is not None
     assert found.tokens > least

@@ -168,7 +168,7 @@ def test_a_session_is_the_tenant_s_own() -> None:
     assert admitted(CHAT, TENANT, rules, headers)[0].session == TENANT.scope + "s"
 
 
-def test_priority_and_what_nobody_has_judged() -> None:
+def test_priority_is_kept_and_unknown_fields_are_dropped() -> None:
     assert admitted(CHAT, TENANT)[0].priority == 3
     assert admitted(CHAT, TENANT, priority=1)[0].priority == 1
     result, body = admitted(

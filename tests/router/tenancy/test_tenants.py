@@ -330,7 +330,7 @@ async def test_a_salt_cannot_be_smuggled_in(start_worker, start_router, client, 
     assert not any(set(STEERING) & set(request[2]) for request in worker.requests)
 
 
-async def test_headers_that_steer_a_worker_are_nobodys(start_worker, start_router, client) -> None:
+async def test_headers_that_steer_a_worker_are_dropped(start_worker, start_router, client) -> None:
     worker = await start_worker()
     router = await start_router(worker)
     headers = {**STEERING, "x-else": "stays", "cookie": "stays=1", "x-sglext-return-input-ids": "1"}

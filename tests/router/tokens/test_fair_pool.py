@@ -120,7 +120,7 @@ async def test_what_is_not_waited_for_any_more_is_not_begun(one: FairPool) -> No
     assert one.running == 0
 
 
-async def test_what_it_took_is_told_in_any_case(one: FairPool) -> None:
+async def test_the_time_spent_is_reported_in_any_case(one: FairPool) -> None:
     spent: list[float] = []
 
     def fails() -> None:
