@@ -125,6 +125,11 @@ class _Span(Move):
     fetch: _Fetch
     may_start: bool = False
 
+    def wait_until(self, until: float | None) -> None:
+        """The request of the fetch waits until then, on this rank's clock; None for no request."""
+        self.fetch.wait_until = until
+        self.deadline = math.inf if until is None else until
+
 
 class Fetches(MovePlanner):
     """See the module's docstring."""
@@ -155,7 +160,7 @@ class Fetches(MovePlanner):
             if other.wish.namespace == wish.namespace and other.wish.key.startswith(wish.key):
                 # A request waits for that instead.
                 if other.wait_until is None:
-                    self._wait_until(other, span, wish.wait_until)
+                    span.wait_until(wish.wait_until)
                 self._decline(wish, FetchEnd.JOINED)
                 return
         whole = len(wish.key) // self._step
@@ -176,13 +181,8 @@ class Fetches(MovePlanner):
         span = self._active[fetch] = _Span(
             planner=self, fetch=fetch, whole=True, onward=not fetch.wish.for_others
         )
-        self._wait_until(fetch, span, fetch.wait_until)
+        span.wait_until(fetch.wait_until)
         self._moves.want(span)
-
-    def _wait_until(self, fetch: _Fetch, span: _Span, until: float | None) -> None:
-        """The request of a fetch waits until then, on this rank's clock; None for no request."""
-        fetch.wait_until = until
-        span.deadline = math.inf if until is None else until
 
     def _decline(self, wish: Wish, how: FetchEnd) -> None:
         """Begin nothing, and let the peers release their exports, which would otherwise stay locked there
