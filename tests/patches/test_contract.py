@@ -16,7 +16,7 @@ import pytest
 
 from scripts.following.differences import differences
 from sglang_ext.patches.contract.calls import Shape, refused
-from sglang_ext.patches.contract.check import Report
+from sglang_ext.patches.contract.needs import Report
 from sglang_ext.patches.contract.places import (
     NoSourceError,
     check_contract,

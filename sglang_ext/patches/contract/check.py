@@ -9,9 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 from sglang_ext.patches.contract import pads
 from sglang_ext.patches.contract.calls import (
@@ -22,40 +20,11 @@ from sglang_ext.patches.contract.calls import (
     is_static,
     refused,
 )
+from sglang_ext.patches.contract.needs import SGLANG, Broken, Needs, Report
 from sglang_ext.patches.contract.source import Found, Function, Imported, Module, Source
 from sglang_ext.patches.contract.types import Types
 
-SGLANG: Final = "sglang"
-
 _DOTTED = re.compile(r"sglang(\.\w+)+")
-
-
-@dataclass(frozen=True)
-class Broken:
-    """Something that we need and SGLang has not: the place that needs it, its name, and the difference."""
-
-    at: str
-    need: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.at}: {self.need}: {self.problem}"
-
-
-@dataclass
-class Report:
-    """The needs that were checked, by kind, and those that SGLang does not meet."""
-
-    needs: dict[str, set[str]] = field(default_factory=dict)
-    broken: list[Broken] = field(default_factory=list)
-    targets: set[str] = field(default_factory=set)
-    """The functions that patches replace or hook."""
-    classes: list[Found] = field(default_factory=list)
-    """Ours."""
-    below: dict[str, set[str]] = field(default_factory=dict)
-
-    def counts(self) -> str:
-        return ", ".join(f"{len(paths)} {kind}" for kind, paths in sorted(self.needs.items()))
 
 
 def check(source: Source, modules: Iterable[Module]) -> Report:
@@ -82,16 +51,8 @@ class _Reader:
         self._source = source
         self._module = module
         self._report = report
+        self._needs = Needs(source, module, report)
         self._types = Types(source, module)
-
-    # -- telling ------------------------------------------------------------------------------------------
-
-    def _need(self, kind: str, what: str, node: ast.AST, problem: str = "") -> None:
-        self._report.needs.setdefault(kind, set()).add(what)
-        if problem:
-            path = self._module.path
-            at = f"{path.parent.name}/{path.name}:{getattr(node, 'lineno', 0)}"
-            self._report.broken.append(Broken(at, what, problem))
 
     # -- hooks and targets --------------------------------------------------------------------------------
 
@@ -108,7 +69,7 @@ class _Reader:
             elif node.func.id == "Patch":
                 named = [each.value for each in node.keywords if each.arg == "targets"]
                 for given in [*named, *node.args[3:4]]:
-                    paths = [text for each in getattr(given, "elts", ()) if (text := self._text(each))]
+                    paths = [text for each in getattr(given, "elts", ()) if (text := self._needs.text(each))]
                     self._report.targets.update(paths)
                     self._replacements(paths)
 
@@ -123,13 +84,13 @@ class _Reader:
             if isinstance(target, Found) and isinstance(target.node, Function) and mine is not None:
                 theirs = _with_first(Shape.of(target.node, bound=False), 0, target)
                 problem = Shape.of(mine, bound=False).cannot_stand_for(theirs)
-                self._need("hooks", path, mine, problem and f"its replacement {problem}")
+                self._needs.need("hooks", path, mine, problem and f"its replacement {problem}")
 
     def _hook(self, node: ast.Call, hooked: dict[tuple[str, str], dict[str, Found]]) -> None:
-        path, kind = self._text(node.args[0]), self._text(node.args[1])
+        path, kind = self._needs.text(node.args[0]), self._needs.text(node.args[1])
         ours = self._source.resolve(self._module, node.args[2])
         if path is None:
-            self._need(
+            self._needs.need(
                 "hooks", ast.unparse(node), node, "its target is not written out, and cannot be checked"
             )
             return
@@ -143,7 +104,7 @@ class _Reader:
         first = 0 if kind == "before" else 1
         bound = _with_first(Shape.of(theirs, bound=False), first, target)
         problem = Shape.of(mine, bound=False).cannot_stand_for(bound)
-        self._need("hooks", f"{path} ({kind})", node, problem and f"{mine.name} {problem}")
+        self._needs.need("hooks", f"{path} ({kind})", node, problem and f"{mine.name} {problem}")
         types = hooked.setdefault((ours.module.name, mine.name), {})
         arguments = mine.args.args[first:]
         for at, (own, their) in enumerate(zip(arguments, theirs.args.args, strict=False)):
@@ -155,48 +116,16 @@ class _Reader:
             if found is not None and not self._types.knows(own.arg):
                 types[own.arg] = found
 
-    def _text(self, node: ast.AST) -> str | None:
-        """The string that an expression of constants is."""
-        match node:
-            case ast.Constant(value=str(value)):
-                return value
-            case ast.Name(id=name):
-                entry = self._module.names.get(name)
-                return (
-                    self._text(entry.value)
-                    if isinstance(entry, ast.Assign | ast.AnnAssign) and entry.value
-                    else None
-                )
-            case ast.JoinedStr(values=parts):
-                texts = [
-                    self._text(each.value if isinstance(each, ast.FormattedValue) else each) for each in parts
-                ]
-                return None if None in texts else "".join(each for each in texts if each is not None)
-        return None
-
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, hooked: Mapping[tuple[str, str], dict[str, Found]]) -> None:
         self._hooked = hooked
         for node in ast.walk(self._module.tree):
             if isinstance(node, ast.JoinedStr | ast.Constant):
-                path = self._text(node)
+                path = self._needs.text(node)
                 if path and _DOTTED.fullmatch(path):
-                    self._exists(path, node)
+                    self._needs.exists(path, node)
         self._body(self._module.tree.body, {}, {})
-
-    def _exists(self, path: str, node: ast.AST) -> None:
-        there = self._source.find(path) is not None or self._field(path)
-        self._need("names", path, node, "" if there else "is gone")
-
-    def _field(self, path: str) -> bool:
-        owner, _, name = path.rpartition(".")
-        cls = self._source.find(owner)
-        return (
-            isinstance(cls, Found)
-            and isinstance(cls.node, ast.ClassDef)
-            and name in self._source.members(cls).found
-        )
 
     def _body(
         self, body: Iterable[ast.AST], scope: dict[str, Found | None], local: dict[str, Imported]
@@ -233,11 +162,11 @@ class _Reader:
         for name, entry in self._module.imports(node).items():
             local[name] = entry
             if entry.module == SGLANG or entry.module.startswith(f"{SGLANG}."):
-                self._exists(f"{entry.module}.{entry.member}" if entry.member else entry.module, node)
+                self._needs.exists(f"{entry.module}.{entry.member}" if entry.member else entry.module, node)
         if isinstance(node, ast.Import):
             for each in node.names:
                 if each.name.startswith(f"{SGLANG}."):
-                    self._exists(each.name, node)
+                    self._needs.exists(each.name, node)
 
     def _function(
         self,
@@ -269,34 +198,6 @@ class _Reader:
 
     # -- the checks ---------------------------------------------------------------------------------------
 
-    def _theirs(self, cls: Found) -> bool:
-        """Whether a class is SGLang's, or built on one of SGLang's."""
-        return any(
-            each.module.name.startswith(f"{SGLANG}.") for each in [cls, *self._source.members(cls).bases]
-        )
-
-    def _below(self, owner: Found) -> set[str]:
-        """Attributes that its module sets from outside, and classes there and of ours that may replace it."""
-        if owner.path not in self._report.below:
-            line = {owner.path, *(each.path for each in self._source.members(owner).bases)}
-            beside = [
-                Found(f"{owner.module.name}.{node.name}", owner.module, node)
-                for node in owner.module.tree.body
-                if isinstance(node, ast.ClassDef)
-            ]
-            outside = {
-                node.attr
-                for node in ast.walk(owner.module.tree)
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            }
-            self._report.below[owner.path] = outside | {
-                name
-                for cls in [*self._report.classes, *beside]
-                if line & {each.path for each in self._source.members(cls).bases}
-                for name in self._source.members(cls).found
-            }
-        return self._report.below[owner.path]
-
     def _member(
         self, node: ast.Attribute, scope: Mapping[str, Found | None], local: Mapping[str, Imported]
     ) -> None:
@@ -308,21 +209,14 @@ class _Reader:
             if isinstance(node.value, ast.Name) and node.value.id in scope:
                 return
             owner = found
-        self._has(owner, node.attr, node)
-
-    def _has(self, owner: Found, name: str, node: ast.AST) -> None:
-        if not self._theirs(owner) or name.startswith("__"):
-            return
-        members = self._source.members(owner)
-        there = name in members.found or members.open or name in self._below(owner)
-        self._need("members", f"{owner.path}.{name}", node, "" if there else "is gone")
+        self._needs.has(owner, node.attr, node)
 
     def _call(self, node: ast.Call, scope: Mapping[str, Found | None], local: Mapping[str, Imported]) -> None:
         match node:
             case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]):
                 owner = self._types.type(value, scope, local)
                 if owner is not None:
-                    self._has(owner, name, node)
+                    self._needs.has(owner, name, node)
                 return
         found = self._types.callee(node.func, scope, local)
         if not isinstance(found, Found) or not found.path.startswith(f"{SGLANG}."):
@@ -340,7 +234,7 @@ class _Reader:
         else:
             return
         if shape is not None:
-            self._need("calls", found.path, node, refused(node, shape))
+            self._needs.need("calls", found.path, node, refused(node, shape))
 
     def _class(self, node: ast.ClassDef, scope: dict[str, Found | None], local: dict[str, Imported]) -> None:
         path = f"{self._module.name}.{node.name}"
@@ -351,7 +245,7 @@ class _Reader:
         extended = path in {each.path for each in bases}
         for name, member in members.found.items() if theirs and not extended else ():
             if member.method is not None and is_abstract(member.method):
-                self._need("overrides", f"{member.owner.path}.{name}", node, f"{node.name} lacks it")
+                self._needs.need("overrides", f"{member.owner.path}.{name}", node, f"{node.name} lacks it")
         for base in theirs:
             for name, their in self._source.members(base).found.items():
                 mine = members.found.get(name)
@@ -364,7 +258,7 @@ class _Reader:
                 problem = Shape.of(mine.method, bound=not is_static(mine.method)).cannot_stand_for(
                     Shape.of(their.method, bound=not is_static(their.method))
                 )
-                self._need(
+                self._needs.need(
                     "overrides",
                     f"{their.owner.path}.{name}",
                     mine.method,

@@ -13,7 +13,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_ext.patches.contract.check import Report, check, modules_in
+from sglang_ext.patches.contract.check import check, modules_in
+from sglang_ext.patches.contract.needs import Report
 from sglang_ext.patches.contract.source import Module, Source
 from sglang_ext.patches.versions import installed_sglang_version, seam_of
 
