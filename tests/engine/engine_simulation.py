@@ -254,7 +254,6 @@ class Rank:
                     config,
                     self.tree,
                     self.tier,
-                    self.dram_holder,
                     self.arena,
                     self.moves,
                     stream=scenario.stream,

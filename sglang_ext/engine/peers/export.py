@@ -20,7 +20,7 @@ All methods run in the scheduler's thread, on every rank between the same two pa
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -28,7 +28,8 @@ import numpy as np
 from sglang_ext.clock import Clock
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.promotion import Promoted, Wanted
+from sglang_ext.engine.tiers.promotion import DiskWait, Wanted
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Node, RadixTree
@@ -64,20 +65,6 @@ class ExportLink(Protocol):
     def close(self) -> None: ...
 
 
-class FromDisk(Protocol):
-    """The methods of ``engine.tiers.promotions.Promotions`` that exporting uses."""
-
-    def begin(self, handle: Hashable, wanted: Wanted) -> None: ...
-
-    def ready(self, handle: Hashable) -> bool: ...
-
-    def brought(self, handle: Hashable) -> Promoted | None: ...
-
-    def release(self, handle: Hashable) -> None: ...
-
-    def expected_s(self, handle: Hashable) -> float: ...
-
-
 @dataclass
 class ExportCounters:
     """Blocks, since the start."""
@@ -106,6 +93,8 @@ class _Asked:
     until: float
     leaving: bool = False
     share: int = 0
+    waits: list[DiskWait] = field(default_factory=list)
+    """For its blocks on disk."""
     answered: bool = False
     """The reader has received the time that the disk takes."""
 
@@ -137,7 +126,7 @@ class Exports:
         link: ExportLink,
         ranks: Ranks,
         clock: Clock,
-        below: Sequence[FromDisk] = (),
+        below: Sequence[Promotions] = (),
     ) -> None:
         self._tree = tree
         self._write_down = write_down
@@ -169,17 +158,17 @@ class Exports:
             step = self._tree.block_size * TOKEN_BYTES
             asked.share = max(0, min(len(key) // step, left))
             wanted = Wanted(namespace, key[: asked.share * step], AHEAD, request=asked)
-            for tier in self._below:
-                tier.begin(asked, wanted)
+            asked.waits = [tier.begin(asked, wanted) for tier in self._below]
 
     def _on_disk(self, asked: _Asked) -> bool:
         """Whether something of it is still being read from disk."""
-        reading = [] if asked.leaving else [tier for tier in self._below if not tier.ready(asked)]
-        seconds = 0.0 if asked.answered else max((tier.expected_s(asked) for tier in reading), default=0.0)
-        if seconds:
-            self._link.expect(asked.export, seconds)
-            asked.answered = True
-        return bool(reading)
+        reading = not all(wait.ready for wait in asked.waits)
+        if reading and not asked.answered:
+            seconds = max(tier.expected_s(asked) for tier in self._below)
+            if seconds:
+                self._link.expect(asked.export, seconds)
+                asked.answered = True
+        return reading
 
     def _copy(self, asked: _Asked) -> None:
         """Begin to copy to DRAM the blocks that are in HBM only."""
@@ -235,10 +224,10 @@ class Exports:
 
     def _release(self, asked: _Asked) -> None:
         """Bring no more blocks from disk for it."""
-        for tier in () if asked.leaving else self._below:
-            brought = tier.brought(asked)
-            if brought is not None:
-                self.counters.from_disk += brought.tokens // self._tree.block_size
+        for wait in asked.waits:
+            if wait.arrived is not None:
+                self.counters.from_disk += wait.arrived.tokens // self._tree.block_size
+        for tier in self._below:
             tier.release(asked)
 
     def _path(self, asked: _Asked) -> list[Node]:

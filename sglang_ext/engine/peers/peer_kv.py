@@ -10,11 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Protocol
 
 from sglang_ext.engine.moves.moves import Moves
-from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
+from sglang_ext.engine.peers.export import ExportLink, Exports
 from sglang_ext.engine.peers.fetch_results import FetchEnd, FetchResult
 from sglang_ext.engine.peers.fetches import Fetches, Reads, SpanWish, Wish
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
@@ -56,7 +57,7 @@ class PeerKv(Planner):
         moves: Moves,
         *,
         namespace: Callable[[str | None, str | None], Hashable],
-        below: Sequence[FromDisk] = (),
+        below: Sequence[Promotions] = (),
         fresh: Callable[[], bool] = lambda: True,
         on_result: Callable[[FetchResult], None] = lambda result: None,
         rank: int = 0,

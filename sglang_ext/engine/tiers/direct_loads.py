@@ -61,36 +61,24 @@ class DirectLoads(MovePlanner):
         self._dram_tier = dram_tier
         self._moves = moves
         self._ended = ended
-        self._of: dict[Hashable, DirectLoad] = {}
 
     def __repr__(self) -> str:
-        return f"DirectLoads({len(self._of)})"
-
-    @property
-    def handles(self) -> list[Hashable]:
-        """Requests that have a direct load and were not admitted yet."""
-        return list(self._of)
+        return f"DirectLoads({len(self._moves.of(self))})"
 
     def add(
         self, handle: Hashable, request: Hashable, parent: Node, start: int, blocks: int, get: Get
-    ) -> None:
+    ) -> DirectLoad:
         """A request may read these blocks, which continue ``parent``, when it is admitted."""
         load = DirectLoad(planner=self, request=request, parent=parent, get=get, start=start, blocks=blocks)
-        self._of[handle] = load
         self._dram_tier.store.tree.lock(parent, self._dram_tier.holder)
         self._moves.fill(load, None, None)
         self._moves.admit(load, handle)
+        return load
 
-    def get(self, handle: Hashable) -> DirectLoad | None:
-        """The direct load that the request may read, or is reading; None for none."""
-        return self._of.get(handle)
-
-    def drop(self, handle: Hashable) -> None:
+    def drop(self, load: DirectLoad) -> None:
         """The request was admitted or is gone. Unpins its blocks if it does not read them."""
-        load = self._of.pop(handle, None)
-        if load is None:
-            return
-        self._moves.release(handle)
+        if load.streams_to is not None:
+            self._moves.release(load.streams_to)
         if load.source is None:
             self._moves.cancel(load)
         self._dram_tier.store.tree.unlock(load.parent, self._dram_tier.holder)

@@ -1,19 +1,20 @@
-"""Around a promotion: the request for blocks that are not in memory, the look for them on the disk, and KV
-that has arrived for a request.
-"""
+"""A promotion, the request that waits for it, and the look for its blocks on the disk."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from sglang_ext.engine.tiers.block_names import BlockNames
+from sglang_ext.engine.moves.move import Move
+from sglang_ext.engine.moves.sources import FromDisk
+from sglang_ext.engine.tiers.block_names import NO_NAMES, BlockNames, Names
+from sglang_ext.engine.tiers.direct_loads import DirectLoad
 from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import Decision, LoadReport
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.layers import AHEAD
-from sglang_ext.tiered_store.loading.loader import Loader
+from sglang_ext.tiered_store.loading.loader import Load, Loader
 from sglang_ext.tiered_store.tier import BlockTier, Get
 from sglang_ext.tiers import Tier
 
@@ -70,6 +71,75 @@ class Look:
     def found(self) -> int:
         """Blocks that the disk has."""
         return 0 if self.get is None else self.get.blocks
+
+
+@dataclass(eq=False)
+class DiskWait:
+    """A request that waits for its blocks on disk, until it is admitted or gone.
+
+    move: its look, or the read that it waits for; None once that has ended. direct: a read straight to HBM,
+    for which it does not wait. arrived: KV that has come for it, locked in DRAM.
+    """
+
+    handle: Hashable
+    wanted: Wanted
+    move: Promotion | None = None
+    direct: DirectLoad | None = None
+    arrived: Promoted | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the request need not wait for the disk."""
+        return self.move is None or self.move.streams_to == self.handle
+
+    def brought(self, block: int) -> Promoted | None:
+        """The KV that has arrived, or that streams to the request; None for none. block: in tokens."""
+        if self.direct is not None:
+            return Promoted(self.direct.start * block, self.direct.blocks * block, self.direct.parent)
+        move = self.move
+        if move is None or move.streams_to != self.handle:
+            return self.arrived
+        assert move.reservation is not None
+        assert move.reservation.parent is not None
+        return Promoted(move.start * block, move.blocks * block, move.reservation.parent)
+
+    def lock(self, tree: RadixTree, dram: Holder, start: int, tokens: int, node: Node) -> None:
+        """KV has arrived, up to a node; it continues earlier KV."""
+        tree.lock(node, dram)
+        before = self.arrived
+        if before is not None:
+            tree.unlock(before.node, dram)
+            start, tokens = before.start, start - before.start + tokens
+        self.arrived = Promoted(start, tokens, node)
+
+    def unlock(self, tree: RadixTree, dram: Holder) -> None:
+        """Give up the KV that has arrived."""
+        if self.arrived is not None:
+            tree.unlock(self.arrived.node, dram)
+            self.arrived = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Promotion(Move):
+    """Blocks of a prompt that go from disk to DRAM; while it is wanted, the look for them.
+
+    wanted: of the request that began it. waits: the requests that wait for it. look: of this pass; None after
+    the ranks have agreed on it. sources: the tiers that have the blocks. ahead: a prefetch, for which no
+    request waits yet: it gives way to all other reads, without a deadline.
+    """
+
+    wanted: Wanted
+    waits: list[DiskWait]
+    ahead: bool
+    look: Look | None = None
+    names: Names = field(default_factory=lambda: NO_NAMES)
+    sources: Sources = ()
+
+    @property
+    def load(self) -> Load:
+        """The read that fills it."""
+        assert isinstance(self.source, FromDisk)
+        return self.source.load
 
 
 class DiskLook:
@@ -135,39 +205,3 @@ class DiskLook:
 
     def _bytes(self, look: Look) -> int:
         return look.chosen * self._tier.layout.block_bytes
-
-
-class Arrivals:
-    """KV that was brought for requests, locked in DRAM until they are admitted or gone."""
-
-    def __init__(self, tree: RadixTree, dram: Holder) -> None:
-        self._tree = tree
-        self._dram = dram
-        self._of: dict[Hashable, Promoted] = {}
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    @property
-    def handles(self) -> list[Hashable]:
-        """The requests."""
-        return list(self._of)
-
-    def get(self, handle: Hashable) -> Promoted | None:
-        """The KV that was brought for a request; None for none."""
-        return self._of.get(handle)
-
-    def add(self, handle: Hashable, start: int, tokens: int, node: Node) -> None:
-        """KV of a request has come, up to a node; it continues earlier KV of that request."""
-        self._tree.lock(node, self._dram)
-        before = self._of.get(handle)
-        if before is not None:
-            self._tree.unlock(before.node, self._dram)
-            start, tokens = before.start, start - before.start + tokens
-        self._of[handle] = Promoted(start, tokens, node)
-
-    def release(self, handle: Hashable) -> None:
-        """A request has been admitted or is gone."""
-        arrived = self._of.pop(handle, None)
-        if arrived is not None:
-            self._tree.unlock(arrived.node, self._dram)

@@ -172,7 +172,6 @@ def _promotions(build: Building) -> Promotions | None:
         config,
         build.store.tree,
         write_down.dram,
-        build.dram_holder,
         arena,
         build.moves,
         stream=stream,

@@ -12,6 +12,7 @@ from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.block_names import BlockNames
+from sglang_ext.engine.tiers.disk_reads import DiskReads
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
@@ -103,7 +104,6 @@ def promotions_from(
     config: KvConfig,
     tree: RadixTree,
     dram_tier: DramTier,
-    dram: Holder,
     arena: DramArena,
     moves: Moves,
     *,
@@ -118,18 +118,9 @@ def promotions_from(
         always=config.load_policy == "always",
         overlaps=stream,
     )
-    return Promotions(
-        tree,
-        dram_tier,
-        dram,
-        below,
-        disk,
-        Loader(_LOAD_BYTES),
-        BlockMemory.of_arena(arena),
-        policy,
-        moves,
-        stream=stream,
-    )
+    loader, memory = Loader(_LOAD_BYTES), BlockMemory.of_arena(arena)
+    reads = DiskReads(dram_tier, below, disk, loader, memory, policy, moves, stream=stream)
+    return Promotions(tree, disk, loader, reads)
 
 
 def acked_by(

@@ -1,7 +1,7 @@
 """Throw a prefill batch away, and run its requests again, when damaged KV has streamed into it.
 
 Change: a request may be admitted while its KV still comes from disk, layer by layer in front of the forward
-pass (``engine/tiers/promotions.py``). A damaged or unreadable layer is detected only when the pass has run.
+pass (``engine/tiers/disk_reads.py``). A damaged or unreadable layer is detected only when the pass has run.
 Then every request of the batch goes back to the queue the way SGLang retracts requests: nothing of it enters
 the tree, its slots are freed, and its result is skipped. Three hooks:
 

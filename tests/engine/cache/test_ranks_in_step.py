@@ -76,7 +76,7 @@ class LateLayers(WrappedTier):
 
     def watch(self, promotions: Promotions) -> None:
         """Learn when a pass begins to stream."""
-        load = promotions.load
+        load = promotions.reads.load
 
         def streaming(*arguments: Any) -> None:
             with self._state:
@@ -84,7 +84,7 @@ class LateLayers(WrappedTier):
                 self._state.notify_all()
             load(*arguments)
 
-        promotions.load = streaming  # type: ignore[method-assign]
+        promotions.reads.load = streaming  # type: ignore[method-assign]
 
     def propose(self) -> Sequence[int]:
         with self._state:

@@ -100,7 +100,7 @@ def test_a_promotion_under_way_is_dropped() -> None:
         until(lambda: gate.reached, "the read to begin")
         before = rank.promotions.counters.promoted
         rank.scheduler.change_weights()
-        assert not rank.promotions.reading
+        assert not rank.promotions.reads.open
         finish(rank)
         assert rank.promotions.counters.promoted == before
         assert rank.scheduler.disk_tokens == 0

@@ -43,7 +43,7 @@ def from_disk(make_server: MakeServer) -> Iterator[Begun]:
     gate.tier.close_gate("get_layer")
     owner.rank.promotions.begin("request", Wanted((0, None, None), encode_tokens(tokens)))
     owner.rank.ranks.each_pass()
-    (move,) = owner.rank.moves.of(owner.rank.promotions)
+    (move,) = owner.rank.moves.of(owner.rank.promotions.reads)
     assert move.source is not None
     yield Begun(move.source, lambda: gate.tier.open_gate("get_layer"))
     owner.rank.promotions.drop_in_flight()

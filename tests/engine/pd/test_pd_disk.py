@@ -86,8 +86,8 @@ class Decode:
         assert self.rank.promotions is not None
         self.cache.check_hicache_events()
         held = (
-            self.rank.promotions.reading
-            or self.rank.promotions._arrivals
+            self.rank.promotions.reads.open
+            or self.rank.promotions._waits
             or self.cache.store.ledger.reservations
         )
         return not held

@@ -65,7 +65,7 @@ def nothing_is_held(owner: Server) -> None:
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
     assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
     assert owner.rank.promotions is not None
-    assert not owner.rank.promotions.reading
+    assert not owner.rank.promotions.reads.open
     owner.rank.cache.check()
 
 
@@ -220,7 +220,9 @@ def test_what_comes_too_late_is_given_up(make_server: MakeServer) -> None:
     assert not owner.peers.busy
     gate.open_gate("get_layer")
     assert owner.rank.promotions is not None
-    owner.passes_until(lambda: owner.rank.promotions is not None and not owner.rank.promotions.reading, "it")
+    owner.passes_until(
+        lambda: owner.rank.promotions is not None and not owner.rank.promotions.reads.open, "it"
+    )
     nothing_is_held(owner)
 
 

@@ -86,7 +86,7 @@ def passes(rank: Rank) -> list[PrefetchResult]:
         rank.check()
         if not prefetcher.busy:
             return prefetcher.take_ended()
-        if rank.promotions is not None and rank.promotions.reading:
+        if rank.promotions is not None and rank.promotions.reads.open:
             until(lambda: not _reading(rank), "the disk")
         rank.settle()
     raise AssertionError(f"it does not end: {prefetcher!r}")
@@ -95,7 +95,7 @@ def passes(rank: Rank) -> list[PrefetchResult]:
 def _reading(rank: Rank) -> bool:
     assert rank.promotions is not None
     rank.ranks.each_pass()
-    return rank.promotions.reading
+    return bool(rank.promotions.reads.open)
 
 
 def prefetch(rank: Rank, tokens: list[int], id: str = "session", **terms: Any) -> PrefetchResult:

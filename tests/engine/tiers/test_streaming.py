@@ -52,13 +52,13 @@ class LoosesALayer(WrappedTier):
     def watch(self, promotions: Promotions) -> None:
         """Learn when a pass begins to stream, which is not left to measured speeds."""
         promotions.policy.may_start = lambda *_: True  # type: ignore[method-assign]
-        load = promotions.load
+        load = promotions.reads.load
 
         def streaming(*arguments: Any) -> None:
             self._streams.set()
             load(*arguments)
 
-        promotions.load = streaming  # type: ignore[method-assign]
+        promotions.reads.load = streaming  # type: ignore[method-assign]
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
         if layer >= self._layer:
@@ -219,7 +219,7 @@ def is_whole(rank: Rank, answer: Req) -> bool:
     """The answer is that of a rank without a disk, and nothing is left locked or reading."""
     assert rank.promotions is not None
     rank.settle()  # DRAM stays locked until the disk has it
-    assert not rank.promotions.reading
+    assert not rank.promotions.reads.open
     assert not any(node.locks for node in rank.tree.nodes())
     again = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
     return len(answer.output_ids) == 3 and answer.output_ids == again.output_ids
@@ -260,7 +260,7 @@ def test_a_flush_survives_a_fault_that_is_not_the_disks(caplog: pytest.LogCaptur
         assert rank.tier is not None
         req = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
         rank.ranks.each_pass()
-        (promotion,) = rank.promotions._under_way.values()
+        (promotion,) = rank.promotions.reads.open
         until(lambda: promotion.load.over, "the end of the load")
         used = rank.tier.used_blocks
         rank.promotions.drop_in_flight()
