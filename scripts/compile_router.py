@@ -25,15 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sglang_ext"
 NATIVE = PACKAGE / "_native"
 ROUTER = (
-    "http/messages", "http/body", "http/reader", "http/connection", "http/responder", "http/state",
-    "http/upstream", "http/web_sites", "http/worker_connection", "index/memory", "index/prompt_trees",
-    "index/index", "policies/assembly", "policies/cost", "policies/prompt_tree", "policies/fleet_queries",
-    "policies/spans", "dispatch/choosing", "placing/costs", "placing/fetching", "dispatch/flight",
-    "dispatch/forwarding", "placing/placing", "placing/queue_estimate", "dispatch/queueing",
-    "dispatch/relaying", "fleet/fleet", "fleet/instance_record", "fleet/standing",
+    "http/body", "http/connection", "http/messages", "http/reader", "http/responder", "http/state",
+    "http/upstream", "http/web_sites", "http/worker_connection", "index/index", "index/memory",
+    "index/prompt_trees", "policies/assembly", "policies/cost", "policies/fleet_queries",
+    "policies/prompt_tree", "policies/spans", "dispatch/choosing", "dispatch/flight",
+    "dispatch/forwarding", "dispatch/move_calls", "dispatch/queueing",
+    "dispatch/relaying", "dispatch/suspects", "placing/costs", "placing/fetching", "placing/placing",
+    "placing/queue_estimate", "fleet/fleet", "fleet/instance_record", "fleet/standing",
     "telemetry/local_metrics", "telemetry/observability", "telemetry/record", "tenancy/admit",
-    "tenancy/request_fields", "api/generate", "api/prompts", "api/sse", "api/usage", "api/validation",
-    "tokens/prompt_tokenizer", "tokens/segments", "endpoints/generation", "endpoints/retry_budget",
+    "tenancy/bounded", "tenancy/budgets", "tenancy/rate", "tenancy/request_fields", "api/generate",
+    "api/prompts", "api/sse", "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments",
+    "tokens/tokenizing", "endpoints/charges", "endpoints/generation", "endpoints/retry_budget",
     "endpoints/routes", "app/service",
 )  # fmt: skip
 MODULES = (

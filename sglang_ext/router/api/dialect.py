@@ -100,7 +100,7 @@ class Dialect(ABC):
     summary: ClassVar[str]
     """For ``/openapi.json``."""
 
-    answered_by: ClassVar[frozenset[ModelKind]] = frozenset({ModelKind.GENERATES})
+    answered_by: ClassVar[tuple[ModelKind, ...]] = (ModelKind.GENERATES,)
     """Kinds of models whose servers answer it."""
 
     def check_model(self, kind: ModelKind) -> None:

@@ -52,7 +52,7 @@ _NAMES: Final[Json] = {name: schemas.ROUTING[name] for name in ("rid", "priority
 class Pooling(Dialect):
     """An API that generates no text. Its answers are not streamed."""
 
-    answered_by = frozenset({ModelKind.POOLS})
+    answered_by: ClassVar[tuple[ModelKind, ...]] = (ModelKind.POOLS,)
     takes_salt = False
     stream_type = ""
     kinds: ClassVar[Mapping[str, str]] = {}
@@ -199,7 +199,7 @@ class Score(Pooling):
 
     path = "/v1/score"
     summary = "Scores of items behind a query"
-    answered_by = frozenset(ModelKind)
+    answered_by = tuple(ModelKind)
     prompt_field = "items"
     own_fields = fields(
         """items label_token_ids apply_softmax item_first return_token_logprobs score_extraction_token"""
@@ -242,7 +242,7 @@ class Rerank(Pooling):
     path = "/v1/rerank"
     methods = frozenset({"POST", "PUT"})
     summary = "Documents in the order of how well they answer a query"
-    answered_by = frozenset(ModelKind)
+    answered_by = tuple(ModelKind)
     prompt_field = "documents"
     parts_in = ("query", "documents")
     own_fields = fields("documents instruct top_n return_documents")

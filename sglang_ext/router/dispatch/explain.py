@@ -21,13 +21,14 @@ from sglang_ext.router.policies import Fleet, Match
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.bounded import size_of
 from sglang_ext.router.tokens.encoded import Encoded
 
 LOGGED_BYTES = 2000
 """Memory of a logged request, without its keys and its fleet."""
 INSTANCE_BYTES = 16
 """Of a fleet, for an instance of it: a reference, and a share of the few that each request changes."""
+CHARACTER_BYTES = 4
+"""Of a text, at most."""
 MATCHING_UNITS = 16
 """Prompts of two namespaces count as the same beginning from so many tokens on."""
 
@@ -124,11 +125,16 @@ class RequestLog:
         Args:
             instances: how many the fleet has that it will keep with its choice.
         """
-        keys = sum([len(prompt.key) for prompt in logged.prompts])
-        # Prompts of one request have its names between them, each in one object.
-        names = {id(name): name for prompt in logged.prompts for name in prompt.namespace if name is not None}
-        texts = size_of(*names.values(), logged.record.request_id, logged.record.path)
-        logged.size_bytes = LOGGED_BYTES + keys + texts + INSTANCE_BYTES * instances
+        characters = len(logged.record.request_id) + len(logged.record.path)
+        size, names = LOGGED_BYTES + INSTANCE_BYTES * instances, set()
+        for prompt in logged.prompts:
+            size += len(prompt.key)
+            # Prompts of one request share the objects of its names.
+            for name in prompt.namespace:
+                if name is not None and id(name) not in names:
+                    names.add(id(name))
+                    characters += len(name)
+        logged.size_bytes = size + CHARACTER_BYTES * characters
         self._requests.append(logged)
         self.size_bytes += logged.size_bytes
         while self.size_bytes > self._max_bytes:

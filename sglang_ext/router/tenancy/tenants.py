@@ -296,16 +296,12 @@ class KeyRing:
         self._operator = None if api_key is None else self._conceal(_digest(api_key))
         self._callers: dict[bytes, Caller] = {}
         self._meters: dict[bytes, tuple[KeyEntry, Meter]] = {}
-        self._has_file = False
+        self.asks = self._operator is not None
+        """Whether a key is needed at all."""
         self.meters: tuple[Meter, ...] = ()
         """The meter of each key; another tuple after each ``replace``."""
         self.used: Signal[[Meter]] = Signal()
         """Something was used of a key's limits."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether a key is needed at all."""
-        return self._has_file or self._operator is not None
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -324,7 +320,7 @@ class KeyRing:
             )
             meters[concealed] = (entry, meter)
             callers[concealed] = Caller(entry.tenant, entry.priority, entry.admin, entry.salt, meter)
-        self._callers, self._meters, self._has_file = callers, meters, True
+        self._callers, self._meters, self.asks = callers, meters, True
         self.meters = tuple(meter for _, meter in meters.values())
 
     def caller(self, key: str | None) -> Caller | None:

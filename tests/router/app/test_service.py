@@ -120,10 +120,10 @@ async def test_a_bug_is_a_500_that_says_nothing_of_its_inside(
 ) -> None:
     router = await start_router(await start_worker())
 
-    async def broken(*args, **kwargs):
+    def broken(*args, **kwargs):
         raise ZeroDivisionError("inner detail")
 
-    monkeypatch.setattr("sglang_ext.router.tokens.tokenizing.TokenizerService.encode", broken)
+    monkeypatch.setattr("sglang_ext.router.api.dialect.Dialect.only_warms", broken)
     async with client.post(router.url + "/generate", json=BODY) as answer:
         assert answer.status == 500
         error = (await answer.json())["error"]

@@ -100,21 +100,21 @@ async def test_a_cancellation_at_every_await_leaves_nothing_behind(
     worker = await start_worker()
     router = await start_router(worker)
     gate = Gate()
+    payload = {**PROMPTS["/generate"], "stream": moment == "body"}
     if moment == "tokenize":
-        encode = router.tokenizers.encode
+        payload["text"] = "new " * 500  # too long to be tokenized outside of the pool
+        run = router.tokenizers.pool.run
 
-        async def gated(*args: Any, **kwargs: Any) -> Any:
+        async def gated(*args: Any) -> Any:
             await gate.wait()
-            return await encode(*args, **kwargs)
+            return await run(*args)
 
-        monkeypatch.setattr(router.tokenizers, "encode", gated)
+        monkeypatch.setattr(router.tokenizers.pool, "run", gated)
     elif moment == "connect":
         worker.before_head = gate
     else:
         worker.between_chunks = gate
-    request = asyncio.ensure_future(
-        client.post(router.url + "/generate", json={**PROMPTS["/generate"], "stream": moment == "body"})
-    )
+    request = asyncio.ensure_future(client.post(router.url + "/generate", json=payload))
     await gate.reached()
     if moment == "body":
         (await request).close()
@@ -343,10 +343,13 @@ async def test_an_answer_that_cannot_be_learnt_from_is_passed_on_all_the_same(
 ) -> None:
     router = await start_router(await start_worker())
 
-    def fail(texts: Any, size: int) -> None:
-        raise ZeroDivisionError("on purpose")
+    class Broken(dict[int, str]):
+        def items(self) -> Any:
+            raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr(router.tokenizers, "short_continuations", fail)
+    monkeypatch.setattr(
+        "sglang_ext.router.api.openai.OpenAiDialect.texts", lambda self, answers: Broken({0: "a text"})
+    )
     body = {**PROMPTS["/v1/completions"], "stream": stream}
     async with client.post(router.url + "/v1/completions", json=body) as answer:
         text = await answer.text()

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,12 +290,17 @@ def test_what_cannot_be_rendered_says_why(body, chat, why, own_tokenizer) -> Non
 
 @pytest.fixture
 async def service():
-    fallbacks: list[Fallback] = []
     service = TokenizerService(threads=1, cache_bytes=1 << 20)
-    service.fell_back.subscribe(fallbacks.append)
-    service.fallbacks = fallbacks  # type: ignore[attr-defined]
     yield service
     service.close()
+
+
+@pytest.fixture
+def fallbacks(service) -> list[Fallback]:
+    """The reasons for which the service matched prompts by text."""
+    found: list[Fallback] = []
+    service.fell_back.subscribe(found.append)
+    return found
 
 
 def job(*prompts: PromptInput) -> Job:
@@ -314,7 +320,7 @@ async def test_arguments_that_break_the_template_are_refused_by_name(service, ow
     assert encoded.tokens is None
 
 
-async def test_without_a_tokenizer_prompts_are_matched_by_text(service, caplog) -> None:
+async def test_without_a_tokenizer_prompts_are_matched_by_text(service, fallbacks, caplog) -> None:
     await service.load(replace(FACTS, tokenizer_path="/no/such/folder"))
     assert "matched by text" in service.status
     assert any(
@@ -332,14 +338,16 @@ async def test_without_a_tokenizer_prompts_are_matched_by_text(service, caplog) 
     assert not other.key.startswith(short.key[:80])
     (ids_only,) = await service.encode(job(PromptInput(ids=array("q", [1, 2, 3]))))
     assert (ids_only.tokens, ids_only.namespace[0]) == (3, "tokens")
-    assert service.fallbacks == [Fallback.NO_TOKENIZER] * 3
+    assert fallbacks == [Fallback.NO_TOKENIZER] * 3
 
 
-async def test_only_what_agrees_with_the_worker_is_trusted(service, tokenizer_dir, tokenizer) -> None:
+async def test_only_what_agrees_with_the_worker_is_trusted(
+    service, fallbacks, tokenizer_dir, tokenizer
+) -> None:
     await service.load(replace(FACTS, tokenizer_path=str(tokenizer_dir)))
     text, chat = PromptInput(text="Hello"), PromptInput(chat=Chat({"messages": [USER]}))
     assert [e.tokens for e in await service.encode(job(text, chat))] == [None, None]
-    assert service.fallbacks == [Fallback.UNTRUSTED] * 2
+    assert fallbacks == [Fallback.UNTRUSTED] * 2
 
     async def theirs(body):
         tokens = await service._sample(body)
@@ -355,7 +363,7 @@ async def test_only_what_agrees_with_the_worker_is_trusted(service, tokenizer_di
     assert encoded.key == encode_tokens(tokenizer("Hello")["input_ids"])
     opaque = PromptInput(text="Hello", opaque=True)
     assert (await service.encode(job(opaque)))[0].tokens is None
-    assert service.fallbacks[-1] is Fallback.OPAQUE
+    assert fallbacks[-1] is Fallback.OPAQUE
 
 
 async def test_the_same_words_about_another_picture_are_another_prompt(service) -> None:
@@ -436,13 +444,16 @@ async def test_tokenizing_does_not_hold_up_the_event_loop(start_worker, start_ro
     body = {"text": "The quick brown fox. " * 100_000, "sampling_params": {"max_new_tokens": 1}}
     loop = asyncio.get_running_loop()
     encoding = asyncio.Event()
-    encode = router.tokenizers.encode_all
+    run = router.tokenizers.pool.run
 
-    def announced(*args: Any, **more: Any) -> Any:
-        loop.call_soon_threadsafe(encoding.set)
-        return encode(*args, **more)
+    def announced(owner: str, size: int, call: Callable[[], Any], *more: Any) -> Any:
+        def encode() -> Any:
+            loop.call_soon_threadsafe(encoding.set)
+            return call()
 
-    router.tokenizers.encode_all = announced  # type: ignore[method-assign]
+        return run(owner, size, encode, *more)
+
+    router.tokenizers.pool.run = announced
     data = io.BytesIO(json.dumps(body).encode())
     request = asyncio.ensure_future(client.post(router.url + "/generate", data=data))
     await encoding.wait()
