@@ -29,7 +29,7 @@ ROUTER = (
     "http/upstream", "http/web_sites", "http/worker_connection", "index/index", "index/memory",
     "index/prompt_trees", "policies/assembly", "policies/cost", "policies/fleet_queries",
     "policies/prompt_tree", "policies/spans", "dispatch/choosing", "dispatch/flight",
-    "dispatch/forwarding", "dispatch/move_calls", "dispatch/queueing",
+    "dispatch/forwarding", "dispatch/queueing",
     "dispatch/relaying", "dispatch/suspects", "placing/costs", "placing/fetching", "placing/placing",
     "placing/queue_estimate", "fleet/fleet", "fleet/instance_record", "fleet/standing",
     "telemetry/local_metrics", "telemetry/observability", "telemetry/record", "tenancy/admit",
