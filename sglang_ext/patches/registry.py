@@ -24,6 +24,7 @@ from sglang_ext.patches.cpu import (
     attention as native_attention,
 )
 from sglang_ext.patches.cpu import (
+    draft_attention,
     early_send,
     mla_attention,
     mla_rope,
@@ -86,6 +87,7 @@ PATCHES: tuple[Patch, ...] = (
     mla_attention.PATCH,
     mla_rope.PATCH,
     native_attention.PATCH,
+    draft_attention.PATCH,
     early_send.PATCH,
     fork_children.PATCH,
     flags.PATCH,

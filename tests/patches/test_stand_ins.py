@@ -27,12 +27,10 @@ def test_operators_are_defined_once() -> None:
 
 
 def test_a_kernel_without_a_cpu_form_names_itself_and_the_way_out() -> None:
-    from sgl_kernel import assign_extend_cache_locs_cpu, some_new_kernel
+    from sgl_kernel import chunk_gated_delta_rule_cpu, some_new_kernel
 
-    with pytest.raises(
-        NotImplementedError, match=r"sgl_kernel.assign_extend_cache_locs_cpu.*--speculative-algorithm"
-    ):
-        assign_extend_cache_locs_cpu(1, 2)
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel.chunk_gated_delta_rule_cpu.*linear-attention"):
+        chunk_gated_delta_rule_cpu(1, 2)
     with pytest.raises(NotImplementedError, match=r"sgl_kernel.some_new_kernel.*dense"):
         some_new_kernel()
 
@@ -62,7 +60,7 @@ def test_a_kernel_library_that_does_not_load_is_replaced(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "sgl_kernel")
     kernels.apply()
     with pytest.raises(NotImplementedError):
-        sys.modules["sgl_kernel"].fill_bonus_tokens_cpu()
+        sys.modules["sgl_kernel"].chunk_gated_delta_rule_cpu()
     monkeypatch.delitem(sys.modules, "sgl_kernel")
 
 

@@ -1,12 +1,12 @@
 """A module ``sgl_kernel`` for hosts where the kernel library cannot be installed.
 
 Change: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``).
-None of them is called for dense Llama- and Qwen-like models or for MLA models without speculative decoding;
-without Intel AMX operators SGLang takes its own plain-torch paths. The stand-in answers every import with a
-function that raises ``NotImplementedError`` with the kernel's name and the way out. In
-``torch.ops.sgl_kernel`` it declares the operators that SGLang's Qwen3.5 names at import, without a form for
-any device: the processors of Qwen's vision models import that module. It does not declare the operator by
-which SGLang recognises AMX.
+Without speculative decoding none of them is called for dense Llama- and Qwen-like models or for MLA models;
+without Intel AMX operators SGLang takes its own plain-torch paths. The stand-in has the kernels of
+speculative decoding in torch (`speculative`), and answers every other import with a function that raises
+``NotImplementedError`` with the kernel's name and the way out. In ``torch.ops.sgl_kernel`` it declares the
+operators that SGLang's Qwen3.5 names at import, without a form for any device: the processors of Qwen's
+vision models import that module. It does not declare the operator by which SGLang recognises AMX.
 
 Why no extension point serves: the imports stand at the top of SGLang's modules, before any plugin.
 
@@ -27,20 +27,10 @@ from sglang_ext.patches.base import Patch, Scope
 
 MODULE = "sgl_kernel"
 
-_SPECULATIVE = "start the server without --speculative-algorithm"
 _LINEAR_ATTENTION = "serve a model without linear-attention layers"
 
 # Kernel -> way out, for the names that SGLang imports on a CPU.
 _WAY_OUT = {
-    "assign_draft_cache_locs_contiguous_cpu": _SPECULATIVE,
-    "assign_extend_cache_locs_cpu": _SPECULATIVE,
-    "assign_req_to_token_pool_cpu": _SPECULATIVE,
-    "build_tree_kernel_efficient_cpu": _SPECULATIVE,
-    "copy_all_layer_kv_cache_cpu": _SPECULATIVE,
-    "fill_accept_out_cache_loc_cpu": _SPECULATIVE,
-    "fill_bonus_tokens_cpu": _SPECULATIVE,
-    "rotate_input_ids_cpu": _SPECULATIVE,
-    "verify_tree_greedy_cpu": _SPECULATIVE,
     "causal_conv1d_fn_cpu": _LINEAR_ATTENTION,
     "causal_conv1d_update_cpu": _LINEAR_ATTENTION,
     "chunk_gated_delta_rule_cpu": _LINEAR_ATTENTION,
@@ -100,7 +90,14 @@ def apply() -> None:
     module = _StandIn(MODULE, "Stand-in for SGLang's kernel library on a CPU host.")
     module.__spec__ = importlib.machinery.ModuleSpec(MODULE, loader=None, origin="sglang_ext")
     sys.modules[MODULE] = module
+    _add_kernels(module)
     _declare_operators()
+
+
+def _add_kernels(module: ModuleType) -> None:
+    from sglang_ext.patches.cpu.speculative import KERNELS
+
+    vars(module).update(KERNELS)
 
 
 def _declare_operators() -> None:
