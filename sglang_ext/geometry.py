@@ -1,9 +1,10 @@
 """How the KV of one rank lies in memory: planes, their geometry, and the layout of a block.
 
-A *plane* is one tensor of the engine's KV pool: K or V of one layer (MHA, GQA), or the latent of one layer
-(MLA). Each is described by address, dims, shape, stride and dtype (KVDirect, section 4.1, figure 5), which is
-all that a peer needs to read it one-sidedly and all that a tier needs to copy it. The *geometry* of a rank is
-all of its planes, with the shard of the model that they hold.
+A *plane* is one tensor of the engine's KV pool: K or V of one layer (MHA, GQA), the latent of one layer
+(MLA), or the index keys of one layer (DSA). The layers of a draft model follow those of the model. Each plane
+is described by address, dims, shape, stride and dtype (KVDirect, section 4.1, figure 5), which is all that a
+peer needs to read it one-sidedly and all that a tier needs to copy it. The *geometry* of a rank is all of its
+planes, with the shard of the model that they hold.
 
 A *block layout* is what remains once addresses are taken away: the bytes of a row of each plane and the
 tokens of a block. Inside a block all planes are adjacent (MemServe, section 5.2, calls such a block
@@ -57,11 +58,26 @@ def item_bytes(dtype: str) -> int:
 
 
 class PlaneKind(enum.StrEnum):
-    """The content of a plane's row: one token's K, V, both, or latent."""
+    """The content of a plane's row: one token's K, V, latent, or index key."""
 
     K = "k"
     V = "v"
     LATENT = "latent"
+    INDEX = "index"
+    """A page of index keys has all keys and then all scales. So one row is not the key of one token, but the
+    rows of a whole page are the keys of its tokens: only whole pages may be copied."""
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether ranks share the heads of a row; each rank has the whole row otherwise."""
+        return self in (PlaneKind.K, PlaneKind.V)
+
+
+KINDS_OF_A_LAYER: Final = (
+    [PlaneKind.K, PlaneKind.V],
+    [PlaneKind.LATENT],
+    [PlaneKind.LATENT, PlaneKind.INDEX],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +292,10 @@ class Geometry:
             raise ValueError("planes of one pool must have the same number of token slots")
         for layer in expected:
             kinds = [p.kind for p in self.planes if p.layer == layer]
-            if kinds not in ([PlaneKind.K, PlaneKind.V], [PlaneKind.LATENT]):
-                raise ValueError(f"layer {layer} has planes {kinds}; expected K and V, or one latent")
+            if kinds not in KINDS_OF_A_LAYER:
+                raise ValueError(
+                    f"layer {layer} has planes {kinds}; expected K and V, a latent, or latent and index keys"
+                )
 
     @property
     def slots(self) -> int:
@@ -301,7 +319,7 @@ class Geometry:
         return self.layout.block_bytes
 
     def layer_planes(self, layer: int) -> tuple[Plane, ...]:
-        """Planes of local layer `layer` (0 is this pipeline stage's first): (K, V) or (latent,)."""
+        """Planes of local layer `layer` (0 is this pipeline stage's first), in the order of their kinds."""
         return self._by_layer[layer]
 
     @cached_property

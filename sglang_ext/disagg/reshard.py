@@ -23,6 +23,7 @@ import numpy.typing as npt
 from sglang_ext.disagg.errors import RangeError, RefusedError
 from sglang_ext.disagg.runs import TEMPLATE_COLUMNS, Ids, Runs, expand
 from sglang_ext.disagg.tensors import PoolMeta, Strided, dtypes, pool_strided
+from sglang_ext.geometry import PlaneKind
 
 Locate = Callable[[int, int], tuple[int, int]]
 """(address, bytes) -> (region, offset); raises RangeError when no one region holds them all."""
@@ -240,11 +241,21 @@ def _same_model(
     width = {(s.kind, s.width) for s in mine} ^ {(s.kind, s.width) for s in theirs}
     if width:
         raise RefusedError("model", f"head sizes differ: {sorted(width)}; serve one model")
+    held = {(s.layer, s.kind): s.heads for s in theirs if PlaneKind(s.kind).has_heads}
+    here, there = local.shard[3], remote.shard[3]
+    for s in mine:
+        heads = held.get((s.layer, s.kind))
+        if heads is not None and heads * here != s.heads * there:
+            raise RefusedError(
+                "model",
+                f"layer {s.layer} has {s.heads} KV heads for each {here} of the model, at the peer {heads} "
+                f"for each {there}; serve one model with one draft model",
+            )
 
 
 def _heads(s: Strided) -> range:
-    # A latent has no heads: every rank of a TP group holds all of it, and any one will do.
-    return range(1) if s.kind == "latent" else range(s.first_head, s.first_head + s.heads)
+    # Of latents and index keys every rank of a TP group holds all, and any one will do.
+    return range(s.first_head, s.first_head + s.heads) if PlaneKind(s.kind).has_heads else range(1)
 
 
 def _cover(
@@ -294,9 +305,8 @@ def _rows(
     for size, there, here in dims:
         offsets = [(a + i * there, b + i * here) for i in range(size) for a, b in offsets]
     offsets.sort()
-    skip = 0 if source.kind == "latent" else first
-    base = source.address + (skip - source.first_head if source.kind != "latent" else 0) * source.head_stride
-    into = target.address + (skip - target.first_head if target.kind != "latent" else 0) * target.head_stride
+    base = source.address + (first - source.first_head) * source.head_stride
+    into = target.address + (first - target.first_head) * target.head_stride
     remote, remote_base = source_at(source.address, source.span)
     local, local_base = target_at(target.address, target.span)
     remote_base += base - source.address

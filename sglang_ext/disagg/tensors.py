@@ -31,7 +31,7 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor as it lies in its owner's memory (KVDirect, figure 5).
 
     layer: first layer that the tensor holds, in the whole model.
-    kind: `k`, `v`, `latent`, or `kv` with a KV dim.
+    kind: `k`, `v`, `latent`, `index`, or `kv` with a KV dim.
     address: of element 0, in the owner's address space, in bytes.
     shape, stride: per dim, in elements.
     """
@@ -104,8 +104,8 @@ class Strided:
         return self.address + block * self.block_stride
 
 
-def canonical(meta: TensorMeta, block_tokens: int, first_head: int = 0) -> tuple[Strided, ...]:
-    """The layers and kinds of a tensor, each in canonical form.
+def canonical(meta: TensorMeta, block_tokens: int) -> tuple[Strided, ...]:
+    """The layers and kinds of a tensor, each in canonical form; its first head counts as head 0.
 
     Raises:
         ValueError: the metadata contradict themselves; the text says how. A peer's metadata come through
@@ -138,8 +138,8 @@ def canonical(meta: TensorMeta, block_tokens: int, first_head: int = 0) -> tuple
         raise ValueError(f"tensor has {size.get('L', 1)} tokens a block, its pool {block_tokens}")
     if (meta.kind == "kv") != ("KV" in size) or size.get("KV", 2) != 2:
         raise ValueError("kind `kv` and a KV dim of 2 go together")
-    if meta.kind not in {"k", "v", "kv", "latent"}:
-        raise ValueError(f"kind {meta.kind!r} is not k, v, kv or latent")
+    if meta.kind not in {"kv", *PlaneKind}:
+        raise ValueError(f"kind {meta.kind!r} is not one of kv, {', '.join(PlaneKind)}")
     base = Strided(
         meta.layer,
         meta.kind,
@@ -153,7 +153,6 @@ def canonical(meta: TensorMeta, block_tokens: int, first_head: int = 0) -> tuple
         step.get("L", 0),
         step.get("H", 0),
         step.get("D", 0),
-        first_head,
     )
     kinds = [("k", 0), ("v", step["KV"])] if meta.kind == "kv" else [(meta.kind, 0)]
     return tuple(
@@ -174,7 +173,11 @@ def pool_strided(pool: PoolMeta) -> tuple[Strided, ...]:
     if pool.block_tokens < 1 or pool.blocks < 1:
         raise ValueError("pool has no blocks, or blocks without tokens")
     shard = Shard(*pool.shard)
-    found = [s for t in pool.tensors for s in canonical(t, pool.block_tokens, shard.first_head)]
+    found = [
+        replace(s, first_head=_first_head(s, shard))
+        for t in pool.tensors
+        for s in canonical(t, pool.block_tokens)
+    ]
     found.sort(key=lambda s: (s.layer, s.kind))
     names = [(s.layer, s.kind) for s in found]
     if len(set(names)) != len(names):
@@ -185,9 +188,22 @@ def pool_strided(pool: PoolMeta) -> tuple[Strided, ...]:
     for s in found:
         if s.blocks < pool.blocks:
             raise ValueError(f"layer {s.layer} {s.kind} has {s.blocks} blocks, the pool {pool.blocks}")
-        if s.kind != "latent" and s.heads != shard.heads:
-            raise ValueError(f"layer {s.layer} {s.kind} has {s.heads} heads, the shard {shard.heads}")
     return tuple(found)
+
+
+def _first_head(s: Strided, shard: Shard) -> int:
+    """A rank's first head of a layer, counted in the whole model; 0 where the ranks do not share its heads.
+
+    The layers of a draft may have another number of heads than the model's, which the ranks share alike.
+    """
+    if not PlaneKind(s.kind).has_heads:
+        return 0
+    if shard.first_head * s.heads % shard.heads:
+        raise ValueError(
+            f"layer {s.layer} {s.kind} has {s.heads} heads, which the shard does not share as its "
+            f"{shard.heads}"
+        )
+    return shard.first_head * s.heads // shard.heads
 
 
 def tensors_of(geometry: Geometry) -> tuple[TensorMeta, ...]:

@@ -53,11 +53,12 @@ Sums = Mapping[str, tuple[int, int]]
 """Of each tensor: the sum of its nonzero words' hashes, and the number of these words."""
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """A digest of all weights of a rank's model: names, shapes, dtypes, bytes."""
+def weights_digest(model: torch.nn.Module, *drafts: torch.nn.Module) -> str:
+    """A digest of all weights of a rank's model and of its draft models: names, shapes, dtypes, bytes."""
     digest = hashlib.blake2b(digest_size=16, person=b"kv-weights")
-    for name, tensor in _tensors(model):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sums(tensor)}\n".encode())
+    for part in (model, *drafts):
+        for name, tensor in _tensors(part):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sums(tensor)}\n".encode())
     return digest.hexdigest()
 
 
@@ -86,13 +87,17 @@ def model_digest(ranks: Sequence[Sums]) -> str:
     return digest.hexdigest()
 
 
-def config_digest(hf_config: Any) -> str:
-    """A digest of a model's configuration, for settings that the weights do not show (scaling of positions,
-    norms).
+def config_digest(hf_config: Any, *drafts: Any) -> str:
+    """A digest of the configurations of a model and of its draft models, for settings that the weights do not
+    show (scaling of positions, norms).
     """
-    facts = {key: value for key, value in hf_config.to_dict().items() if key not in VOLATILE}
-    text = json.dumps(facts, sort_keys=True, default=str)
+    text = "".join(_as_text(config) for config in (hf_config, *drafts))
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"kv-config").hexdigest()
+
+
+def _as_text(hf_config: Any) -> str:
+    facts = {key: value for key, value in hf_config.to_dict().items() if key not in VOLATILE}
+    return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

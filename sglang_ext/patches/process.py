@@ -36,6 +36,8 @@ class Process:
     """The server's settings, for the transfer backend, whose bootstrap port is in the server's process."""
     stages: Any = None
     """Counts and reports the stages of ended requests (``hooks/stages.py``)."""
+    drafts: tuple[Any, ...] = ()
+    """SGLang's runners of the draft models that have KV of their own (``hooks/scheduler.py``)."""
     held_ends: Any = None
     """Keeps finished requests until their answers are durable (``hooks/durability.py``)."""
     checks_vocabulary: bool = False

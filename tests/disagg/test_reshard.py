@@ -230,9 +230,9 @@ def test_the_papers_figure_5() -> None:
         ({"dtype": "complex64"}, "not known"),
         ({"shape": (5, 4, 4, 3)}, "tokens a block"),
         ({"kind": "kv"}, "go together"),
-        ({"kind": "q"}, "is not k"),
+        ({"kind": "q"}, "is not one of kv"),
         ({"shape": (4, 2, 4, 3)}, "has 4 blocks"),
-        ({"shape": (5, 2, 3, 3)}, "has 3 heads"),
+        ({"shape": (5, 2, 3, 3)}, "has 3 heads, which the shard does not share as its 4"),
         ({"layer": 9}, "cover the layers"),
     ],
 )
@@ -244,4 +244,4 @@ def test_a_peers_metadata_are_not_trusted(change: dict, text: str) -> None:
     if "heads" in text:
         good["kind"] = "k"
     with pytest.raises(ValueError, match=text):
-        pool_strided(PoolMeta("hbm", 5, 2, (TensorMeta(**{**good, **change}),), (0, 1, 0, 4, 1, 4), 64))
+        pool_strided(PoolMeta("hbm", 5, 2, (TensorMeta(**{**good, **change}),), (0, 1, 2, 4, 1, 8), 64))

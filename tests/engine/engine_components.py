@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from engine_movers import until
-from engine_pools import Oracle, block_words, chain_of, node_chains
+from engine_pools import Oracle, chain_of, node_chains
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -408,8 +408,7 @@ class ComponentRank:
         arena, oracle = self.arenas[part], self.oracles[part]
         for layer in range(arena.layout.n_layers):
             for i, plane in enumerate(arena.layout.planes_of(layer)):
-                rows = block_words(arena.plane(plane)[places].reshape(len(chain), -1))
-                oracle.compare_rows(rows, chain, layer, i, f"{part!r} in DRAM")
+                oracle.compare_blocks(arena.plane(plane)[places], chain, layer, i, f"{part!r} in DRAM")
 
     def __enter__(self) -> ComponentRank:
         return self

@@ -16,16 +16,23 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
+from sglang_ext.engine.movers.mover import LayerGate
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import decode_tokens
 from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
 
 Hashes = npt.NDArray[np.uint64]
-Rows = npt.NDArray[np.uint64]
+Rows = npt.NDArray[Any]
+"""Rows of words: of 8 bytes, or of 4 where the bytes of a row are no multiple of 8."""
 
 MODEL = SimpleNamespace(vocab_size=1000, is_encoder_decoder=False)
 """The fields of a model's configuration that SGLang's batches read."""
@@ -64,19 +71,56 @@ def chain_of(namespace: Hashable, tokens: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class PoolKind:
-    """How a pool is built: ``mha`` or ``mla``, tokens per page, and the layers of the rank."""
+    """How a pool is built: ``mha``, ``mla`` or ``dsa``, tokens per page, the layers of the rank, and those of
+    a draft model, which has one KV head."""
 
     attention: str = "mha"
     page: int = 1
     layers: int = 2
     start_layer: int = 0
+    draft_layers: int = 0
 
     def __str__(self) -> str:
-        return f"{self.attention}-page{self.page}"
+        draft = f"-draft{self.draft_layers}" if self.draft_layers else ""
+        return f"{self.attention}-page{self.page}{draft}"
+
+    def build_drafts(self, tokens: int) -> list[Any]:
+        """The pool of the draft model; none without."""
+        if not self.draft_layers:
+            return []
+        return [
+            MHATokenToKVPool(
+                size=tokens,
+                page_size=self.page,
+                dtype=torch.float32,
+                head_num=1,
+                head_dim=2,
+                layer_num=self.draft_layers,
+                device="cpu",
+                enable_memory_saver=False,
+            )
+        ]
 
     def build(self, tokens: int) -> Any:
         """A real pool of SGLang with ``tokens`` slots (besides the padded ones)."""
         end = self.start_layer + self.layers - 1
+        if self.attention == "dsa":
+            return DSATokenToKVPool(
+                size=tokens,
+                page_size=self.page,
+                dtype=torch.bfloat16,
+                kv_lora_rank=8,
+                qk_rope_head_dim=4,
+                kv_cache_dim=12,
+                layer_num=self.layers,
+                device="cpu",
+                index_head_dim=128,
+                enable_memory_saver=False,
+                start_layer=self.start_layer,
+                end_layer=end,
+                # The last layer uses the choice of the one before.
+                skip_topk_layers=[False] * (self.layers - 1) + [True],
+            )
         if self.attention == "mla":
             return MLATokenToKVPool(
                 size=tokens,
@@ -113,6 +157,7 @@ class Pools:
         self.tokens = tokens
         self.block = block
         self.kvcache = kind.build(tokens)
+        self.drafts = kind.build_drafts(tokens)
         need_sort = False
         if kind.page == 1:
             self.allocator: Any = TokenToKVPoolAllocator(
@@ -124,7 +169,7 @@ class Pools:
             )
             self.allocator.debug_mode = True
         self.requests = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
-        self.tensors = pool_planes(self.kvcache)
+        self.tensors = [layer for pool in (self.kvcache, *self.drafts) for layer in pool_planes(pool)]
         self.oracle = Oracle(self.tensors)
 
     def geometry(self) -> Geometry:
@@ -134,11 +179,26 @@ class Pools:
             block_tokens=self.block,
             page_tokens=self.kind.page,
             first_layer=self.kind.start_layer,
-            model_layers=self.kind.start_layer + self.kind.layers,
+            model_layers=self.kind.start_layer + len(self.tensors),
             tp_rank=0,
             tp_size=1,
             model_kv_heads=2 if self.kind.attention == "mha" else 1,
         )
+
+    def register(self, gate: LayerGate) -> None:
+        """Have reads wait for loads, as the cache's factory does."""
+        self.kvcache.register_layer_transfer_counter(gate)
+        for pool in self.drafts:
+            pool.register_layer_transfer_counter(gate.behind(self.kind.layers))
+
+    def read(self, layer: int) -> None:
+        """Get a layer's buffers for reading, as attention does."""
+        if layer >= self.kind.layers:
+            self.drafts[0].get_kv_buffer(layer - self.kind.layers)
+            return
+        self.kvcache.get_kv_buffer(self.kind.start_layer + layer)
+        if self.kind.attention == "dsa":
+            self.kvcache.get_index_k_with_scale_buffer(self.kind.start_layer + layer)
 
     def params(self) -> CacheInitParams:
         """The parameters that SGLang passes to a cache."""
@@ -169,25 +229,25 @@ class Oracle:
 
     def __init__(self, tensors: list[list[torch.Tensor]], names: Sequence[int] | None = None) -> None:
         self.layers = len(tensors)
-        self._planes: list[list[Rows]] = []
+        self._planes: list[list[_Plane]] = []
         self._salts: list[list[Rows]] = []
         for layer, planes in enumerate(tensors):
-            views = [_as_words(plane) for plane in planes]
+            views = [_IndexPlane(plane) if plane.dim() == 2 else _Plane(plane) for plane in planes]
             self._planes.append(views)
             name = layer if names is None else names[layer]
-            self._salts.append([_salts(name, i, view.shape[1]) for i, view in enumerate(views)])
+            self._salts.append([_salts(name, i, view.words) for i, view in enumerate(views)])
 
     def expected(self, chain: Hashes, layer: int, plane: int) -> Rows:
         """The rows of the tokens whose prefixes hash to ``chain``, shape (tokens, words of a row)."""
         rows = chain[:, None] ^ self._salts[layer][plane][None, :]
         rows *= np.uint64(_MIX)
         rows ^= rows >> np.uint64(29)
-        return rows
+        return rows.astype(self._planes[layer][plane].dtype)
 
     def write(self, slots: npt.NDArray[np.int64], chain: Hashes, layer: int) -> None:
         """Compute one layer's KV of some tokens, as a forward pass does."""
         for plane, view in enumerate(self._planes[layer]):
-            view[slots] = self.expected(chain, layer, plane)
+            view.put(slots, self.expected(chain, layer, plane))
 
     def compare(self, slots: npt.NDArray[np.int64], chain: Hashes, layer: int, what: object) -> None:
         """Check that ``slots`` hold one layer's KV of the tokens of ``chain``.
@@ -196,10 +256,17 @@ class Oracle:
             WrongKvError: names the first token that differs.
         """
         for plane, view in enumerate(self._planes[layer]):
-            self.compare_rows(view[slots], chain, layer, plane, what)
+            self._compare_rows(view.get(slots), chain, layer, plane, what)
 
-    def compare_rows(self, rows: Rows, chain: Hashes, layer: int, plane: int, what: object) -> None:
-        """Check rows that lie anywhere, as ``compare`` does."""
+    def compare_blocks(
+        self, blocks: npt.NDArray[np.uint8], chain: Hashes, layer: int, plane: int, what: object
+    ) -> None:
+        """Check one plane of blocks that lie anywhere, shape (blocks, tokens, row bytes)."""
+        flat = np.ascontiguousarray(blocks).reshape(len(chain), -1)
+        view = self._planes[layer][plane]
+        self._compare_rows(view.over(flat).get(np.arange(len(chain))), chain, layer, plane, what)
+
+    def _compare_rows(self, rows: Rows, chain: Hashes, layer: int, plane: int, what: object) -> None:
         wrong = (rows != self.expected(chain, layer, plane)).any(axis=1)
         if wrong.any():
             first = int(wrong.argmax())
@@ -212,12 +279,57 @@ class Oracle:
         """Overwrite slots that must not be read."""
         for planes in self._planes:
             for view in planes:
-                view[slots] = np.uint64(0xDEADDEADDEADDEAD)
+                view.put(slots, np.full((len(slots), view.words), 0xDEADDEADDEADDEAD, np.uint64))
 
 
-def block_words(layer_bytes: npt.NDArray[np.uint8]) -> Rows:
-    """Bytes of shape (n, row bytes) as the oracle's words."""
-    return np.ascontiguousarray(layer_bytes).view(np.uint64)
+class _Plane:
+    """One plane as rows of words.
+
+    memory: shape (slots, ...), or bytes of shape (rows, row bytes).
+    """
+
+    dtype: Any = np.uint64
+
+    def __init__(self, memory: torch.Tensor | npt.NDArray[np.uint8]) -> None:
+        if isinstance(memory, torch.Tensor):
+            memory = memory.view(torch.uint8).reshape(memory.shape[0], -1).numpy()
+        self._rows: Rows = memory.view(self.dtype)
+        assert np.shares_memory(self._rows, memory)
+        self.words = self._rows.shape[1]
+
+    def over(self, rows: npt.NDArray[np.uint8]) -> _Plane:
+        """The same view of other memory."""
+        return type(self)(rows)
+
+    def get(self, slots: npt.NDArray[np.int64]) -> Rows:
+        return self._rows[slots]
+
+    def put(self, slots: npt.NDArray[np.int64], rows: Rows) -> None:
+        self._rows[slots] = rows.astype(self.dtype)
+
+
+class _IndexPlane(_Plane):
+    """Index keys as SGLang's kernels have them: in each page of 64 tokens all keys of 128 bytes, and then all
+    scales of 4 bytes. A row is the key and the scale of a token."""
+
+    dtype = np.uint32
+    PAGE, KEY = 64, 32
+    """Tokens of a page, and words of a key."""
+
+    def get(self, slots: npt.NDArray[np.int64]) -> Rows:
+        keys, scales = self._parts()
+        page, place = slots // self.PAGE, slots % self.PAGE
+        return np.concatenate([keys[page, place], scales[page, place]], axis=1)
+
+    def put(self, slots: npt.NDArray[np.int64], rows: Rows) -> None:
+        keys, scales = self._parts()
+        page, place = slots // self.PAGE, slots % self.PAGE
+        keys[page, place], scales[page, place] = rows[:, : self.KEY], rows[:, self.KEY :]
+
+    def _parts(self) -> tuple[Rows, Rows]:
+        pages = self._rows.reshape(-1, self.PAGE * self.words, copy=False)
+        keys, scales = pages[:, : self.PAGE * self.KEY], pages[:, self.PAGE * self.KEY :]
+        return keys.reshape(-1, self.PAGE, self.KEY, copy=False), scales.reshape(-1, self.PAGE, 1, copy=False)
 
 
 def node_chains(root: Any, namespace: Hashable) -> list[tuple[Any, list[int]]]:
@@ -232,13 +344,6 @@ def node_chains(root: Any, namespace: Hashable) -> list[tuple[Any, list[int]]]:
         found.append((node, own))
         stack.extend((child, own[-1:]) for child in node.children.values())
     return found
-
-
-def _as_words(plane: torch.Tensor) -> Rows:
-    rows = plane.view(torch.uint8).reshape(plane.shape[0], -1).numpy()
-    words: Rows = rows.view(np.uint64)
-    assert np.shares_memory(words, rows)
-    return words
 
 
 def _salts(layer: int, plane: int, words: int) -> Rows:

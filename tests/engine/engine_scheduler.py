@@ -284,9 +284,8 @@ class SimulatedScheduler:
         return tokens
 
     def _wait_for_all_layers(self) -> None:
-        first = self.pools.kind.start_layer
         for layer in range(self.pools.oracle.layers):
-            self.pools.kvcache.get_key_buffer(first + layer)
+            self.pools.read(layer)
 
     def _drain_results(self) -> None:
         while self._results:
@@ -506,10 +505,8 @@ class SimulatedScheduler:
             taken += row[start:].tolist()
         assert sorted(taken) == sorted(batch.out_cache_loc.tolist()), "the batch computes other slots"
         oracle = self.pools.oracle
-        first = self.pools.kind.start_layer
         for layer in range(oracle.layers):
-            self.pools.kvcache.get_key_buffer(first + layer)
-            self.pools.kvcache.get_value_buffer(first + layer)
+            self.pools.read(layer)
             for rid, row, chain, start in work:
                 oracle.compare(row[:start], chain[:start], layer, f"prefix of {rid} in forward")
                 oracle.write(row[start:], chain[start:], layer)

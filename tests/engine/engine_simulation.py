@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_movers import HandMover
-from engine_pools import PoolKind, Pools, WrongKvError, block_words, node_chains
+from engine_pools import PoolKind, Pools, WrongKvError, node_chains
 from engine_scheduler import Settings, SimulatedScheduler, token_at
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
@@ -259,7 +259,7 @@ class Rank:
                     stream=scenario.stream,
                 )
             gate = gate_class(self.mover, geometry.n_layers)
-            self.pools.kvcache.register_layer_transfer_counter(gate)
+            self.pools.register(gate)
 
         replies = self.router_commands or Replies()
         moved_by = None if transfers is None else transfers(self)
@@ -472,8 +472,7 @@ class Rank:
         layout = self.arena.layout
         for layer in range(layout.n_layers):
             for i, plane in enumerate(layout.planes_of(layer)):
-                rows = block_words(self.arena.plane(plane)[blocks].reshape(len(chain), -1))
-                self.pools.oracle.compare_rows(rows, chain, layer, i, what)
+                self.pools.oracle.compare_blocks(self.arena.plane(plane)[blocks], chain, layer, i, what)
 
     def picture(self) -> list[Any]:
         """The whole tree with slots, blocks and locks, to compare ranks."""
@@ -675,6 +674,27 @@ SCENARIOS = (
         dram_blocks=60,
         memory=30,
         settings=Settings(chunk=48, new_token_ratio=0.05),
+    ),
+    Scenario(
+        "dsa, index keys by page",
+        kind=PoolKind("dsa", 64, layers=3),
+        block=64,
+        hbm_tokens=64 * 14,
+        dram_blocks=40,
+        disk_blocks=400,
+        memory=20,
+        settings=Settings(chunk=128, new_token_ratio=0.05),
+    ),
+    Scenario(
+        "a draft's layers, streamed from disk",
+        kind=PoolKind(draft_layers=2),
+        hbm_tokens=256,
+        dram_blocks=100,
+        disk_blocks=1000,
+        stream=True,
+        threaded=True,
+        memory=30,
+        settings=Settings(overlap=True),
     ),
     Scenario(
         "overlap, memory runs out",

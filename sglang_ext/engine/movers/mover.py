@@ -448,3 +448,23 @@ class LayerGate:
 
     def reset(self) -> None:
         self._ticket = NOTHING_TO_WAIT_FOR
+
+    def behind(self, layers: int) -> LaterLayers:
+        """For a pool whose layers come after the first ``layers`` of this gate."""
+        return LaterLayers(self, layers)
+
+
+@dataclass(frozen=True)
+class LaterLayers:
+    """Registered with the KV pool of a draft model. SGLang sets the ticket at the gate of the model."""
+
+    gate: LayerGate
+    first: int
+
+    @property
+    def consumer_index(self) -> int:
+        return self.gate.consumer_index
+
+    def wait_until(self, layer: int) -> None:
+        """The same as the gate's; layers count from the pool's first."""
+        self.gate.wait_until(self.first + layer)

@@ -1,8 +1,9 @@
 """Decides whether the backends ``global`` can serve a model with its flags: pure, before weights are loaded.
 
-The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA
-or MLA. Whatever keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with
-the way out. So is every mode in which a forward pass would not wait for KV that is being loaded;
+The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA,
+MLA or MLA with index keys (DSA), and in the pools of draft models, which have the same slots. Whatever
+keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with the way out. So
+is every mode in which a forward pass would not wait for KV that is being loaded;
 ``tests/engine/cache/test_hicache_guards.py`` gives for each of SGLang's own guards the refusal here, or why
 there is none. ``admission`` takes SGLang's ``ModelConfig`` and the flags, and needs no server.
 """
@@ -26,13 +27,16 @@ WHOLE_WINDOWS = "--disable-hybrid-swa-memory"
 
 _STOCK = f"Start without {FLAG} to use SGLang's own cache"
 _OTHER_TRANSFER = "Use another transfer backend"
-_POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
-# NGRAM drafts from the text; the others keep a draft model's KV in the same slots, which no tier restores.
-_DRAFTLESS = frozenset({None, "NGRAM"})
-_WITHOUT_DRAFTS = "Leave that flag out, or use --speculative-algorithm NGRAM, which needs a GPU"
+_POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"})
+# NGRAM drafts from the text, and FROZEN_KV_MTP reads the model's KV.
+_WITHOUT_OWN_KV = frozenset({None, "NGRAM", "FROZEN_KV_MTP"})
+# The KV of these drafts is in the slots of the model's, and in the same blocks. SGLang calls NEXTN EAGLE.
+_PACKED_DRAFTS = frozenset({"DFLASH", "DSPARK", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
+_WITHOUT_DRAFTS = f"Use one of {', '.join(sorted(_PACKED_DRAFTS))}, or leave that flag out"
 # Their attention runs eagerly, layer by layer, so that it waits for a layer that is being loaded. In a full
 # graph the wait is recorded at capture and never again; tc_piecewise SGLang turns off beside HiCache.
 _WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
+_DEFERRED_DRAFT_KV = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
 _EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
 _REPLICAS = (
     "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
@@ -51,6 +55,8 @@ class Facts:
     is_deepseek_v4: bool = False
     is_minimax_sparse: bool = False
     is_dsa: bool = False
+    index_group: int = 1
+    """Tokens that share an index key, of a model with DSA."""
     is_hybrid_ssm: bool = False
     is_hybrid_swa: bool = False
     is_bidirectional: bool = False
@@ -77,6 +83,9 @@ class Facts:
     kv_sharded: bool = False
     is_eagle: bool = False
     speculative_algorithm: str | None = None
+    speculative_draft_window_size: int | None = None
+    defers_draft_kv: bool = False
+    """DSPARK writes the draft model's KV of a pass in a later pass."""
     radix_eviction_policy: str = "lru"
     dp_size: int = 1
     attn_dp_size: int = 1
@@ -103,13 +112,19 @@ def admission(config: ModelConfig, flags: Facts) -> str | None:
 def _with_model(config: ModelConfig, flags: Facts) -> Facts:
     """The facts, extended by the state that the model keeps besides one slot of KV per token."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+    from sglang.srt.configs.model_config import (
+        get_dsa_index_kpool,
+        is_deepseek_dsa,
+        is_deepseek_v4,
+        is_minimax_sparse,
+    )
 
     return replace(
         flags,
         is_deepseek_v4=is_deepseek_v4(config.hf_config),
         is_minimax_sparse=is_minimax_sparse(config.hf_config),
         is_dsa=is_deepseek_dsa(config.hf_config),
+        index_group=get_dsa_index_kpool(config.hf_config),
         is_hybrid_ssm=mambaish_config(config) is not None,
         is_hybrid_swa=bool(config.is_hybrid_swa),
         is_bidirectional=_is_bidirectional(config),
@@ -174,10 +189,10 @@ def _unmovable(facts: Facts) -> str | None:
             f"{TRANSFER_FLAG} registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 "
             f"backs a part. Unset that variable"
         )
-    if facts.is_eagle or facts.speculative_algorithm not in _DRAFTLESS:
+    if facts.is_eagle or facts.speculative_algorithm not in _WITHOUT_OWN_KV:
         return (
             f"{TRANSFER_FLAG} does not move the KV of a draft model "
-            f"(--speculative-algorithm {facts.speculative_algorithm or 'EAGLE'}). {_WITHOUT_DRAFTS}"
+            f"(--speculative-algorithm {facts.speculative_algorithm or 'EAGLE'}). Leave that flag out"
         )
     return None
 
@@ -230,7 +245,12 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         # Before the kinds that these are made of.
         (facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
-        (facts.is_dsa, "sparse attention with an index cache (DSA)"),
+        # The keys of an unfinished group are in memory of the request, which no tier keeps.
+        (
+            facts.is_dsa and facts.index_group > 1,
+            f"index keys (DSA) for groups of {facts.index_group} tokens",
+        ),
+        (facts.is_dsa and chosen == TRANSFER_FLAG, "sparse attention with an index cache (DSA)"),
         (facts.is_hybrid_ssm, "Mamba or other state-space layers"),
         (facts.is_hybrid_swa, "sliding-window attention"),
     )
@@ -281,12 +301,23 @@ def _unsupported_flags(facts: Facts) -> str | None:
     for present, flag, way_out in rivals:
         if present:
             return f"{FLAG} cannot be combined with {flag}. {way_out}"
-    if facts.is_eagle or facts.speculative_algorithm not in _DRAFTLESS:
-        name = facts.speculative_algorithm or "EAGLE"
+    if facts.speculative_algorithm not in _WITHOUT_OWN_KV | _PACKED_DRAFTS:
         return (
-            f"{FLAG} cannot be combined with --speculative-algorithm {name}: the draft model's KV is not "
-            f"kept. {_WITHOUT_DRAFTS}"
+            f"{FLAG} cannot be combined with --speculative-algorithm {facts.speculative_algorithm}: the "
+            f"draft model's KV is not kept. {_WITHOUT_DRAFTS}"
         )
+    if facts.speculative_algorithm in _PACKED_DRAFTS and facts.pp_size > 1:
+        return (
+            f"{FLAG} cannot be combined with --pp-size above 1 and --speculative-algorithm "
+            f"{facts.speculative_algorithm}: the last stage alone has the draft model. Use --tp-size instead"
+        )
+    if facts.speculative_draft_window_size is not None:
+        return (
+            f"{FLAG} cannot be combined with --speculative-draft-window-size: the draft model then keeps its "
+            f"KV by request. Drop that flag"
+        )
+    if facts.defers_draft_kv:
+        return f"{FLAG} cannot be combined with {_DEFERRED_DRAFT_KV}=1. Unset that variable"
     if facts.radix_eviction_policy != "lru":
         return (
             f"{FLAG} does not take --radix-eviction-policy {facts.radix_eviction_policy}. "

@@ -148,6 +148,10 @@ def _write_down(build: Building) -> WriteDown | None:
     )
     gate = LayerGate(mover, layer_map([build.pool]).n_layers)
     build.kvcache.register_layer_transfer_counter(gate)
+    behind = build.kvcache.layer_num
+    for pool in build.drafts.pools:
+        pool.register_layer_transfer_counter(gate.behind(behind))
+        behind += pool.layer_num
     ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     return WriteDown(build.store, build.hbm, dram, observer=observer, enabled=config.writes_dram)
 
@@ -213,7 +217,8 @@ def _computed_spans(build: Building) -> ComputedSpans | None:
     if peers is None or write_down is None or build.ctx.server_args.disaggregation_mode != "null":
         return None
     dram = write_down.dram
-    if not dram.copies.mover.streams:
+    # The KV of a draft model is computed after the pass whose layers a span follows.
+    if not dram.copies.mover.streams or build.drafts.runners:
         return None
     return ComputedSpans(
         build.store.tree, dram, peers.leases, peers.exports, build.moves.clock, build.host, peers.wanted
@@ -327,7 +332,7 @@ def _attach_agent(build: Building, cache: GlobalRadixCache, commands: RouterComm
         named=names_on(build.disk),
         namespace=dataclasses.replace(build.identity, shard="")
         if build.identity is not None
-        else identity_of(ctx, build.pool.geometry, "", weights=False),
+        else identity_of(ctx, build.pool.geometry, "", build.drafts, weights=False),
         settings=settings_of(ctx.model_config, build.kvcache),
         handover=handover_settings(config, ctx.server_args, ctx.params.page_size),
         endpoints=build.endpoints,

@@ -22,6 +22,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
+from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.loader import Loader
@@ -43,15 +44,21 @@ class RankFacts:
     adapters: bool = False
 
 
-def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = True) -> Namespace:
+def models_of(ctx: Any, drafts: Drafts) -> list[Any]:
+    """The model of this rank, and its draft models: all whose KV is in a block."""
+    return [ctx.tp_worker.model_runner.model, *drafts.models]
+
+
+def identity_of(
+    ctx: Any, geometry: Geometry, shard: str, drafts: Drafts, *, weights: bool = True
+) -> Namespace:
     """The properties that all KV of this rank shares with KV that may take its place.
 
     weights: read them all, which is what tells them apart; without, the identity is for people.
     """
-    runner = ctx.tp_worker.model_runner
     return Namespace(
-        model=config_digest(ctx.model_config.hf_config),
-        weights_version=weights_digest(runner.model) if weights else "",
+        model=config_digest(ctx.model_config.hf_config, *drafts.configs),
+        weights_version=weights_digest(*models_of(ctx, drafts)) if weights else "",
         dtype=kv_dtype(ctx.model_config, geometry.planes[0].dtype),
         geometry=geometry.layout.facts(),
         shard=shard,

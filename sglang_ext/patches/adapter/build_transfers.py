@@ -34,9 +34,10 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.patches.adapter.admission import BACKEND
-from sglang_ext.patches.adapter.hbm import EnginePool
+from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
 from sglang_ext.patches.adapter.pd.pd_setup import keys_of, on_all_ranks
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.process import PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,11 @@ def accelerator_place(device: str, root: Path = SYS) -> Place:
     return pci_place("{:04x}:{:02x}:{:02x}.0".format(*numbers), root)
 
 
-def kv_namespace(kvcache: Any, model_config: Any) -> str:
+def kv_namespace(kvcache: Any, model_config: Any, drafts: Drafts) -> str:
     """The properties that servers must share to exchange KV, however each cuts the model: configuration and
-    dtype. Their weights may change (``pd_setup.weights_of``).
+    dtype, and the draft models. Their weights may change (``pd_setup.weights_of``).
     """
-    return f"{config_digest(model_config.hf_config)} {kv_dtype(model_config, kvcache.dtype)}"
+    return f"{config_digest(model_config.hf_config, *drafts.configs)} {kv_dtype(model_config, kvcache.dtype)}"
 
 
 def start_transfers(
@@ -153,15 +154,21 @@ def transfers_of(scheduler: Any, config: KvConfig, page_tokens: int) -> Transfer
     cache = scheduler.tree_cache
     if isinstance(cache, GlobalRadixCache) and cache.transfers is not None:
         return cache.transfers
-    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    kvcache, drafts = scheduler.token_to_kv_pool_allocator.get_kvcache(), Drafts(PROCESS.drafts)
     endpoint = endpoint_config(
         config,
         scheduler.server_args,
-        kv_namespace(kvcache, scheduler.model_config),
+        kv_namespace(kvcache, scheduler.model_config, drafts),
         epoch=secrets.token_bytes(16),
         rank=engine_rank(),
     )
-    pool = EnginePool.of(kvcache, scheduler.model_config, block_tokens=page_tokens, page_tokens=page_tokens)
+    pool = EnginePool.of(
+        kvcache,
+        scheduler.model_config,
+        drafts=drafts.pools,
+        block_tokens=page_tokens,
+        page_tokens=page_tokens,
+    )
     return start_transfers(endpoint, config, pool)
 
 

@@ -37,6 +37,7 @@ from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
     disk_below,
     identity_of,
+    models_of,
 )
 from sglang_ext.patches.adapter.build_transfers import (
     accelerator_place,
@@ -48,8 +49,9 @@ from sglang_ext.patches.adapter.build_transfers import (
     start_fetching,
     start_transfers,
 )
-from sglang_ext.patches.adapter.hbm import EnginePool
+from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
 from sglang_ext.patches.adapter.own_requests import SglangHost
+from sglang_ext.patches.process import PROCESS
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.tier import BlockTier
@@ -80,8 +82,13 @@ class Building:
         self.store = Store(RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy)))
         self.hbm, self.dram_holder = self.holder(Tier.HBM), self.holder(Tier.DRAM)
         self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        self.drafts = Drafts(PROCESS.drafts)
         self.pool = EnginePool.of(
-            self.kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=ctx.params.page_size
+            self.kvcache,
+            ctx.model_config,
+            drafts=self.drafts.pools,
+            block_tokens=config.block_size,
+            page_tokens=ctx.params.page_size,
         )
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
         self.host = SglangHost(ctx.params.token_to_kv_pool_allocator)
@@ -129,15 +136,15 @@ class Building:
         """The namespace of KV that leaves this process; None where none does."""
         if not self.fetches and self.disk is None:
             return None
-        return identity_of(self.ctx, self.pool.geometry, self.shard)
+        return identity_of(self.ctx, self.pool.geometry, self.shard, self.drafts)
 
     @cached_property
     def weights(self) -> Weights:
         """The generation of weights in use."""
         if self.identity is None:
             return Weights()
-        runner = self.ctx.tp_worker.model_runner
-        return Weights(self.identity.weights_version, lambda: weights_digest(runner.model))
+        models = models_of(self.ctx, self.drafts)
+        return Weights(self.identity.weights_version, lambda: weights_digest(*models))
 
     @cached_property
     def arena(self) -> DramArena | None:
@@ -210,7 +217,7 @@ class Building:
     def transfers_and_endpoints(self) -> tuple[TransferThread | None, tuple[str, ...]]:
         """The transfer thread, and the addresses of all ranks' transfer threads."""
         identity = self.identity if self.fetches else None
-        return _transfers_of(self.ctx, self.config, self.pool, self.arena, identity, self.epoch)
+        return _transfers_of(self.ctx, self.config, self.pool, self.drafts, self.arena, identity, self.epoch)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -222,6 +229,7 @@ def _transfers_of(
     ctx: TreeCacheBuildContext,
     config: KvConfig,
     pool: EnginePool,
+    drafts: Drafts,
     arena: DramArena | None,
     identity: Namespace | None,
     epoch: int,
@@ -240,7 +248,7 @@ def _transfers_of(
     endpoint = endpoint_config(
         config,
         ctx.server_args,
-        kv_namespace(kvcache, ctx.model_config),
+        kv_namespace(kvcache, ctx.model_config, drafts),
         epoch=epoch.to_bytes(16, "big"),
         rank=ctx.tp_rank,
     )

@@ -54,6 +54,8 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         kv_sharded=page_interleave_shard_size(allocator) > 1,
         is_eagle=ctx.params.is_eagle,
         speculative_algorithm=get_spec().speculative_algorithm,
+        speculative_draft_window_size=get_spec().speculative_draft_window_size,
+        defers_draft_kv=_defers_draft_kv(),
         radix_eviction_policy=memory.radix_eviction_policy,
         dp_size=parallel.dp_size,
         attn_dp_size=parallel.attn_dp_size,
@@ -74,6 +76,13 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
 def _is_wanted(variable: Any) -> bool:
     """Whether the user has set it, as some versions of SGLang do by default."""
     return bool(variable.is_set() and variable.get())
+
+
+def _defers_draft_kv() -> bool:
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, "SGLANG_DSPARK_DEFER_CONTEXT_KV", None)  # from 0.5.23 on
+    return variable is not None and bool(variable.get())
 
 
 def wait_for_whole_passes(config: KvConfig) -> None:
@@ -107,6 +116,7 @@ _SAME_NAMES = (
     "optimistic_prefill_attempts",
     "pp_size",
     "radix_eviction_policy",
+    "speculative_draft_window_size",
 )
 
 
@@ -125,6 +135,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         transfers=getattr(server_args, "disaggregation_transfer_backend", None) == BACKEND,
         dcp_enabled=(getattr(server_args, "dcp_size", None) or 1) > 1,
         speculative_algorithm=algorithm and algorithm.upper(),
+        defers_draft_kv=_defers_draft_kv(),
         prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),

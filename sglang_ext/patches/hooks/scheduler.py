@@ -1,8 +1,11 @@
 """Let the scheduler call our cache where it calls HiCache.
 
 Change: SGLang's scheduler informs a cache of its loop, of a prefill batch that is about to run, and of
-idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight hooks call ours:
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Nine hooks call ours, or note what
+it needs:
 
+- once, before the cache is made, and when the pools of draft models are there: their runners are kept,
+  because their KV is in the slots of the model's and belongs to the same blocks;
 - once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
   (``patches/adapter/storage_prefetch.py``) as it does with a HiCache storage backend;
 - each pass of any of the scheduling loops, after requests came and before the next batch is chosen:
@@ -40,6 +43,7 @@ NAP_MILLISECONDS = 1
 
 BEAMS_REFUSED = "Beam search is not supported with --kv-dram-size. Send it to a server without a DRAM tier."
 
+_SPEC_WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -123,6 +127,11 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
         running_batch.batch_is_full = False
 
 
+def after_draft_plan(_result: None, worker: Any) -> None:
+    """After ``init_hicache_draft_plan``: keep the runners of the draft models that have KV of their own."""
+    PROCESS.drafts = tuple(worker._draft_model_runners())
+
+
 def before_embedding(worker: Any, batch: Any) -> None:
     """Before ``forward_batch_embedding``, as ``forward_batch_generation`` does it itself."""
     if PROCESS.cache is not None:
@@ -171,6 +180,7 @@ def around_sleep(sleep: Callable[[Any], None], scheduler: Any) -> None:
 PATCH = hook_patch(
     "scheduler_calls",
     "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
+    Hook(f"{_SPEC_WORKER}.init_hicache_draft_plan", "after", after_draft_plan),
     Hook(f"{_SCHEDULER}.ingest_requests", "after", after_ingest),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "after", after_prefill_batch),
     Hook(f"{_SCHEDULER}.init_running_status", "after", after_running_status),

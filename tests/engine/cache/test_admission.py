@@ -48,9 +48,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("falcon_h1", "FalconH1ForCausalLM", {}, "Mamba"),
     ("lfm2", "Lfm2ForCausalLM", {}, "Mamba"),
     ("granitemoehybrid", "GraniteMoeHybridForCausalLM", {}, "Mamba"),
-    ("deepseek_v3", "DeepseekV32ForCausalLM", {"index_topk": 2048, "index_head_dim": 128}, "DSA"),
-    ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {"index_topk": 2048}, "DSA"),
 ]
+INDEXED: list[tuple[str, str, dict[str, Any]]] = [
+    ("deepseek_v3", "DeepseekV32ForCausalLM", {"index_topk": 2048, "index_head_dim": 128}),
+    ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {"index_topk": 2048}),
+]
+"""Admitted with a cache, and not moved between prefill and decode."""
 WINDOWED: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_oss", "GptOssForCausalLM", {}),
     ("llama4", "Llama4ForConditionalGeneration", {}),
@@ -93,6 +96,21 @@ def test_other_models_are_refused_by_their_configuration(
     assert WHOLE_WINDOWS not in reason
 
 
+@pytest.mark.parametrize(("kind", "architecture", "more"), INDEXED, ids=[a for _, a, _ in INDEXED])
+def test_index_keys_are_kept_and_not_moved(
+    kind: str, architecture: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    config = model(tmp_path, kind, architecture, more)
+    assert admission(config, CACHE) is None
+    assert "DSA" in str(admission(config, TRANSFER))
+
+
+def test_index_keys_of_groups_of_tokens_are_refused(tmp_path: Path) -> None:
+    kind, architecture, more = INDEXED[0]
+    config = model(tmp_path, kind, architecture, more | {"index_kpool": 4})
+    assert "groups of 4 tokens" in str(admission(config, CACHE))
+
+
 @pytest.mark.parametrize("flags", [CACHE, TRANSFER], ids=["cache", "transfer"])
 @pytest.mark.parametrize(("kind", "architecture", "more"), WINDOWED, ids=[a for _, a, _ in WINDOWED])
 def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
@@ -110,13 +128,13 @@ def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
     [
         ("DeepseekV4ForCausalLM", "DeepSeek V4"),
         ("MiniMaxM3SparseForConditionalGeneration", "MSA"),
-        ("Glm5NextForConditionalGeneration", "DSA"),
+        ("Glm5NextForConditionalGeneration", "index keys (DSA) for groups of 4 tokens"),
     ],
 )
 def test_kinds_of_sparse_attention_are_known_by_their_architecture(architecture: str, word: str) -> None:
     """Their configurations cannot be built from defaults; SGLang decides by these fields."""
     config = SimpleNamespace(
-        hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048),
+        hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048, index_kpool=4),
         is_hybrid_swa=False,
         is_multimodal=False,
         is_draft_model=False,

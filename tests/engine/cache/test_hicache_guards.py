@@ -42,6 +42,7 @@ PASSES_ON = "hands the flag on"
 OWN_POOLS = "builds, sizes or measures HiCache's own pools"
 CONFLICT = "refuses the flag beside another one"
 DRAM = Facts(dram=True)
+_SPEC_WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 JUDGED = {
@@ -73,7 +74,7 @@ JUDGED = {
         1, "Mamba states", refused=Facts(is_hybrid_ssm=True)
     ),
     ("arg_groups/model_overrides/deepseek_v2.py", "_dsa_dcp_overrides"): Judged(
-        (0, 1), CONFLICT, refused=Facts(is_dsa=True)
+        (0, 1), CONFLICT, refused=Facts(is_dsa=True, dcp_enabled=True)
     ),
     ("arg_groups/model_overrides/minicpm.py", "_minicpm_sala_overrides"): Judged(
         1, "such a model has no prefix cache", refused=Facts(disable_radix_cache=True)
@@ -149,10 +150,10 @@ JUDGED = {
         (0, 2), CONFLICT, refused=Facts(is_hybrid_swa=True)
     ),
     ("mem_cache/kv_cache_configurator.py", "KVCacheConfigurator._fused_draft_decision"): Judged(
-        (0, 1), "where the draft model's KV is", refused=Facts(speculative_algorithm="DFLASH")
+        (0, 1), "where the draft model's KV is", refused=Facts(enable_unified_memory=True)
     ),
     ("mem_cache/kv_cache_configurator.py", "_should_elide_dsa_index_k"): Judged(
-        1, "an index cache that is never read again is left out", refused=Facts(is_dsa=True)
+        1, "keeps no index keys of layers that have none of their own; their blocks have no plane for them"
     ),
     ("mem_cache/registry.py", "TreeCacheBuildContext"): Judged(1, PASSES_ON),
     ("mem_cache/registry.py", "create_tree_cache"): Judged(1, "one of HiCache's modes needs its own tree"),
@@ -169,12 +170,12 @@ JUDGED = {
     ("observability/metrics_collector.py", "SchedulerMetricsCollector.log_stats"): Judged(1, OWN_POOLS),
     ("rust_server/config.py", "_build_server_args"): Judged((0, 2), PASSES_ON),
     ("speculative/base_spec_worker.py", "BaseSpecWorker._build_hicache_draft_plan"): Judged(
-        1, "the draft model's KV goes along", refused=Facts(speculative_algorithm="EAGLE")
+        1, "the draft model's KV goes along", hook=f"{_SPEC_WORKER}.init_hicache_draft_plan"
     ),
     (
         "speculative/dspark_components/dspark_worker_v2.py",
         "DSparkWorkerV2._defer_context_kv_eligible",
-    ): Judged((0, 1), "the draft model's KV comes later", refused=Facts(speculative_algorithm="DSPARK")),
+    ): Judged((0, 1), "the draft model's KV comes later", refused=Facts(defers_draft_kv=True)),
 }
 
 FORWARDS = {

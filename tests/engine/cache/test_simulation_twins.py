@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from sglang_ext.engine.movers.copies import Copies
-from sglang_ext.engine.movers.mover import LayerGate
+from sglang_ext.engine.movers.mover import LaterLayers, LayerGate
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.request_rows import RequestRows
@@ -48,6 +48,16 @@ PAGED = Scenario(
 )
 
 
+INDEXED = Scenario(
+    "indexed",
+    kind=PoolKind("dsa", 64, layers=3),
+    block=64,
+    hbm_tokens=64 * 8,
+    dram_blocks=40,
+    memory=20,
+    settings=Settings(chunk=128, new_token_ratio=0.05),
+)
+DRAFTED = Scenario("drafted", kind=PoolKind(draft_layers=2), hbm_tokens=256, dram_blocks=250, memory=40)
 ON_DISK = Scenario("on disk", hbm_tokens=256, dram_blocks=70, disk_blocks=4000, memory=60)
 
 
@@ -158,6 +168,13 @@ class WaitsForTheLayerBefore(LayerGate):
             super().wait_until(layer - 1)
 
 
+class ForgetsTheDraftsLayers(LayerGate):
+    """Has the draft model wait for the layers of the model."""
+
+    def behind(self, layers: int) -> LaterLayers:
+        return super().behind(0)
+
+
 class CountsEarly(Copies):
     """Takes a write for complete when it is submitted."""
 
@@ -205,6 +222,7 @@ TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
     ({"cache_class": DoesNotWaitForWrites}, PAGED, WrongKvError),
     ({"gate_class": NeverWaits}, BUSY, WrongKvError),
     ({"gate_class": WaitsForTheLayerBefore}, PAGED, WrongKvError),
+    ({"gate_class": ForgetsTheDraftsLayers}, DRAFTED, WrongKvError),
     ({"copies_class": CountsEarly}, BUSY, WrongKvError),
     ({"tier_class": LoadsInTheWrongOrder}, PAGED, WrongKvError),
     ({"disk_class": LyingDisk}, ON_DISK, WrongKvError),
@@ -235,10 +253,11 @@ def test_a_faulty_cache_is_found_out(
 
 
 class FlipsBits:
-    """Damages one bit, now and then, in a block that only DRAM has."""
+    """Damages one bit, now and then, in a block that only DRAM has, or in one plane of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, plane: int | None = None) -> None:
         self._random = random.Random(seed)
+        self._plane = plane
         self.flipped = 0
 
     def __call__(self, rank: Rank, step: int) -> None:
@@ -252,6 +271,9 @@ class FlipsBits:
         assert rank.arena is not None
         blocks = self._random.choice(alone).placements[rank.dram_holder]
         block = rank.arena.blocks[int(self._random.choice(list(blocks)))]
+        if self._plane is not None:
+            offsets = rank.arena.layout.plane_offsets
+            block = block[offsets[self._plane] : offsets[self._plane + 1]]
         block[self._random.randrange(len(block))] ^= np.uint8(1 << self._random.randrange(8))
         self.flipped += 1
 
@@ -259,11 +281,16 @@ class FlipsBits:
 @pytest.mark.parametrize(
     "look_inside", [True, False], ids=["by looking into DRAM", "by a forward pass alone"]
 )
-def test_one_wrong_bit_in_dram_is_seen(look_inside: bool) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "plane"),
+    [(BUSY, None), (INDEXED, 1), (DRAFTED, 7)],
+    ids=["anywhere", "in index keys", "in the draft's KV"],
+)
+def test_one_wrong_bit_in_dram_is_seen(scenario: Scenario, plane: int | None, look_inside: bool) -> None:
     for seed in range(4):
-        rank = Rank(BUSY, pace=random.Random(seed))
+        rank = Rank(scenario, pace=random.Random(seed))
         rank.look_inside = look_inside
-        flips = FlipsBits(seed)
+        flips = FlipsBits(seed, plane)
         if not survives(rank, seed, WrongKvError, after_step=flips):
             assert flips.flipped > 0
             return
@@ -271,5 +298,5 @@ def test_one_wrong_bit_in_dram_is_seen(look_inside: bool) -> None:
 
 
 def test_without_a_fault_the_same_runs_pass() -> None:
-    for scenario in (BUSY, PAGED, ON_DISK):
+    for scenario in (BUSY, PAGED, ON_DISK, INDEXED, DRAFTED):
         assert survives(Rank(scenario), 0, AssertionError)

@@ -137,11 +137,13 @@ class TestModelIdentity:
         a = torch.nn.ParameterList([torch.arange(2 << 20, dtype=torch.int64).float()])
         b = torch.nn.ParameterList([torch.roll(a[0].detach(), 1 << 20)])
         assert weights_digest(a) != weights_digest(b)
+        assert len({weights_digest(a), weights_digest(a, a), weights_digest(a, b)}) == 3
 
     def test_the_configuration_counts_where_the_weights_cannot_tell(self) -> None:
         plain, scaled = LlamaConfig(rms_norm_eps=1e-6), LlamaConfig(rms_norm_eps=1e-5)
         assert config_digest(plain) == config_digest(LlamaConfig(rms_norm_eps=1e-6))
         assert config_digest(plain) != config_digest(scaled)
+        assert len({config_digest(plain), config_digest(plain, plain), config_digest(plain, scaled)}) == 3
         named = LlamaConfig(rms_norm_eps=1e-6, name_or_path="/somewhere/else")
         assert config_digest(plain) == config_digest(named)
 

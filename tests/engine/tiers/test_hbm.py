@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from sglang_ext.disagg.tensors import PoolMeta, pool_strided, shard_tuple, tensors_of
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry, PlaneKind
 from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
@@ -44,6 +45,50 @@ def geometry_of(planes: list[list[torch.Tensor]], **changes: Any) -> Geometry:
     return pool_geometry(planes, **{**facts, **changes})
 
 
+KINDS = {
+    "mha": [PlaneKind.K, PlaneKind.V],
+    "mla": [PlaneKind.LATENT],
+    "dsa": [PlaneKind.LATENT, PlaneKind.INDEX],
+}
+
+
+def test_index_keys_of_a_page_are_the_rows_of_its_slots() -> None:
+    """The last layer uses the choice of the one before, and has no index keys."""
+    pools = Pools(PoolKind("dsa", 64, 3), 128, block=64, rows=1, context=8)
+    geometry = pools.geometry()
+    planes = [geometry.layer_planes(layer) for layer in range(3)]
+    assert [[plane.kind for plane in layer] for layer in planes] == [KINDS["dsa"], KINDS["dsa"], KINDS["mla"]]
+    pages = pools.kvcache.index_k_with_scale_buffer[1]
+    pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
+    index = planes[1][1]
+    for page in range(geometry.slots // 64):
+        rows = ctypes.string_at(index.address + page * 64 * index.slot_stride, 64 * index.row_bytes)
+        assert rows == pages[page].numpy().tobytes()
+
+
+def test_layers_of_a_draft_follow_those_of_the_model() -> None:
+    draft = MHATokenToKVPool(**{**MHA, "head_num": 1, "head_dim": 8, "layer_num": 1})
+    planes = [*pool_planes(MHATokenToKVPool(**MHA)), *pool_planes(draft)]
+    geometry = geometry_of(planes, tp_rank=1, tp_size=2, model_kv_heads=4)
+    assert [plane.layer for plane in geometry.planes] == [0, 0, 1, 1, 2, 2]
+    assert (geometry.shard.first_head, geometry.shard.heads, geometry.shard.model_layers) == (2, 2, 3)
+    assert geometry.layout.layers[2] == (16, 16)
+    pool = PoolMeta("hbm", 2, 16, tensors_of(geometry), shard_tuple(geometry.shard), 0)
+    assert [each.first_head for each in pool_strided(pool)] == [2, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("heads", [1, 4], ids=["divided", "replicated"])
+def test_ranks_that_share_the_draft_otherwise_are_refused(heads: int) -> None:
+    """The model's two heads are on four ranks, twice each."""
+    planes = pool_planes(MHATokenToKVPool(**{**MHA, "head_num": 1}))
+    draft = pool_planes(MHATokenToKVPool(**{**MHA, "head_num": heads}))
+    if heads == 1:
+        geometry_of(planes + draft, tp_size=4)
+        return
+    with pytest.raises(ConfigError, match="draft model"):
+        geometry_of(planes + draft, tp_size=4)
+
+
 @pytest.mark.parametrize("kind", [PoolKind("mha", 1, 3, 2), PoolKind("mla", 16, 2, 0)], ids=str)
 def test_rows_lie_where_the_geometry_says(kind: PoolKind) -> None:
     """Every slot of every plane, read through address and stride as a transfer would."""
@@ -55,7 +100,6 @@ def test_rows_lie_where_the_geometry_says(kind: PoolKind) -> None:
     assert geometry.slots == SLOTS + kind.page
     assert geometry.n_layers == kind.layers
     assert geometry.shard.first_layer == kind.start_layer
-    kinds = [PlaneKind.K, PlaneKind.V] if kind.attention == "mha" else [PlaneKind.LATENT]
     buffers = (
         list(zip(pools.kvcache.k_buffer, pools.kvcache.v_buffer, strict=True))
         if kind.attention == "mha"
@@ -63,7 +107,7 @@ def test_rows_lie_where_the_geometry_says(kind: PoolKind) -> None:
     )
     for layer in range(kind.layers):
         described = geometry.layer_planes(layer)
-        assert [plane.kind for plane in described] == kinds
+        assert [plane.kind for plane in described] == KINDS[kind.attention]
         for plane, buffer in zip(described, buffers[layer], strict=True):
             for slot in range(geometry.slots):
                 row = ctypes.string_at(plane.address + slot * plane.slot_stride, plane.row_bytes)
