@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -35,8 +36,8 @@ def runs(folder: Path) -> set[Place]:
     return found
 
 
-def damage_last_layer(places: set[Place], damage: Damage, *, forge: bool) -> None:
-    """Damage the last layer of every block in some runs.
+def damage_last_layer(places: set[Place], damage: Damage, *, forge: bool, layers: int = 1) -> None:
+    """Damage the last layer, or layers, of every block in some runs.
 
     Args:
         forge: make the checksums fit, so that verification passes.
@@ -45,14 +46,15 @@ def damage_last_layer(places: set[Place], damage: Damage, *, forge: bool) -> Non
         with segment.open("r+b") as file:
             header = _header(file, offset)
             sums = header.sums.copy()
-            for block in range(header.shape.blocks):
-                place = offset + header.shape.offset(len(header.shape.layer_bytes) - 1, block)
+            count = len(header.shape.layer_bytes)
+            for layer, block in itertools.product(range(count - layers, count), range(header.shape.blocks)):
+                place = offset + header.shape.offset(layer, block)
                 file.seek(place)
-                part = bytearray(file.read(header.shape.layer_bytes[-1]))
+                part = bytearray(file.read(header.shape.layer_bytes[layer]))
                 damage(part)
                 file.seek(place)
                 file.write(part)
-                sums[-1, block] = checksum(bytes(part))
+                sums[layer, block] = checksum(bytes(part))
             if forge:
                 file.seek(offset)
                 file.write(encode_run_header(dataclasses.replace(header, sums=sums)))
