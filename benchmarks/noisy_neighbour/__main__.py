@@ -14,8 +14,8 @@ sends as many requests of token ids per second as it got done, and for each of t
 many CPU seconds as all processes took for one of A's beyond what B's took. Before SGLang servers: `disk` (A
 writes new KV to disk, B's conversations are written there and come from there) and `spilling` (A has four
 times the conversations that fit into DRAM, B's would fit; another server keeps evicted KV). In these, A's
-prompts are computed by the same server as B's. In the control, A sends the same requests to servers whose
-DRAM holds everything, without a disk or DRAM for others.
+prompts are computed by the same server as B's. In the control, A sends the same requests: with `disk`, to a
+server whose DRAM holds everything; with `spilling`, to the same servers while nothing is spilled.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ HBM_TOKENS, DRAM_TOKENS = 4096, 6144
 """Of the server with a disk: less than B's conversations have."""
 AMPLE_DRAM_TOKENS = 1 << 17
 """Of the control's server: all that A and B send."""
-B_TALKS = {"disk": 12, "spilling": 4}
+B_TALKS = {"disk": 12, "spilling": 3}
 """B's conversations: more than memory holds, so that they come from disk; as many as DRAM holds without A."""
 A_TALKS = 16
 
@@ -141,21 +141,15 @@ def in_dram() -> Iterator[str]:
         yield url
 
 
-@contextlib.contextmanager
-def in_own_dram() -> Iterator[str]:
-    """The control of spilling: the same servers, and DRAM for all requests at the server that gets them."""
-    policy = ("--policy", f"{first_by_name.__module__}:{first_by_name.__name__}")
-    ample = ("--kv-dram-size", str(AMPLE_DRAM_TOKENS * TOKEN_BYTES))
-    with _before_servers(2, *ample, router=policy) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def with_idle_dram() -> Iterator[str]:
+def with_idle_dram(*flags: str) -> AbstractContextManager[str]:
     """Two servers, one of which gets all requests; the other one keeps the blocks that do not fit there."""
     policy = ("--policy", f"{first_by_name.__module__}:{first_by_name.__name__}")
-    with _before_servers(2, "--kv-dram-size", f"{DRAM},for-others={FOR_OTHERS}", router=policy) as url:
-        yield url
+    return _before_servers(2, "--kv-dram-size", f"{DRAM},for-others={FOR_OTHERS}", router=(*policy, *flags))
+
+
+def without_spilling() -> AbstractContextManager[str]:
+    """The control of spilling: the same servers, and blocks that do not fit are given up."""
+    return with_idle_dram("--tenant-limits", "spill-blocks=0")
 
 
 # -- requests --------------------------------------------------------------------------------------------
@@ -231,6 +225,6 @@ MECHANISMS: dict[str, Mechanism] = {
         with_idle_dram,
         per_s=2.0,
         at_once=1,
-        control=in_own_dram,
+        control=without_spilling,
     ),
 }
