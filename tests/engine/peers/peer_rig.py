@@ -163,10 +163,10 @@ def servers() -> Iterator[MakeServer]:
             assert rank.arena is not None
             geometry = pool_geometry(
                 rank.pools.tensors,
-                block_tokens=BLOCK,
+                block_tokens=scenario.block,
                 page_tokens=rank.pools.kind.page,
                 first_layer=rank.pools.kind.start_layer,
-                model_layers=rank.pools.kind.start_layer + rank.pools.kind.layers,
+                model_layers=rank.pools.kind.start_layer + len(rank.pools.tensors),
                 tp_rank=number,
                 tp_size=ranks,
                 model_kv_heads=2 * ranks,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from engine_movers import until
-from engine_pools import WrongKvError
+from engine_pools import PoolKind, WrongKvError
 from engine_simulation import Rank
 from peer_rig import (
     BLOCK,
@@ -65,6 +65,31 @@ from sglang_ext.testing.fakes import FakeClock
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 # -- received KV ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
+@pytest.mark.parametrize(
+    ("kind", "plane"),
+    [(PoolKind(draft_layers=2), 7), (PoolKind("dsa", 64, layers=3), 1)],
+    ids=["draft", "index keys"],
+)
+def test_every_plane_of_a_block_comes(
+    make_server: MakeServer, kind: PoolKind, plane: int, damaged: bool
+) -> None:
+    """The draft's layers with the model's, and index keys with the latents. The twin damages their plane."""
+    block = max(kind.page, BLOCK)
+    scenario = dataclasses.replace(SCENARIO, kind=kind, block=block, hbm_tokens=4 * 64 + 6 * block)
+    owner, reader = (make_server(scenario, transports=(TransportName.TCP,)) for _ in range(2))
+    tokens = prompt(1, 2 * block // BLOCK)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    reader.passes_until(lambda: reader.in_dram(tokens) == 2 * block, "the fetched blocks")
+    if damaged:
+        reader.rank.arena.plane(plane)[:] ^= 1
+    req = reader.rank.scheduler.submit(tokens, new_tokens=2)
+    with pytest.raises(WrongKvError) if damaged else nullcontext():
+        reader.finish(req)
+        assert req.cached_tokens == 2 * block
 
 
 @pytest.mark.parametrize("transport", [(), (TransportName.TCP,)], ids=["best", "tcp"])
