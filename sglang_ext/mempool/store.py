@@ -13,10 +13,10 @@ it locks nothing, and is given up when the engine needs the memory.
 
 MemServe's nine calls (table 1) are methods of the store and of its ledger, by key and by place, and are
 counted as they are carried out, see `Call`. Every block that is neither free nor in the index is in the
-ledger (`ledger.py`). The store calls tiers and the mechanisms that copy between them, and these call the
-ledger; only `WriteDown` calls the store, to copy a block on once its copy is complete. All methods run in
-the scheduler's thread, and on every rank in the same order: decisions depend only on state that all ranks
-share. Calls that name another instance are in `remote.py`.
+ledger (`ledger.py`). The store calls tiers and the mechanisms that copy between them; tiers and `WriteDown`
+call the ledger, and never the store. All methods run in the scheduler's thread, and on every rank in the
+same order: decisions depend only on state that all ranks share. Calls that name another instance are in
+`remote.py`.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Rank:
                 )
             observer = None if self.feed is None else self.feed.log
             self.tier = tier_class(
-                self.store,
+                self.store.ledger,
                 self.hbm,
                 self.dram_holder,
                 self.arena,
@@ -241,8 +241,9 @@ class Rank:
                 pressure=pressure_policy_by_name(scenario.pressure),
             )
             self.write_down = write_down_class(
-                self.store, self.hbm, self.tier, observer=observer, enabled=config.writes_dram
+                self.hbm, self.tier, observer=observer, enabled=config.writes_dram
             )
+            self.write_down.serve(self.store)
             self.moves = Moves(ranks, clock=clock)
             if scenario.for_others:
                 self.spilled = Spilled(self.tier, scenario.for_others, self.moves.clock)
@@ -252,7 +253,7 @@ class Rank:
                     disk,
                     below,
                     config,
-                    self.tree,
+                    self.store,
                     self.tier,
                     self.arena,
                     self.moves,

@@ -31,9 +31,8 @@ from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
 from sglang_ext.mempool.ledger import Reservation, Use
-from sglang_ext.mempool.store import Refusal
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.protocol.agent import Export
-from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier
 from sglang_ext.wire import Message
 
@@ -121,7 +120,7 @@ class ComputedSpans(Planner):
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         tier: DramTier,
         link: ExportLink,
         exports: Exports,
@@ -129,12 +128,13 @@ class ComputedSpans(Planner):
         host: SpanHost,
         wanted: Callable[[Export], tuple[Hashable, bytes]],
     ) -> None:
-        self._tree = tree
+        self._store = store
+        self._tree = store.tree
         self._tier = tier
         self._link = link
         self._exports = exports
         self._clock = clock
-        self._step = tree.block_size * TOKEN_BYTES
+        self._step = store.tree.block_size * TOKEN_BYTES
         self._host = host
         self._wanted = wanted
         self._layers = 0
@@ -191,7 +191,7 @@ class ComputedSpans(Planner):
                 self._compute(span, request, reads)
 
     def _compute(self, span: _Span, request: Any, reads: ReadsBatch) -> None:
-        reservation = self._tier.store.reserve(
+        reservation = self._store.reserve(
             Tier.DRAM, span.namespace, span.key, Use.SPAN, whole=True, share=SHARE
         )
         blocks, most = len(span.key) // self._step, self._tier.n_blocks // SHARE

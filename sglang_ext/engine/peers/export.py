@@ -32,7 +32,8 @@ from sglang_ext.engine.tiers.promotion import DiskWait, Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.radix_global import Node, RadixTree
+from sglang_ext.mempool.store import Store
+from sglang_ext.radix_global import Node
 from sglang_ext.radix_global.edges import walk
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
@@ -111,7 +112,7 @@ class Exports:
     """See the module's docstring.
 
     Args:
-        tree: the rank's tree.
+        store: of the rank.
         write_down: copies to DRAM.
         link: publishes.
         ranks: agree on which exports have ended.
@@ -121,14 +122,15 @@ class Exports:
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         write_down: WriteDown,
         link: ExportLink,
         ranks: Ranks,
         clock: Clock,
         below: Sequence[Promotions] = (),
     ) -> None:
-        self._tree = tree
+        self._store = store
+        self._tree = store.tree
         self._write_down = write_down
         self._tier = write_down.dram
         self._link = link
@@ -180,7 +182,7 @@ class Exports:
                 break
             blocks += node.blocks
         if last is not None and self.exported_blocks + blocks <= self._tier.n_blocks // SHARE:
-            self._tier.store.swap_out(Tier.HBM, last, always=True)
+            self._store.swap_out(Tier.HBM, last, always=True)
 
     def _copying(self, asked: _Asked) -> bool:
         incomplete = self._write_down.incomplete()

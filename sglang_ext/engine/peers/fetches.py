@@ -34,8 +34,7 @@ from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.ledger import Committed, Use
-from sglang_ext.mempool.store import Refusal
-from sglang_ext.radix_global import RadixTree
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.tiers import Tier
 
 MOST_FETCHES: Final = 16
@@ -136,17 +135,18 @@ class Fetches(MovePlanner):
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         tier: DramTier,
         link: Reads,
         moves: Moves,
     ) -> None:
-        self._tree = tree
+        self._store = store
+        self._tree = store.tree
         self._tier = tier
         self._link = link
         self._clock = moves.clock
         self._moves = moves
-        self._step = tree.block_size * TOKEN_BYTES
+        self._step = store.tree.block_size * TOKEN_BYTES
         self._active: dict[_Fetch, _Span] = {}
         """Each fetch under way, with its current span."""
         self.results = FetchResults()
@@ -223,7 +223,7 @@ class Fetches(MovePlanner):
         reservation = move.reservation
         assert reservation is not None
         move.may_start = False
-        self._tier.store.transfer()
+        self._store.transfer()
         self._tier.copies.load(slots, reservation.places, move.fetch.job)
 
     # -- going on -----------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Fetches(MovePlanner):
             if not key:
                 self._refused(move, FetchEnd.NO_ROOM)
                 return
-        reservation = self._tier.store.reserve(
+        reservation = self._store.reserve(
             Tier.DRAM,
             wish.namespace,
             key,

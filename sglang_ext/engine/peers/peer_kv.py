@@ -18,8 +18,8 @@ from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.mempool.store import Store
 from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
-from sglang_ext.radix_global import RadixTree
 from sglang_ext.wire import Message
 
 HINT_SECONDS: Final = 10.0
@@ -49,7 +49,7 @@ class PeerKv(Planner):
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         write_down: WriteDown,
         leases: ExportLink,
         link: Link,
@@ -65,7 +65,7 @@ class PeerKv(Planner):
     ) -> None:
         tier = write_down.dram
         self._clock = moves.clock
-        self._step = tree.block_size * TOKEN_BYTES
+        self._step = store.tree.block_size * TOKEN_BYTES
         self.leases = leases
         self.link = link
         self._namespace = namespace
@@ -73,8 +73,8 @@ class PeerKv(Planner):
         self._rank = rank
         self._endpoints = endpoints
         self._on_result = on_result
-        self.exports = Exports(tree, write_down, leases, ranks, self._clock, below)
-        self.fetches = Fetches(tree, tier, link, moves)
+        self.exports = Exports(store, write_down, leases, ranks, self._clock, below)
+        self.fetches = Fetches(store, tier, link, moves)
 
     def takes_command(self, message: Message, at: float) -> bool:
         match message:

@@ -20,6 +20,7 @@ from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.moves.sources import FromDisk
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.mempool.ledger import Committed
+from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Node
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockTier, Get
@@ -52,12 +53,14 @@ class DirectLoads(MovePlanner):
         self,
         tier: BlockTier,
         loader: Loader,
+        store: Store,
         dram_tier: DramTier,
         moves: Moves,
         ended: Callable[[DirectLoad, int], None],
     ) -> None:
         self._tier = tier
         self._loader = loader
+        self._store = store
         self._dram_tier = dram_tier
         self._moves = moves
         self._ended = ended
@@ -70,7 +73,7 @@ class DirectLoads(MovePlanner):
     ) -> DirectLoad:
         """A request may read these blocks, which continue ``parent``, when it is admitted."""
         load = DirectLoad(planner=self, request=request, parent=parent, get=get, start=start, blocks=blocks)
-        self._dram_tier.store.tree.lock(parent, self._dram_tier.holder)
+        self._store.tree.lock(parent, self._dram_tier.holder)
         self._moves.fill(load, None, None)
         self._moves.admit(load, handle)
         return load
@@ -81,10 +84,10 @@ class DirectLoads(MovePlanner):
             self._moves.release(load.streams_to)
         if load.source is None:
             self._moves.cancel(load)
-        self._dram_tier.store.tree.unlock(load.parent, self._dram_tier.holder)
+        self._store.tree.unlock(load.parent, self._dram_tier.holder)
 
     def stream(self, move: DirectLoad, slots: Any) -> None:
-        self._dram_tier.store.swap_in(Tier.DISK, move, slots)
+        self._store.swap_in(Tier.DISK, move, slots)
 
     def load(self, move: DirectLoad, slots: Any) -> None:
         """Read the blocks of a load into slots."""

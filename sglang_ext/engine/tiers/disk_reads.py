@@ -28,7 +28,7 @@ from sglang_ext.engine.tiers.promotion import DiskLook, DiskWait, Look, Promotio
 from sglang_ext.engine.tiers.promotion_results import PromotionResults
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.ledger import Committed, Use
-from sglang_ext.mempool.store import Refusal
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.radix_global import Node
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get
@@ -39,7 +39,7 @@ class DiskReads(MovePlanner):
     """See the module's docstring.
 
     Args:
-        dram_tier: hands out DRAM blocks.
+        store: hands out DRAM blocks.
         writes: records which nodes are durable.
         tier: the disk.
         loader: reads from it.
@@ -51,6 +51,7 @@ class DiskReads(MovePlanner):
 
     def __init__(
         self,
+        store: Store,
         dram_tier: DramTier,
         writes: DiskWrites,
         tier: BlockTier,
@@ -61,7 +62,8 @@ class DiskReads(MovePlanner):
         *,
         stream: bool = False,
     ) -> None:
-        self._tree = dram_tier.store.tree
+        self._store = store
+        self._tree = store.tree
         self._dram_tier = dram_tier
         self._writes = writes
         self._tier = tier
@@ -73,8 +75,8 @@ class DiskReads(MovePlanner):
         self.under_way: dict[bytes, Promotion] = {}
         """By the name of the first block."""
         self.results = PromotionResults(tier, policy)
-        self._direct = DirectLoads(tier, loader, dram_tier, moves, self.results.direct_ended)
-        dram_tier.store.add_source(Tier.DISK, self)
+        self._direct = DirectLoads(tier, loader, store, dram_tier, moves, self.results.direct_ended)
+        store.add_source(Tier.DISK, self)
         self._disk_look = DiskLook(self._tree, writes.names, tier, policy, loader)
 
     def __repr__(self) -> str:
@@ -136,7 +138,7 @@ class DiskReads(MovePlanner):
     # -- in front of the forward pass -------------------------------------------------------------
 
     def stream(self, move: Promotion, slots: Any) -> None:
-        self._dram_tier.store.swap_in(Tier.DISK, move, slots)
+        self._store.swap_in(Tier.DISK, move, slots)
 
     def load(self, what: Any, places: Any, landed: Callable[[], None] | None = None) -> None:
         """Copy the blocks of a move to slots as they arrive."""
@@ -170,7 +172,7 @@ class DiskReads(MovePlanner):
             self._drop_look(move)
             return
         # Blocks from disk can only continue blocks in DRAM, so blocks in HBM alone are copied to DRAM first.
-        reached = self._dram_tier.store.reach(Tier.DRAM, match) if found else None
+        reached = self._store.reach(Tier.DRAM, match) if found else None
         shared = self.under_way.get(look.names[0])
         if look.get is None or reached is None or shared is not None:
             self._leave(wait)
@@ -188,7 +190,7 @@ class DiskReads(MovePlanner):
         wait, wanted, start = promotion.waits[0], promotion.wanted, look.blocks
         block = self._tree.block_size
         self.results.decided(wanted.report, look, found, chosen, block)
-        reservation = self._dram_tier.store.reserve_behind(
+        reservation = self._store.reserve_behind(
             Tier.DRAM,
             wanted.namespace,
             wanted.key,

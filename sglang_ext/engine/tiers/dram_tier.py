@@ -17,7 +17,7 @@ from sglang_ext.engine.movers.mover import BlockIds, Near
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.mempool.store import Store
+from sglang_ext.mempool.ledger import Ledger
 from sglang_ext.own_functions import SortKey
 from sglang_ext.radix_global import Evicted, Holder, Node
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
@@ -86,7 +86,7 @@ class DramTier:
     """See the module's docstring. Called by the scheduler thread only.
 
     Args:
-        store: of the rank; this tier adds and removes placements of ``dram`` in its tree.
+        ledger: of the rank; this tier adds and removes placements of ``dram`` in its tree.
         copies: between the pool and the arena.
         below: takes complete blocks on to disk; ``None`` without a disk.
         observer: notified of loads under way.
@@ -98,7 +98,7 @@ class DramTier:
 
     def __init__(
         self,
-        store: Store,
+        ledger: Ledger,
         hbm: Holder,
         dram: Holder,
         arena: Arena,
@@ -108,8 +108,8 @@ class DramTier:
         observer: CopyObserver | None = None,
         pressure: Callable[[Announced], SortKey] = weakest_first,
     ) -> None:
-        self.store = store
-        self._tree = store.tree
+        self.ledger = ledger
+        self._tree = ledger.tree
         self._hbm = self.source = hbm
         self._dram = self.holder = dram
         self._arena = arena
@@ -118,7 +118,7 @@ class DramTier:
         self.below = below
         self._observer = observer or Unobserved()
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
-        self.retention = Retention(store.tree, marker, pressure)
+        self.retention = Retention(ledger.tree, marker, pressure)
         """Blocks that are held back for announced requests, here and in HBM."""
         self.guests: list[Guests] = []
         """Mechanisms that keep blocks for other instances; these are evicted before all others."""
@@ -126,8 +126,7 @@ class DramTier:
         """Mechanisms that keep copies of its blocks in HBM, from which loads copy."""
         self.near_layers = 0
         """Single layers of blocks that loads have found there, since the start."""
-        store.ledger.add(self)
-        store.add_source(Tier.DRAM, self)
+        ledger.add(self)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class DramTier:
 
     def delete(self, gone: Sequence[Evicted]) -> int:
         """Free the memory of evicted blocks; see `Ledger.delete`."""
-        return self.store.ledger.delete(Tier.DRAM, gone)
+        return self.ledger.delete(Tier.DRAM, gone)
 
     def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
         """Take up to ``blocks`` blocks of the arena; the caller fills them, and inserts or returns them.
@@ -257,7 +256,7 @@ class DramTier:
     @property
     def evicted(self) -> int:
         """Blocks that were evicted, since the start."""
-        return self.store.ledger.evicted[self._dram]
+        return self.ledger.evicted[self._dram]
 
     # -- whole ----------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Spilled(Planner):
 
     def __init__(self, tier: DramTier, limit: int, clock: Clock) -> None:
         self._tier = tier
-        self._tree = tier.store.tree
+        self._tree = tier.ledger.tree
         self._hbm = tier.source
         self._dram = tier.holder
         self._announced = tier.retention

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.mempool.ledger import Call
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
@@ -25,22 +26,20 @@ class WriteDown(Planner):
     """See the module's docstring. Called by the scheduler thread only.
 
     Args:
-        store: of the rank; asks for copies when KV enters a tier.
         observer: notified of copies under way.
         enabled: whether new blocks are copied without a request to do so.
     """
 
     def __init__(
         self,
-        store: Store,
         hbm: Holder,
         dram: DramTier,
         *,
         observer: CopyObserver | None = None,
         enabled: bool = True,
     ) -> None:
-        self._store = store
-        self._tree = store.tree
+        self._ledger = dram.ledger
+        self._tree = dram.ledger.tree
         self._hbm = hbm
         self.dram = dram
         self._dram = dram.holder
@@ -52,8 +51,12 @@ class WriteDown(Planner):
         self._enabled = enabled
         self.skipped = 0
         """Blocks that were not copied because all of the arena was locked."""
+
+    def serve(self, store: Store) -> None:
+        """Let the store copy new blocks down, and load blocks from DRAM."""
         store.copy_down(Tier.HBM, self.to_dram)
         store.copy_down(Tier.DRAM, self.to_disk)
+        store.add_source(Tier.DRAM, self.dram)
 
     def __repr__(self) -> str:
         return f"WriteDown({len(self._pending)} under way, {self.skipped} blocks skipped)"
@@ -108,7 +111,8 @@ class WriteDown(Planner):
         node, blocks = self._pending.popleft()
         self._tree.unlock(node, self._copying)
         self._observer.copy_ended(node, blocks, self._dram)
-        self._store.swap_out(Tier.DRAM, node, blocks)
+        if self.to_disk(node, blocks):
+            self._ledger.calls[Call.SWAP_OUT] += 1
         self._tree.unlock(node, self._dram)
 
     # -- DRAM to disk -------------------------------------------------------------------------------

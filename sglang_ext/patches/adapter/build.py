@@ -137,7 +137,7 @@ def _write_down(build: Building) -> WriteDown | None:
     observer = None if feed is None else feed.log
     mover = _mover_for(ctx, build.pool, build.arena)
     dram = DramTier(
-        build.store,
+        build.store.ledger,
         build.hbm,
         build.dram_holder,
         build.arena,
@@ -153,7 +153,9 @@ def _write_down(build: Building) -> WriteDown | None:
         pool.register_layer_transfer_counter(gate.behind(behind))
         behind += pool.layer_num
     ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
-    return WriteDown(build.store, build.hbm, dram, observer=observer, enabled=config.writes_dram)
+    write_down = WriteDown(build.hbm, dram, observer=observer, enabled=config.writes_dram)
+    write_down.serve(build.store)
+    return write_down
 
 
 def _spilled(build: Building) -> Spilled | None:
@@ -174,7 +176,7 @@ def _promotions(build: Building) -> Promotions | None:
         build.disk,
         build.below,
         config,
-        build.store.tree,
+        build.store,
         write_down.dram,
         arena,
         build.moves,
@@ -201,6 +203,7 @@ def _peers(build: Building) -> PeerKv | None:
     if not build.fetches or write_down is None or transfers is None:
         return None
     return make_peers(
+        build.store,
         write_down,
         transfers,
         build.weights,
@@ -221,7 +224,7 @@ def _computed_spans(build: Building) -> ComputedSpans | None:
     if not dram.copies.mover.streams or build.drafts.runners:
         return None
     return ComputedSpans(
-        build.store.tree, dram, peers.leases, peers.exports, build.moves.clock, build.host, peers.wanted
+        build.store, dram, peers.leases, peers.exports, build.moves.clock, build.host, peers.wanted
     )
 
 

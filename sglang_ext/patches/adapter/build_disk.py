@@ -22,6 +22,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.dram.arena import DramArena
@@ -109,7 +110,7 @@ def promotions_from(
     disk: BlockTier,
     below: DiskWrites,
     config: KvConfig,
-    tree: RadixTree,
+    store: Store,
     dram_tier: DramTier,
     arena: DramArena,
     moves: Moves,
@@ -126,8 +127,8 @@ def promotions_from(
         overlaps=stream,
     )
     loader, memory = Loader(_LOAD_BYTES), BlockMemory.of_arena(arena)
-    reads = DiskReads(dram_tier, below, disk, loader, memory, policy, moves, stream=stream)
-    return Promotions(tree, disk, loader, reads)
+    reads = DiskReads(store, dram_tier, below, disk, loader, memory, policy, moves, stream=stream)
+    return Promotions(store.tree, disk, loader, reads)
 
 
 def acked_by(

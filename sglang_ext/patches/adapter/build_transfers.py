@@ -33,6 +33,7 @@ from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
 from sglang_ext.patches.adapter.pd.pd_setup import keys_of, on_all_ranks
@@ -201,6 +202,7 @@ def on_all_ranks_or_none(
 
 
 def make_peers(
+    store: Store,
     write_down: WriteDown,
     transfers: TransferThread,
     weights: Weights,
@@ -213,7 +215,7 @@ def make_peers(
 ) -> PeerKv:
     """The `PeerKv` of a rank whose instance has so many endpoints."""
     return PeerKv(
-        write_down.dram.store.tree,
+        store,
         write_down,
         ArenaLeases(transfers),
         FetchLink(transfers),

@@ -56,7 +56,7 @@ def dram_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
     arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
     hbm, dram = (Holder.of("one", 1, tier) for tier in (Tier.HBM, Tier.DRAM))
     mover = HandMover(SimpleNamespace(), LAYOUT.n_layers)
-    DramTier(store, hbm, dram, arena, Copies(mover, Ranks()))
+    DramTier(store.ledger, hbm, dram, arena, Copies(mover, Ranks()))
     return Rig(store, Tier.DRAM, arena.close)
 
 

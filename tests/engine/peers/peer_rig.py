@@ -84,7 +84,7 @@ class Server:
         tier = self.rank.tier
         assert tier is not None
         spans = ComputedSpans(
-            self.rank.tree,
+            self.rank.store,
             tier,
             self.peers.leases,
             self.peers.exports,
@@ -176,7 +176,7 @@ def servers() -> Iterator[MakeServer]:
         def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
             assert rank.write_down is not None
             return PeerKv(
-                rank.tree,
+                rank.store,
                 rank.write_down,
                 ArenaLeases(transfers),
                 FetchLink(transfers),

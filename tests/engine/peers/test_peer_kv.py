@@ -715,7 +715,9 @@ def test_what_a_server_puts_together_fetches(
 
         def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
             assert rank.tier is not None
-            return make_peers(rank.write_down, transfers, rank.weights, rank.ranks, rank.moves, endpoints=1)
+            return make_peers(
+                rank.store, rank.write_down, transfers, rank.weights, rank.ranks, rank.moves, endpoints=1
+            )
 
         server = Server.of(Rank(SCENARIO, transfers=transfers, peers=peers), [])
         stack.callback(server.rank.close)

@@ -87,6 +87,7 @@ class Node:
             assert rank.router_commands is not None
             on_result = rank.router_commands.reply_to_fetch
             return make_peers(
+                rank.store,
                 rank.write_down,
                 transfers,
                 rank.weights,

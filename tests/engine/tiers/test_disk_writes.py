@@ -81,9 +81,15 @@ class Setup:
         self.mover = HandMover(None, LAYOUT.n_layers)
         self.store = Store(self.tree)
         self.tier = DramTier(
-            self.store, self.hbm, self.dram, self.arena, Copies(self.mover, self.ranks), below=self.writes
+            self.store.ledger,
+            self.hbm,
+            self.dram,
+            self.arena,
+            Copies(self.mover, self.ranks),
+            below=self.writes,
         )
-        self.write_down = WriteDown(self.store, self.hbm, self.tier)
+        self.write_down = WriteDown(self.hbm, self.tier)
+        self.write_down.serve(self.store)
         HbmTier(self.store.ledger, self.hbm, None, HostSlots(), self.write_down)
         self._next_slot = 0
 

@@ -15,7 +15,7 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Store
+from sglang_ext.mempool.ledger import Ledger
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiers import Tier
@@ -54,9 +54,9 @@ class Setup:
         self.mover = Recorder()
         self.ranks = Ranks(least)
         self.tier = DramTier(
-            Store(self.tree), self.hbm, self.dram, self.arena, Copies(self.mover, self.ranks)
+            Ledger(self.tree), self.hbm, self.dram, self.arena, Copies(self.mover, self.ranks)
         )
-        self.write_down = WriteDown(self.tier.store, self.hbm, self.tier)
+        self.write_down = WriteDown(self.hbm, self.tier)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:
@@ -92,7 +92,7 @@ class Setup:
     def check(self) -> None:
         self.tree.check()
         self.tier.check()
-        self.tier.store.ledger.check()
+        self.tier.ledger.check()
 
     def picture(self) -> list[Any]:
         return sorted(
@@ -296,7 +296,7 @@ def test_check_sees_a_block_without_an_owner(setup: Setup) -> None:
     setup.insert(prompt(1, 3))
     blocks = setup.arena.alloc(2)
     with pytest.raises(AssertionError, match="5 blocks of DRAM are in use, index and ledger know of 3"):
-        setup.tier.store.ledger.check()
+        setup.tier.ledger.check()
     assert blocks is not None
     setup.arena.free(blocks)
 

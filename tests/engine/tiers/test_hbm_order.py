@@ -54,8 +54,9 @@ class Rig:
         self.arena = DramArena(LAYOUT, BLOCKS * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.store = Store(self.tree)
         self.mover = HandMover(None, LAYOUT.n_layers)
-        self.dram = DramTier(self.store, self.hbm, dram, self.arena, Copies(self.mover, Ranks()))
-        self.write_down = WriteDown(self.store, self.hbm, self.dram)
+        self.dram = DramTier(self.store.ledger, self.hbm, dram, self.arena, Copies(self.mover, Ranks()))
+        self.write_down = WriteDown(self.hbm, self.dram)
+        self.write_down.serve(self.store)
         self.slots = Slots(BLOCKS * BLOCK)
         self.tier = HbmTier(self.store.ledger, self.hbm, self.slots, HostSlots(), self.write_down)
 

@@ -28,7 +28,7 @@ from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.mempool.store import Store
+from sglang_ext.mempool.ledger import Ledger
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on
 from sglang_ext.protocol.agent import Advise
 from sglang_ext.testing.blocks import LAYOUT as BLOCK_LAYOUT
@@ -68,14 +68,14 @@ class Lagging(Setup):
         )
         self.mover = HandMover(None, LAYOUT.n_layers)
         self.tier = DramTier(
-            Store(self.tree),
+            Ledger(self.tree),
             self.hbm,
             self.dram,
             self.arena,
             Copies(self.mover, self.ranks),
             below=self.writes,
         )
-        self.write_down = WriteDown(self.tier.store, self.hbm, self.tier)
+        self.write_down = WriteDown(self.hbm, self.tier)
         self.gated.close_gate("put_layer")
         self.insert([1] * 16)
         self.to_dram()
