@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from sglang_ext.radix_global.node import Node
 from sglang_ext.radix_global.placement import Holder
@@ -31,7 +31,7 @@ class CopyObserver(Protocol):
         """The last ``blocks`` blocks of the path that ends at ``node`` are with ``holder`` now."""
 
 
-class Unobserved:
+class _Unobserved:
     """Ignores all copies."""
 
     def copy_begins(self, node: Node, holder: Holder) -> None:
@@ -39,3 +39,6 @@ class Unobserved:
 
     def copy_ended(self, node: Node, blocks: int, holder: Holder) -> None:
         pass
+
+
+UNOBSERVED: Final[CopyObserver] = _Unobserved()

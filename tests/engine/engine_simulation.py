@@ -55,6 +55,7 @@ from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promoti
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
+from sglang_ext.radix_global.observer import UNOBSERVED
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
@@ -229,14 +230,14 @@ class Rank:
                     ranks,
                     self.weights,
                 )
-            observer = None if self.feed is None else self.feed.log
+            observer = UNOBSERVED if self.feed is None else self.feed.log
             self.tier = tier_class(
                 self.store.ledger,
                 self.hbm,
                 self.dram_holder,
                 self.arena,
                 copies_class(self.mover, ranks),
-                below=below,
+                below=() if below is None else (below,),
                 observer=observer,
                 pressure=pressure_policy_by_name(scenario.pressure),
             )

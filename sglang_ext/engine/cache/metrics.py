@@ -88,9 +88,9 @@ class CacheMetrics:
         self._metrics.count_events(
             "dram_blocks", {**blocks, "evicted": dram.evicted, "skipped": write_down.skipped}
         )
-        if dram.below is not None:
-            self._metrics.count_events("disk_blocks", dataclasses.asdict(dram.below.counters))
-            self._metrics.set("disk_backlog_bytes", dram.below.pending_bytes)
+        for disk in dram.below:
+            self._metrics.count_events("disk_blocks", dataclasses.asdict(disk.counters))
+            self._metrics.set("disk_backlog_bytes", disk.pending_bytes)
 
     def _show_promotions(self, cache: RankCache) -> None:
         if cache.promotions is None:

@@ -20,7 +20,7 @@ from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.ledger import Ledger
 from sglang_ext.own_functions import SortKey
 from sglang_ext.radix_global import Evicted, Holder, Node
-from sglang_ext.radix_global.observer import CopyObserver, Unobserved
+from sglang_ext.radix_global.observer import UNOBSERVED, CopyObserver
 from sglang_ext.tiers import Tier
 
 
@@ -88,7 +88,7 @@ class DramTier:
     Args:
         ledger: of the rank; this tier adds and removes placements of ``dram`` in its tree.
         copies: between the pool and the arena.
-        below: takes complete blocks on to disk; ``None`` without a disk.
+        below: take complete blocks on to disk; none without a disk.
         observer: notified of loads under way.
         pressure: orders announced sessions; the smallest gives way first.
     """
@@ -104,8 +104,8 @@ class DramTier:
         arena: Arena,
         copies: Copies,
         *,
-        below: DiskWrites | None = None,
-        observer: CopyObserver | None = None,
+        below: Sequence[DiskWrites] = (),
+        observer: CopyObserver = UNOBSERVED,
         pressure: Callable[[Announced], SortKey] = weakest_first,
     ) -> None:
         self.ledger = ledger
@@ -116,7 +116,7 @@ class DramTier:
         self.n_blocks, self.block_bytes = arena.n_blocks, arena.block_bytes
         self.copies = copies
         self.below = below
-        self._observer = observer or Unobserved()
+        self._observer = observer
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.retention = Retention(ledger.tree, marker, pressure)
         """Blocks that are held back for announced requests, here and in HBM."""
@@ -134,10 +134,10 @@ class DramTier:
         shortage = blocks - self._arena.free_blocks
         for guests in self.guests:
             shortage -= self.delete(guests.give_up(shortage))
-        if shortage > 0 and self.below is not None:
-            # Durable blocks go first: losing them costs only a read from disk.
-            shortage -= self._evict(shortage, only=self.below.durable)
-            shortage -= self._give_up(shortage, self.below.durable, below=math.inf if lose else rank)
+        # Durable blocks go first: losing them costs only a read from disk.
+        for disk in self.below if shortage > 0 else ():
+            shortage -= self._evict(shortage, only=disk.durable)
+            shortage -= self._give_up(shortage, disk.durable, below=math.inf if lose else rank)
         if shortage > 0 and lose:
             shortage -= self._evict(shortage)
             shortage -= self._give_up(shortage, lambda node: True)
@@ -263,9 +263,9 @@ class DramTier:
     def clear(self) -> None:
         """Drop every block; the tree has been emptied or is about to be."""
         self.copies.settle()
-        if self.below is not None:
-            self.below.settle()
-            self.below.clear()
+        for disk in self.below:
+            disk.settle()
+            disk.clear()
         for node in self._tree.nodes():
             if self._dram in node.placements:
                 self._arena.free(node.placements[self._dram])
@@ -276,8 +276,8 @@ class DramTier:
         try:
             self.copies.close()
         finally:
-            if self.below is not None:
-                self.below.close()
+            for disk in self.below:
+                disk.close()
 
     def check(self) -> None:
         """Verify the arena. Raises AssertionError that names the inconsistency. `Store.check` compares the

@@ -18,7 +18,7 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.mempool.ledger import Call
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
-from sglang_ext.radix_global.observer import CopyObserver, Unobserved
+from sglang_ext.radix_global.observer import UNOBSERVED, CopyObserver
 from sglang_ext.tiers import Tier
 
 
@@ -35,7 +35,7 @@ class WriteDown(Planner):
         hbm: Holder,
         dram: DramTier,
         *,
-        observer: CopyObserver | None = None,
+        observer: CopyObserver = UNOBSERVED,
         enabled: bool = True,
     ) -> None:
         self._ledger = dram.ledger
@@ -47,7 +47,7 @@ class WriteDown(Planner):
         self._copying = Holder.of(f"{self._dram.instance} DRAM writes", self._dram.epoch, self._dram.tier)
         self._pending: deque[tuple[Node, int]] = deque()
         """The last node of each copy to DRAM under way, and its blocks when it was submitted."""
-        self._observer = observer or Unobserved()
+        self._observer = observer
         self._enabled = enabled
         self.skipped = 0
         """Blocks that were not copied because all of the arena was locked."""
@@ -119,11 +119,11 @@ class WriteDown(Planner):
 
     def to_disk(self, node: Node, blocks: int, *, always: bool = False) -> bool:
         """Write the last ``blocks`` blocks up to ``node`` to disk. Returns whether a write was started."""
-        disk = self.dram.below
-        if disk is None:
-            return False
-        self._tree.lock(node, self._dram)
-        return disk.submit(node, blocks)
+        started = False
+        for disk in self.dram.below:
+            self._tree.lock(node, self._dram)
+            started |= disk.submit(node, blocks)
+        return started
 
     # -- as a planner -------------------------------------------------------------------------------
 
@@ -147,12 +147,12 @@ class WriteDown(Planner):
         in_hbm = [node for node in path if self._hbm in node.placements]
         if in_hbm and self._dram not in in_hbm[-1].placements:
             self.to_dram(in_hbm[-1])
-        disk, last = self.dram.below, None
+        last = None
         for node in path:
             if self._dram not in node.placements or node.locks.get(self._copying):
                 break
             last = node
-        if disk is not None and last is not None and disk.left_out(last):
+        if last is not None and any(disk.left_out(last) for disk in self.dram.below):
             self.to_disk(last, 0)
 
     def has_copy(self, node: Node) -> bool:
@@ -163,7 +163,7 @@ class WriteDown(Planner):
         if self._dram in node.placements:
             # While it is being copied the slots are read, even if the disk has it already.
             return not node.locks.get(self._copying)
-        return self.dram.below is not None and self.dram.below.durable(node)
+        return any(disk.durable(node) for disk in self.dram.below)
 
     def incomplete(self) -> set[Node]:
         """Nodes whose copy to DRAM is under way, and must not be read."""

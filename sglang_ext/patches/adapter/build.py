@@ -56,6 +56,7 @@ from sglang_ext.patches.adapter.support import (
     wait_for_whole_passes,
     why_not_retracting,
 )
+from sglang_ext.radix_global.observer import UNOBSERVED
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiers import all_tiers
@@ -134,7 +135,7 @@ def _write_down(build: Building) -> WriteDown | None:
     # In this order on every rank: both add parts to `Ranks`, and rank 0's feed already needs the tiers below.
     below = build.below
     feed = build.find(PlacementFeed)
-    observer = None if feed is None else feed.log
+    observer = UNOBSERVED if feed is None else feed.log
     mover = _mover_for(ctx, build.pool, build.arena)
     dram = DramTier(
         build.store.ledger,
@@ -142,7 +143,7 @@ def _write_down(build: Building) -> WriteDown | None:
         build.dram_holder,
         build.arena,
         Copies(mover, build.ranks),
-        below=below,
+        below=() if below is None else (below,),
         observer=observer,
         pressure=pressure_policy_by_name(config.pressure_policy),
     )

@@ -86,7 +86,7 @@ class Setup:
             self.dram,
             self.arena,
             Copies(self.mover, self.ranks),
-            below=self.writes,
+            below=(self.writes,),
         )
         self.write_down = WriteDown(self.hbm, self.tier)
         self.write_down.serve(self.store)

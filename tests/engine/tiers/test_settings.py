@@ -73,7 +73,7 @@ class Lagging(Setup):
             self.dram,
             self.arena,
             Copies(self.mover, self.ranks),
-            below=self.writes,
+            below=(self.writes,),
         )
         self.write_down = WriteDown(self.hbm, self.tier)
         self.gated.close_gate("put_layer")
