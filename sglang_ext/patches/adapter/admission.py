@@ -30,12 +30,15 @@ _OTHER_TRANSFER = "Use another transfer backend"
 _POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"})
 # NGRAM drafts from the text, and FROZEN_KV_MTP reads the model's KV.
 _WITHOUT_OWN_KV = frozenset({None, "NGRAM", "FROZEN_KV_MTP"})
+# With these, SGLang hands over the state from which the draft model goes on.
+_MOVED_DRAFTS = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 # The KV of these drafts is in the slots of the model's, and in the same blocks. SGLang calls NEXTN EAGLE.
 _PACKED_DRAFTS = frozenset({"DFLASH", "DSPARK", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 _WITHOUT_DRAFTS = f"Use one of {', '.join(sorted(_PACKED_DRAFTS))}, or leave that flag out"
 # Their attention runs eagerly, layer by layer, so that it waits for a layer that is being loaded. In a full
 # graph the wait is recorded at capture and never again; tc_piecewise SGLang turns off beside HiCache.
 _WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
+BY_LAYER = "--kv-transfer-mode push-by-layer"
 _DEFERRED_DRAFT_KV = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
 _EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
 _REPLICAS = (
@@ -81,7 +84,6 @@ class Facts:
     enable_hisparse: bool = False
     dcp_enabled: bool = False
     kv_sharded: bool = False
-    is_eagle: bool = False
     speculative_algorithm: str | None = None
     speculative_draft_window_size: int | None = None
     defers_draft_kv: bool = False
@@ -99,6 +101,8 @@ class Facts:
     optimistic_prefill_attempts: int = 0
     prefill_war_read_done: bool = False
     post_capture_kv_sizing: bool = False
+    by_layer: bool = False
+    """``BY_LAYER``."""
     dram: bool = False
     """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
     disk: bool = False
@@ -189,10 +193,16 @@ def _unmovable(facts: Facts) -> str | None:
             f"{TRANSFER_FLAG} registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 "
             f"backs a part. Unset that variable"
         )
-    if facts.is_eagle or facts.speculative_algorithm not in _WITHOUT_OWN_KV:
+    name = facts.speculative_algorithm
+    if name not in _MOVED_DRAFTS | {None, "NGRAM"}:
         return (
-            f"{TRANSFER_FLAG} does not move the KV of a draft model "
-            f"(--speculative-algorithm {facts.speculative_algorithm or 'EAGLE'}). Leave that flag out"
+            f"{TRANSFER_FLAG} does not move the draft of --speculative-algorithm {name}. Use one of "
+            f"{', '.join(sorted(_MOVED_DRAFTS))}, or leave that flag out"
+        )
+    if facts.by_layer and name in _MOVED_DRAFTS:
+        return (
+            f"{TRANSFER_FLAG} cannot be combined with {BY_LAYER} and --speculative-algorithm {name}: the "
+            f"layers of the draft model are computed after the pass. Use --kv-transfer-mode pull, or push"
         )
     return None
 

@@ -337,7 +337,7 @@ def _attach_agent(build: Building, cache: GlobalRadixCache, commands: RouterComm
         namespace=dataclasses.replace(build.identity, shard="")
         if build.identity is not None
         else identity_of(ctx, build.pool.geometry, "", build.drafts, weights=False),
-        settings=settings_of(ctx.model_config, build.kvcache),
+        settings=settings_of(ctx.model_config, build.kvcache, build.drafts),
         handover=handover_settings(config, ctx.server_args, ctx.params.page_size),
         endpoints=build.endpoints,
         splits=build.find(ComputedSpans) is not None,

@@ -52,7 +52,6 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         enable_hisparse=memory.enable_hisparse,
         dcp_enabled=parallel.dcp_enabled,
         kv_sharded=page_interleave_shard_size(allocator) > 1,
-        is_eagle=ctx.params.is_eagle,
         speculative_algorithm=get_spec().speculative_algorithm,
         speculative_draft_window_size=get_spec().speculative_draft_window_size,
         defers_draft_kv=_defers_draft_kv(),
@@ -68,6 +67,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         block_size=config.block_size,
+        by_layer=config.transfer_mode == "push-by-layer",
         dram=bool(config.dram_size),
         disk=config.disk_path is not None,
     )
@@ -140,6 +140,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         block_size=config.block_size,
+        by_layer=config.transfer_mode == "push-by-layer",
         dram=bool(config.dram_size),
         disk=config.disk_path is not None,
     )

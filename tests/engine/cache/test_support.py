@@ -75,7 +75,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("SGLANG_DSPARK_DEFER_CONTEXT_KV=1", "Unset"),
     ),
     (
-        {"is_eagle": True, "speculative_algorithm": "EAGLE", "pp_size": 2},
+        {"speculative_algorithm": "EAGLE", "pp_size": 2},
         ("--pp-size above 1", "EAGLE", "--tp-size"),
     ),
     ({"radix_eviction_policy": "lfu"}, ("--radix-eviction-policy lfu", "--kv-eviction-policy")),
@@ -102,7 +102,9 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
             ({"pp_size": 2}, "--pp-size above 1"),
             ({"nnodes": 2}, "--nnodes above 1"),
-            ({"speculative_algorithm": "EAGLE"}, "does not move the KV of a draft model"),
+            ({"speculative_algorithm": "STANDALONE"}, "Use one of EAGLE, EAGLE3, NEXTN"),
+            ({"speculative_algorithm": "FROZEN_KV_MTP"}, "Use one of EAGLE, EAGLE3, NEXTN"),
+            ({"speculative_algorithm": "EAGLE", "by_layer": True}, "--kv-transfer-mode pull, or push"),
             ({"post_capture_kv_sizing": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1"),
         )
     ),
@@ -125,7 +127,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {},
         {"kv_pool": "MLATokenToKVPool"},
         {"speculative_algorithm": "NGRAM"},
-        {"is_eagle": True, "speculative_algorithm": "EAGLE", "dram": True, "disk": True},
+        {"speculative_algorithm": "EAGLE", "dram": True, "disk": True},
         {"speculative_algorithm": "STANDALONE"},
         {"speculative_algorithm": "DFLASH", "dram": True},
         {"speculative_algorithm": "DSPARK", "dram": True},
@@ -255,7 +257,7 @@ def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
     publish_server_args()
     pool = SimpleNamespace(get_kvcache=lambda: object.__new__(MHATokenToKVPool), page_size=1)
     ctx = SimpleNamespace(
-        params=SimpleNamespace(token_to_kv_pool_allocator=pool, is_eagle=False),
+        params=SimpleNamespace(token_to_kv_pool_allocator=pool),
         disable_radix_cache=False,
         enable_hierarchical_cache=False,
         model_config=PLAIN,

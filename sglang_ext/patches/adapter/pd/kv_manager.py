@@ -26,6 +26,7 @@ from sglang_ext.engine.pd.pushing import LayerFeed
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import transfers_of
+from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.pd.pd_setup import (
     MetadataBuffers,
     keys_of,
@@ -120,7 +121,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             self.buffers.row_bytes,
             config.transfer_mode,
             config.transfer_layout,
-            settings_of(scheduler.model_config, kvcache),
+            settings_of(scheduler.model_config, kvcache, Drafts(PROCESS.drafts)),
         )
         listens = listen_host(server_args.host, keyed=config.cluster_key_file is not None)
         bootstrap = f"{bracketed(connectable(listens))}:{server_args.disaggregation_bootstrap_port}"

@@ -15,10 +15,12 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transfer.control import MemberKeys
-from sglang_ext.engine.model_identity import element_sums, kv_dtype, model_digest
+from sglang_ext.engine.model_identity import config_digest, element_sums, kv_dtype, model_digest
 from sglang_ext.engine.model_settings import model_settings
 from sglang_ext.engine.pd.pushing import LayerFeed
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.process import PROCESS
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +119,26 @@ def around_layers(
         setattr(kvcache, name, announced)
 
 
-def settings_of(model_config: Any, kvcache: Any) -> dict[str, str]:
-    """The settings of the model with which KV is computed, and the dtype and layout that hold it."""
-    return model_settings(model_config.hf_config) | {"kv_cache_dtype": kv_dtype(model_config, kvcache.dtype)}
+def settings_of(model_config: Any, kvcache: Any, drafts: Drafts) -> dict[str, str]:
+    """The settings of the model with which KV is computed, the dtype and layout that hold it, and the draft
+    models."""
+    from sglang.srt.runtime_context import get_spec
+
+    return model_settings(model_config.hf_config) | {
+        "kv_cache_dtype": kv_dtype(model_config, kvcache.dtype),
+        "speculative_algorithm": str(get_spec().speculative_algorithm),
+        "draft_model": " ".join(config_digest(config) for config in drafts.configs) or "none",
+    }
 
 
 def weights_of(scheduler: Any) -> str:
-    """The digest of the whole model's weights as they are now. Called in all ranks at once, and never raises:
-    empty where a rank cannot read its part.
+    """The digest of the weights of the whole model, and of its draft models, as they are now. Called in all
+    ranks at once, and never raises: empty where a rank cannot read its part.
     """
     try:
         sums = dict(element_sums(scheduler.tp_worker.model_runner.model))
+        for number, draft in enumerate(Drafts(PROCESS.drafts).models):
+            sums |= {f"draft {number} {name}": part for name, part in element_sums(draft).items()}
     except Exception:
         log.exception("the weights cannot be read; no KV is exchanged until they are updated")
         sums = {}
