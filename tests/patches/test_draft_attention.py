@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import draft_utils
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from sglang_ext.patches.cpu import draft_attention
+from sglang_ext.errors import ConfigError
+from sglang_ext.patches.cpu import draft_attention, runtime
+from sglang_ext.patches.hooks.flags import carry_flags
 
 HEADS, SIZE, DRAFTS = 2, 16, 4
 PREFIXES = [9, 3]
@@ -125,14 +128,12 @@ def test_drafts_are_verified_as_if_decoded_one_after_the_other(runner: Any) -> N
 def test_trees_are_refused_with_the_way_out(factory: Any, runner: Any) -> None:
     factory.topk = 4
     for create in (factory.create_decode_backend, factory.create_draft_extend_backend):
-        with pytest.raises(
-            ValueError, match=r"--speculative-eagle-topk 4 is not.*Set --speculative-eagle-topk 1"
-        ):
+        with pytest.raises(ConfigError, match="4 makes trees"):
             create()
     verifies = batch(
         ForwardMode.TARGET_VERIFY, PREFIXES, spec_info=SimpleNamespace(tree_topk=4, draft_token_num=DRAFTS)
     )
-    with pytest.raises(ValueError, match="no mask for trees"):
+    with pytest.raises(ConfigError, match="chains only"):
         TorchNativeAttnBackend(runner).forward_extend(
             torch.randn(8, HEADS * SIZE), None, None, LAYER, verifies
         )
@@ -145,3 +146,17 @@ def test_other_backends_are_created_as_before(factory: Any, monkeypatch: pytest.
     factory.draft_attn_backend = "no such"
     with pytest.raises(ValueError, match="EAGLE is not supported in decode attention backend no such"):
         factory.create_decode_backend()
+
+
+def test_trees_are_refused_when_the_flags_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SimpleNamespace(
+        attention_backend="torch_native", speculative_draft_model_path="draft", speculative_eagle_topk=4
+    )
+    monkeypatch.setenv(runtime.ACTIVE, "1")
+    with pytest.raises(ConfigError, match=r"4 makes trees.*Set it to 1") as caught:
+        carry_flags(given, object, argparse.Namespace())
+    assert caught.value.field == "--speculative-eagle-topk"
+    given.speculative_eagle_topk = 1
+    carry_flags(given, object, argparse.Namespace())
+    given.speculative_eagle_topk, given.attention_backend = 4, "intel_amx"
+    carry_flags(given, object, argparse.Namespace())

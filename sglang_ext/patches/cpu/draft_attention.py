@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.errors import ConfigError
 from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, resolve
 
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
@@ -94,11 +95,22 @@ def _create(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _require_chain(topk: int) -> None:
     if topk != 1:
-        raise ValueError(
-            f"--speculative-eagle-topk {topk} is not served with --attention-backend torch_native, which has "
-            "no mask for trees of drafts. Set --speculative-eagle-topk 1 and --speculative-num-draft-tokens "
-            "to one more than --speculative-num-steps."
+        raise ConfigError(
+            f"{topk} makes trees of drafts; --attention-backend {_TORCH_NATIVE} verifies chains only",
+            field="--speculative-eagle-topk",
+            hint="Set it to 1, and --speculative-num-draft-tokens to one more than --speculative-num-steps",
         )
+
+
+def require_chains(server_args: Any) -> None:
+    """Refuse trees of drafts before the model is loaded. SGLang names no top-k where nothing is drafted.
+
+    Raises:
+        ConfigError: naming ``--speculative-eagle-topk``.
+    """
+    drafts = getattr(server_args, "speculative_draft_model_path", None) is not None
+    if drafts and getattr(server_args, "attention_backend", None) == _TORCH_NATIVE:
+        _require_chain(server_args.speculative_eagle_topk or 1)
 
 
 def _extend(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -23,6 +23,7 @@ from sglang_ext.patches import readiness
 from sglang_ext.patches.adapter.admission import BACKEND
 from sglang_ext.patches.adapter.support import require_admitted
 from sglang_ext.patches.cpu import runtime
+from sglang_ext.patches.cpu.draft_attention import require_chains
 from sglang_ext.patches.environment import require_short_sockets
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -70,6 +71,8 @@ def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvCo
 
 def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
     """After ``from_cli_args``: validate, and put the settings on the record."""
+    if runtime.active(os.environ):
+        require_chains(server_args)
     config = read_flags(args, os.environ)
     if config is None:
         return
