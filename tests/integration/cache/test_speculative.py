@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from draft_models import eagle_head
 
 from sglang_ext.testing.models import model_path
 from tests.support.compare import Answer, assert_same
@@ -39,27 +38,7 @@ def with_draft(model: Path, algorithm: str = "STANDALONE") -> ServerSpec:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE head that computes what the tiny model does: its layers, behind a first one that adds nothing,
-    because SGLang's has no norm before its attention. Its input is the embedding alone."""
-    folder = shutil.copytree(model_path("tiny"), tmp_path_factory.mktemp("eagle") / "head")
-    config = json.loads((folder / "config.json").read_text())
-    size, layers = config["hidden_size"], config["num_hidden_layers"]
-    config |= {"architectures": ["LlamaForCausalLMEagle"], "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers + 1}))
-    target = load_file(folder / "model.safetensors")
-    weights = {
-        "fc.weight": np.hstack([np.eye(size, dtype=np.float32), np.zeros((size, size), np.float32)]),
-        "fc.bias": np.zeros(size, np.float32),
-    }
-    for layer in range(-1, layers):
-        prefix = f"model.layers.{max(layer, 0)}."
-        for name, values in target.items():
-            if name.startswith(prefix) and (layer >= 0 or "input_layernorm" not in name):
-                nothing = layer < 0 and ("o_proj" in name or "down_proj" in name)
-                place = f"layers.{layer + 1}.{name.removeprefix(prefix)}"
-                weights[place] = np.zeros_like(values) if nothing else values
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    return eagle_head(tmp_path_factory.mktemp("eagle") / "head")
 
 
 @pytest.fixture(scope="module")
