@@ -422,7 +422,6 @@ def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> 
 def test_patches_of_hooks_list_their_targets() -> None:
     patch: Patch = scheduler_calls.PATCH
     assert [target.rpartition(".")[2] for target in patch.targets] == [
-        "init_hicache_draft_plan",
         "ingest_requests",
         "_get_new_batch_prefill_raw",
         "init_running_status",
@@ -430,6 +429,7 @@ def test_patches_of_hooks_list_their_targets() -> None:
         "forward_batch_embedding",
         "validate_and_init",
         "maybe_sleep_on_idle",
+        "init_hicache_draft_plan",
     ]
 
 

@@ -180,7 +180,6 @@ def around_sleep(sleep: Callable[[Any], None], scheduler: Any) -> None:
 PATCH = hook_patch(
     "scheduler_calls",
     "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
-    Hook(f"{_SPEC_WORKER}.init_hicache_draft_plan", "after", after_draft_plan),
     Hook(f"{_SCHEDULER}.ingest_requests", "after", after_ingest),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "after", after_prefill_batch),
     Hook(f"{_SCHEDULER}.init_running_status", "after", after_running_status),
@@ -188,4 +187,5 @@ PATCH = hook_patch(
     Hook("sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding", "before", before_embedding),
     Hook("sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init", "around", around_beam),
     Hook(f"{_SCHEDULER}.maybe_sleep_on_idle", "around", around_sleep),
+    Hook(f"{_SPEC_WORKER}.init_hicache_draft_plan", "after", after_draft_plan),
 )
