@@ -136,3 +136,23 @@ def test_a_figure_without_a_source_is_seen(change: dict[str, object]) -> None:
     data = json.loads((ROOT / "docs" / "benchmarks" / "headline.json").read_text("utf-8"))
     data["bars"][0] |= change
     assert without_a_source(data) == {data["bars"][0]["label"]}
+
+
+SHARE = runpy.run_path(str(ROOT / "scripts" / "model_share.py"))
+
+
+def test_the_page_of_models_shows_the_table_of_families() -> None:
+    page = SHARE["PAGE"].read_text("utf-8")
+    assert page == SHARE["page"](page), "run python scripts/model_share.py --write"
+    assert SHARE["page"](page.replace("[server]", "[oracle]", 1)) == page
+
+
+def test_a_model_counts_when_its_three_tiers_are_proven() -> None:
+    models = [
+        {"family": "gqa", "some": 3},
+        {"family": "window-flag", "some": 2},
+        {"family": "dsa", "some": 4},
+        {"name": "x", "unserved": "why", "some": 50},
+        {"family": "mla"},
+    ]
+    assert SHARE["shares"]({"columns": {"some": ""}, "models": models}) == {"some": (3, 9)}

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.testing.encoders import CROSS_ENCODER, bert_shapes
+from sglang_ext.testing.model_kinds import KINDS, feed_forward, head_norms, norms
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -51,6 +52,7 @@ SEED = 20_240_613
 DEVIATION = 0.08
 RARE_TOKEN_FACTOR = 0.5
 CONTEXT_LENGTH = 32_768
+_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,14 @@ RECIPES: dict[str, Recipe] = {
             },
         ),
         Recipe("tiny-cross-encoder", "BERT that scores a query and a document, for tests", CROSS_ENCODER),
+        *(
+            Recipe(
+                name,
+                f"{summary}: for tests",
+                {**_COMMON, "architectures": [architecture], "model_type": model_type, **own},
+            )
+            for name, (summary, architecture, model_type, own) in KINDS.items()
+        ),
     )
 }
 
@@ -272,6 +282,7 @@ def _llama_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str,
         yield prefix + "q_proj.bias", (queries,)
         yield prefix + "k_proj.bias", (keys,)
         yield prefix + "v_proj.bias", (keys,)
+    yield from head_norms(config, prefix)
 
 
 def _vision(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -303,7 +314,12 @@ def _mla_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, t
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
-    yield prefix + "q_proj.weight", (heads * (nope + rope), hidden)
+    if rank := config["q_lora_rank"]:
+        yield prefix + "q_a_proj.weight", (rank, hidden)
+        yield prefix + "q_a_layernorm.weight", (rank,)
+        yield prefix + "q_b_proj.weight", (heads * (nope + rope), rank)
+    else:
+        yield prefix + "q_proj.weight", (heads * (nope + rope), hidden)
     yield prefix + "kv_a_proj_with_mqa.weight", (latent + rope, hidden)
     yield prefix + "kv_a_layernorm.weight", (latent,)
     yield prefix + "kv_b_proj.weight", (heads * (nope + value), latent)
@@ -317,18 +333,17 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     config = recipe.config
     if config["model_type"] == "bert":
         return dict(bert_shapes(config))
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
     attention = _mla_attention if "kv_lora_rank" in config else _llama_attention
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDINGS: (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes.update(norms(config, prefix))
         shapes.update(attention(config, prefix + "self_attn."))
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+        shapes.update(feed_forward(config, layer, prefix))
     shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes[_OUTPUT] = (config["vocab_size"], hidden)
     if "id2label" in config:
         shapes["score.weight"] = (len(config["id2label"]), hidden)
     if "vision_config" in config:
@@ -344,10 +359,11 @@ def parameter_count(recipe: Recipe) -> int:
 def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+    name = _EMBEDDINGS if name == _OUTPUT else name
     # A generator per weight: adding or reordering weights leaves the others as they are.
     generator = np.random.Generator(np.random.PCG64([SEED, zlib.crc32(name.encode())]))
     values = generator.standard_normal(shape, np.float32) * np.float32(DEVIATION)
-    if name == "model.embed_tokens.weight":
+    if name == _EMBEDDINGS:
         rare = np.ones(len(values), bool)
         rare[list(emitted_ids())] = False
         values[rare] *= np.float32(RARE_TOKEN_FACTOR)
@@ -425,6 +441,7 @@ def recipe_hash(name: str, dtype: DType) -> str:
     sources = [
         here / "models.py",
         here / "encoders.py",
+        here / "model_kinds.py",
         here / "tokenizer.py",
         *sorted((here / "static").iterdir()),
     ]

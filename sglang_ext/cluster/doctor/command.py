@@ -1,4 +1,4 @@
-"""The command line of ``sglang-ext doctor``, which chooses between machine, disk and way to a peer."""
+"""The command line of ``sglang-ext doctor``, which chooses between machine, disk, peer and model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sglang_ext.addresses import bracketed, is_loopback, listen_host, split_port
-from sglang_ext.cluster.doctor.findings import Finding, as_json, problems, show
+from sglang_ext.cluster.doctor.findings import Finding, Level, as_json, problems, show
 from sglang_ext.cluster.doctor.peer_messages import MOST_NAMED
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import parse_host, parse_ports
@@ -21,6 +21,8 @@ from sglang_ext.flags import PATH, SECONDS, Flagged, Parser, flag, one_of
 from sglang_ext.flags.removed import DOCTOR
 
 PROG = "sglang-ext doctor"
+MODEL = "--model-path"
+HELP = frozenset({"-h", "--help"})
 PORT = 30900
 """Port on which a doctor listens for another."""
 
@@ -70,12 +72,18 @@ class Arguments(Flagged):
     prog = PROG
     description = (
         "Check this machine and installation, or with --kv-disk-path the directory of a disk tier, or with "
-        "--peer the way to another machine, and say what is wrong and what to do. The exit status is 0 when "
-        "all is well, 1 when there are problems."
+        "--peer the way to another machine, or with --model-path whether a server of a model can start, and "
+        "say what is wrong and what to do. The exit status is 0 when all is well, 1 when there are problems."
     )
 
     removed = DOCTOR
 
+    model_path: str | None = flag(
+        None,
+        "Say instead whether a server of this model with these flags starts, and which features it has, "
+        "by its config.json alone. All other flags, --json aside, are those of sglang-ext serve.",
+        Parser(str, "MODEL"),
+    )
     kv_disk_path: Path | None = flag(
         None,
         "Look at this directory instead: room, speed (writes up to 256 MiB and removes them), and whether "
@@ -144,6 +152,13 @@ def main(arguments: Sequence[str]) -> int:
     known = Arguments.parser(
         allow_abbrev=False, epilog="example: sglang-ext doctor --kv-disk-path /data/kv --verify repair"
     )
+    if not HELP.intersection(arguments) and any(word.split("=")[0] == MODEL for word in arguments):
+        from sglang_ext.patches import model_check
+
+        answer = model_check.findings([word for word in arguments if word != "--json"])
+        found = [Finding(Level(level), *rest) for level, *rest in answer]
+        args = Arguments(json="--json" in arguments)
+        return _report(args, found, {}, "would stop this server", "This server can start.")
     args = Arguments.from_cli_args(known.parse_args(arguments))
     if args.peer is not None or args.listen is not None:
         if args.kv_disk_path is not None or None not in (args.peer, args.listen):

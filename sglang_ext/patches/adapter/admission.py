@@ -110,10 +110,10 @@ class Facts:
 
 def admission(config: ModelConfig, flags: Facts) -> str | None:
     """Why the backends cannot serve this model with these flags, with the way out; None when they can."""
-    return unsupported(_with_model(config, flags))
+    return unsupported(with_model(config, flags))
 
 
-def _with_model(config: ModelConfig, flags: Facts) -> Facts:
+def with_model(config: ModelConfig, flags: Facts) -> Facts:
     """The facts, extended by the state that the model keeps besides one slot of KV per token."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import (

@@ -1,0 +1,218 @@
+"""Families of models by what SGLang keeps for a token, and how each feature was proven for each.
+
+``TABLE`` is the one place: docs/models.md is printed from it, ``sglang-ext doctor --model-path`` reads it,
+and ``tests/engine/cache/test_families.py`` holds ``admission`` to it. A cell that is absent is refused at
+start; of pipeline parallelism, a cache in HBM alone is admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sglang_ext.patches.adapter.admission import Facts
+
+Column = Literal[
+    "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP", "PP"
+]
+COLUMNS: tuple[Column, ...] = (
+    "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP", "PP"
+)  # fmt: skip
+TIERS: tuple[Column, ...] = ("HBM", "DRAM", "disk")
+
+Kind = Literal["server", "oracle", "emulator", "reading"]
+PROVEN = frozenset({"server", "oracle", "emulator"})
+"""Kinds that count as a proof: a real server's answers compared; SGLang's own pools with a function in place
+of the model; CUDA's branches emulated on a CPU. A reading of the source proves nothing yet."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a cell was proven; ``test`` is ``FILE::NAME`` below ``tests``, with the model in brackets where the
+    test has several, and empty for a reading."""
+
+    kind: Kind
+    test: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models with one kind of KV."""
+
+    name: str
+    members: str
+    cells: Mapping[Column, Proof] = field(default_factory=dict)
+    refusal: str = ""
+    """Words of the refusal, where no tier is served."""
+    way_out: str = ""
+
+    @property
+    def proven(self) -> bool:
+        """Whether HBM, DRAM and disk are served and proven."""
+        return all(tier in self.cells and self.cells[tier].kind in PROVEN for tier in TIERS)
+
+
+_READ = Proof("reading")
+# Families of one slot of KV per token share the code of MHA, which moves planes of any shape.
+_BY_READING: dict[Column, Proof] = dict.fromkeys(
+    ("HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP"), _READ
+)
+
+
+def _answers(model: str) -> dict[Column, Proof]:
+    """The cells that the comparison of answers proves for a model of the tests."""
+    test = f"integration/cache/test_same_answer.py::test_hits_of_every_kind_give_the_cold_answer[{model}]"
+    return _BY_READING | dict.fromkeys(TIERS, Proof("server", test))
+
+
+def _server(test: str) -> Proof:
+    return Proof("server", f"integration/{test}")
+
+
+_LATENT_RETURNS: dict[Column, Proof] = {
+    "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
+}
+_DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
+_DSA_FETCH = "engine/peers/test_peer_kv.py::test_every_plane_of_a_block_comes"
+_STOCK = "Start without `--radix-cache-backend global`"
+
+TABLE: Mapping[str, Family] = MappingProxyType(
+    {
+        "gqa": Family(
+            "MHA or GQA, dense",
+            "Llama 3, Qwen2.5, Qwen3, Mistral, Ministral, Phi-4-mini",
+            _answers("tiny")
+            | {
+                "fetch": _server("cache/test_fetching.py::test_what_one_has_computed_another_fetches"),
+                "PD": _server("pd/test_pd.py::test_conversations_get_the_answers_of_one_server"),
+                "return": _server("pd/test_pd.py::test_the_next_turn_finds_what_its_design_keeps"),
+                "migration": _server("pd/test_migration.py::test_every_answer_is_the_undisturbed_one"),
+                "hints": _server("router/test_advisory.py::test_no_hint_changes_an_answer"),
+                "speculation": _server(
+                    "cache/test_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
+                ),
+                "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
+            },
+        ),
+        "gqa-moe": Family(
+            "MHA or GQA with experts",
+            "Qwen3-MoE and Coder, Mixtral, GLM-4.5 to 4.7, MiniMax-M2, ERNIE 4.5, Hy3",
+            _answers("tiny-moe"),
+        ),
+        "mla": Family(
+            "MLA, dense", "DeepSeek-V2 with dense layers, MiniCPM3", _answers("tiny-mla") | _LATENT_RETURNS
+        ),
+        "mla-moe": Family(
+            "MLA with experts",
+            "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
+            _answers("tiny-mla-moe") | _LATENT_RETURNS,
+        ),
+        "window-kept": Family(
+            "Sliding windows of which SGLang keeps all KV",
+            "Gemma 2 and 3 (text), Olmo 3, Exaone 4, Cohere 2",
+            _answers("tiny-gemma3"),
+        ),
+        "window-flag": Family(
+            "Sliding windows with `--disable-hybrid-swa-memory`",
+            "gpt-oss, Llama 4, others whose layers with windows have the heads of the rest",
+            _BY_READING,
+        ),
+        "vision": Family(
+            "MHA or GQA with pictures, experts or not",
+            "Qwen2.5-VL, Qwen3-VL, GLM-4.6V",
+            _BY_READING
+            | {
+                "HBM": _server("cache/test_pictures.py::test_the_same_picture_is_found_in_hbm"),
+                "DRAM": _server(
+                    "cache/test_pictures.py::test_a_picture_comes_from_dram_and_one_damaged_bit_of_it_is_seen"
+                ),
+                "disk": _server(
+                    "cache/test_pictures.py::test_a_restart_finds_the_picture_on_disk_and_no_other"
+                ),
+                "PD": _server("cache/test_pictures.py::test_prefill_and_decode_hand_pictures_over"),
+            },
+        ),
+        "vision-mla": Family("MLA with pictures", "Kimi K2.5 to K2.7", _BY_READING),
+        "embedding": Family(
+            "Embeddings by causal attention (`--is-embedding`)",
+            "Qwen3-Embedding, e5-mistral, rerankers made of decoders",
+            _BY_READING
+            | {
+                "DRAM": _server("cache/test_embeddings.py::test_a_prefix_from_dram_gives_the_same_vector"),
+            },
+        ),
+        "encoder": Family(
+            "Bidirectional attention",
+            "BERT and other encoders",
+            refusal="bidirectional attention",
+            way_out=f"{_STOCK}, and with `--disable-radix-cache`",
+        ),
+        "window": Family(
+            "Sliding windows in a pool of their own",
+            "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna",
+            refusal="sliding-window attention",
+            way_out="Add `--disable-hybrid-swa-memory` where the refusal names it, with how many times the "
+            f"memory a long context then takes. {_STOCK} otherwise",
+        ),
+        "dsa": Family(
+            "Latents and an index (DSA)",
+            "DeepSeek V3.2, GLM-5 to 5.3, Hy4",
+            dict.fromkeys((*TIERS, "fetch", "hints", "speculation", "TP"), _READ)
+            | dict.fromkeys(TIERS, Proof("oracle", _DSA_TIERS))
+            | {"fetch": Proof("oracle", _DSA_FETCH)},
+        ),
+        "dsa-group": Family(
+            "Latents and an index with a key for several tokens",
+            "GLM-5.3-Flash, which has states too",
+            refusal="(DSA)",
+            way_out=_STOCK,
+        ),
+        "state": Family(
+            "States: GDN, KDA, Mamba2, lightning, short convolution",
+            "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
+            refusal="Mamba",
+            way_out=_STOCK,
+        ),
+        "dsv4": Family(
+            "Compressed latents and windows",
+            "DeepSeek V4, V4.1 Flash",
+            refusal="DeepSeek V4",
+            way_out=_STOCK,
+        ),
+        "msa": Family("GQA and an index (MSA)", "MiniMax-M3", refusal="(MSA)", way_out=_STOCK),
+    }
+)
+
+
+def family_of(
+    facts: Facts, *, latent: bool, experts: bool, windows: bool, whole_windows: bool, embeds: bool
+) -> Family:
+    """The family of a model.
+
+    Args:
+        facts: with the model's part filled in.
+        latent: whether its attention is MLA.
+        experts: whether it has routed experts.
+        windows: whether some layers have a sliding window.
+        whole_windows: whether the user gave ``--disable-hybrid-swa-memory``.
+        embeds: whether it is served for embeddings.
+    """
+    marks = (
+        (facts.is_bidirectional, "encoder"),
+        (facts.is_deepseek_v4, "dsv4"),
+        (facts.is_minimax_sparse, "msa"),
+        (facts.is_dsa and (facts.index_group > 1 or facts.is_hybrid_ssm), "dsa-group"),
+        (facts.is_dsa, "dsa"),
+        (facts.is_hybrid_ssm, "state"),
+        (facts.is_hybrid_swa, "window"),
+        (facts.is_multimodal, "vision-mla" if latent else "vision"),
+        (embeds, "embedding"),
+        (windows and whole_windows, "window-flag"),
+        (latent, "mla-moe" if experts else "mla"),
+        (windows, "window-kept"),
+        (experts, "gqa-moe"),
+    )
+    return TABLE[next((name for present, name in marks if present), "gqa")]

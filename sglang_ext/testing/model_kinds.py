@@ -1,0 +1,171 @@
+"""Further kinds of tiny models: experts (MoE), latent attention with experts, and sliding windows of which
+SGLang keeps all KV. Each is the part of a config.json that tells it from others, and its layers' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+_GROUPED: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "rope_theta": 10_000.0,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+# Scores without groups, as in DeepSeek V3.
+_SCORED: dict[str, Any] = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_WINDOWS: dict[str, Any] = {
+    **_GROUPED,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_GEMMA: dict[str, Any] = {
+    **_WINDOWS,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+}
+# SGLang reads their output layer from the file, so that it is there too, equal to the embeddings.
+_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+
+KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "tiny-moe": (
+        "Qwen3-MoE, grouped-query attention with four experts",
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            **_UNTIED,
+            "num_experts": 4,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "tiny-mixtral": (
+        "Mixtral, grouped-query attention with four experts",
+        "MixtralForCausalLM",
+        "mixtral",
+        {
+            **_GROUPED,
+            **_UNTIED,
+            "intermediate_size": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+    ),
+    "tiny-glm": (
+        "GLM-4.5, grouped-query attention with shared and routed experts",
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        {**_GROUPED, **_SCORED, **_UNTIED, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    ),
+    "tiny-mla-moe": (
+        "DeepSeek-V3, latent attention with shared and routed experts",
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        {
+            **{name: value for name, value in _GROUPED.items() if name != "head_dim"},
+            **_SCORED,
+            "moe_layer_freq": 1,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "rope_scaling": None,
+            "rope_interleave": True,
+        },
+    ),
+    "tiny-gemma2": (
+        "Gemma 2, sliding windows of which SGLang keeps all KV",
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "tiny-gemma3": (
+        "Gemma 3, sliding windows of which SGLang keeps all KV",
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {**_GEMMA, "rope_local_base_freq": 10_000.0},
+    ),
+    "tiny-olmo3": (
+        "Olmo 3, sliding windows of which SGLang keeps all KV",
+        "Olmo3ForCausalLM",
+        "olmo3",
+        {**_WINDOWS, "rope_scaling": None},
+    ),
+}
+"""Name: summary, architecture, model type, and what its config.json has of its own."""
+
+_FOUR_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+_NORMS = {
+    "gemma2": _FOUR_NORMS,
+    "gemma3_text": _FOUR_NORMS,
+    "olmo3": ("post_attention", "post_feedforward"),
+}
+
+
+def norms(config: dict[str, Any], prefix: str) -> Shapes:
+    """Weights of the norms around attention and feed-forward of a layer."""
+    for name in _NORMS.get(config["model_type"], _FOUR_NORMS[:2]):
+        yield f"{prefix}{name}_layernorm.weight", (config["hidden_size"],)
+
+
+def head_norms(config: dict[str, Any], prefix: str) -> Shapes:
+    """Weights of the norms of queries and keys, where a model has them."""
+    head, model_type = config["head_dim"], config["model_type"]
+    whole = model_type == "olmo3"  # over all heads at once
+    if whole or model_type in ("qwen3_moe", "gemma3_text", "glm4_moe"):
+        for name, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
+            yield f"{prefix}{name}_norm.weight", (heads * head if whole else head,)
+
+
+def _dense(prefix: str, hidden: int, inner: int, names: tuple[str, str, str]) -> Shapes:
+    gate, up, down = names
+    yield f"{prefix}{gate}.weight", (inner, hidden)
+    yield f"{prefix}{up}.weight", (inner, hidden)
+    yield f"{prefix}{down}.weight", (hidden, inner)
+
+
+def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
+    """Weights of a layer's feed-forward part, dense or with experts."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    names = ("gate_proj", "up_proj", "down_proj")
+    experts = next(
+        (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config),
+        0,
+    )
+    if not experts or layer < config.get("first_k_dense_replace", 0):
+        yield from _dense(prefix + "mlp.", hidden, inner, names)
+        return
+    if config["model_type"] == "mixtral":
+        prefix, names, width = prefix + "block_sparse_moe.", ("w1", "w3", "w2"), inner
+    else:
+        prefix, width = prefix + "mlp.", config["moe_intermediate_size"]
+    yield prefix + "gate.weight", (experts, hidden)
+    if config.get("topk_method") == "noaux_tc":
+        yield prefix + "gate.e_score_correction_bias", (experts,)
+    for expert in range(experts):
+        yield from _dense(f"{prefix}experts.{expert}.", hidden, width, names)
+    if config.get("n_shared_experts"):
+        yield from _dense(prefix + "shared_experts.", hidden, width * config["n_shared_experts"], names)

@@ -1,0 +1,105 @@
+"""The doctor on models of which only the configuration is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.testing.models import RECIPES
+
+pytestmark = pytest.mark.slow
+
+MAMBA: dict[str, Any] = {
+    **RECIPES["tiny"].config,
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+}
+DSA: dict[str, Any] = {
+    **RECIPES["tiny-mla-moe"].config,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 2048,
+    "index_head_dim": 128,
+}
+ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[str, str]]]] = [
+    (
+        "moe",
+        RECIPES["tiny-moe"].config,
+        ("--kv-dram-size", "1GiB"),
+        0,
+        {"start": ("ok", "admitted"), "family": ("ok", "GQA with experts"), "disk": ("ok", "proof: server"),
+         "hints": ("ok", "served")},
+    ),
+    ("mla", RECIPES["tiny-mla"].config, (), 0, {"family": ("ok", "MLA, dense"), "PD": ("ok", "oracle")}),
+    ("gemma", RECIPES["tiny-gemma3"].config, (), 0, {"family": ("ok", "keeps all KV")}),
+    ("window", RECIPES["tiny-swa"].config, (), 1, {"start": ("problem", "sliding-window")}),
+    (
+        "whole-windows",
+        RECIPES["tiny-swa"].config,
+        ("--disable-hybrid-swa-memory",),
+        0,
+        {"family": ("ok", "--disable-hybrid-swa-memory"), "DRAM": ("ok", "proof: reading")},
+    ),
+    ("states", MAMBA, (), 1, {"start": ("problem", "Mamba"), "family": ("ok", "short convolution")}),
+    ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("warning", "DSA")}),
+    ("flag", RECIPES["tiny"].config, ("--dp-size", "2"), 1, {"start": ("problem", "--dp-size above 1")}),
+    (
+        "transfer",
+        RECIPES["tiny"].config,
+        ("--disaggregation-transfer-backend", "global", "--disaggregation-mode", "prefill"),
+        0,
+        {"PD": ("ok", "proof: server")},
+    ),
+]  # fmt: skip
+
+
+def doctor(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_ext.cli", "doctor", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "status", "says"), [each[1:] for each in ANSWERS], ids=[each[0] for each in ANSWERS]
+)
+def test_a_folder_with_a_configuration_alone_is_enough(
+    config: dict[str, Any],
+    flags: tuple[str, ...],
+    status: int,
+    says: dict[str, tuple[str, str]],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    done = doctor("--model-path", str(tmp_path), *flags, "--json")
+    assert done.returncode == status, done.stdout + done.stderr
+    found = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
+    for subject, (level, text) in says.items():
+        assert found[subject]["level"] == level, found
+        assert text in found[subject]["text"]
+    assert bool(found["start"]["advice"]) is bool(status), "the way out"
+
+
+def test_a_model_that_is_not_there_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
+    done = doctor(f"--model-path={tmp_path / 'none'}")
+    assert done.returncode == 1
+    assert "cannot be read" in done.stdout
+    assert "config.json" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_flag_that_no_server_has_is_refused() -> None:
+    done = doctor("--model-path", "x", "--no-such-flag")
+    assert done.returncode == 2
+    assert "--no-such-flag" in done.stderr
