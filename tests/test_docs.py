@@ -151,7 +151,7 @@ def test_a_model_counts_when_its_three_tiers_are_proven() -> None:
     models = [
         {"family": "gqa", "some": 3},
         {"family": "window-flag", "some": 2},
-        {"family": "dsa", "some": 4},
+        {"family": "msa", "some": 4},
         {"name": "x", "unserved": "why", "some": 50},
         {"family": "mla"},
     ]

@@ -126,10 +126,11 @@ def _family(model: Any, flags: Facts) -> Family:
 
     text = model.hf_text_config
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    all_dense = (getattr(text, "first_k_dense_replace", None) or 0) >= text.num_hidden_layers
     return family_of(
         with_model(model, flags),
         latent=model.attention_arch == AttentionArch.MLA,
-        experts=any(getattr(text, name, None) for name in experts),
+        experts=not all_dense and any(getattr(text, name, None) for name in experts),
         windows="sliding_attention" in (getattr(text, "layer_types", None) or ()),
         whole_windows=model.disable_hybrid_swa_memory,
         embeds=not model.is_generation,
