@@ -42,7 +42,7 @@ _ASKED: tuple[tuple[str, dict[str, Any], tuple[Column, ...]], ...] = (
     ("PD", {"caches": False, "transfers": True}, ("PD", "return", "migration")),
     ("speculation", {"speculative_algorithm": "EAGLE"}, ("speculation",)),
 )
-"""Subject, what is asked for besides the given flags, and columns of the table of families."""
+"""Subject, facts to add to those of the given flags, and columns of the table of families."""
 
 
 def findings(arguments: Sequence[str]) -> list[Finding]:

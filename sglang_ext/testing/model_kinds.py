@@ -115,7 +115,7 @@ KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {**_WINDOWS, "rope_scaling": None},
     ),
 }
-"""Name: summary, architecture, model type, and what its config.json has of its own."""
+"""Name: summary, architecture, model type, and the fields of config.json that other models lack."""
 
 _FOUR_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 _NORMS = {

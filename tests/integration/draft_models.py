@@ -15,8 +15,8 @@ from sglang_ext.testing.models import model_path
 def eagle_head(folder: Path) -> Path:
     """Write an EAGLE head to a folder that is not there yet, and return the folder.
 
-    The head computes what the tiny model does: its layers, behind a first one that adds nothing, because
-    SGLang's has no norm before its attention. Its input is the embedding alone.
+    The head has the layers of the tiny model. Before them is a layer whose output is its input, because the
+    first layer of SGLang's EAGLE models has no norm before its attention. The head reads the embedding alone.
     """
     shutil.copytree(model_path("tiny"), folder)
     config = json.loads((folder / "config.json").read_text())

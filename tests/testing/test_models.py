@@ -42,7 +42,7 @@ TEXT = [
 ]
 """Those that `Reference` reads. The vision model: `tests/integration/cache/test_pictures.py`."""
 SHORT = "tiny-moe"
-"""Of the models of other kinds, the one that the short form has."""
+"""The short form has this model of `KINDS`; the long form has all."""
 BIAS = "e_score_correction_bias"
 CLASSIFYING = [name for name, recipe in RECIPES.items() if "id2label" in recipe.config]
 

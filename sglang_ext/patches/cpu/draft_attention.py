@@ -3,9 +3,9 @@
 Change: SGLang's tables of backends for drafts lack ``torch_native``, so that no server with a draft model
 starts on a CPU without AMX, and the backend does not know batches that verify drafts.
 
-- ``DraftBackendFactory._create_backend`` finds ``torch_native`` in its table: for the steps that draft a
-  backend each, whose requests are as many tokens longer as drafts lie before it, and the plain backend for
-  the draft model's pass over what was verified;
+- ``DraftBackendFactory._create_backend`` finds ``torch_native`` in its table. Each drafting step has a
+  backend of its own, in which a request is longer by the drafts of the steps before. The draft model's pass
+  over the verified tokens has the plain backend;
 - ``TorchNativeAttnBackend.forward_extend`` gets the lengths of a batch that verifies: SGLang leaves them
   out, and they follow from the number of drafts. A chain of drafts is attended to like any other text.
 

@@ -1,11 +1,10 @@
 """Let the scheduler call our cache where it calls HiCache.
 
 Change: SGLang's scheduler informs a cache of its loop, of a prefill batch that is about to run, and of
-idleness only when HiCache, LMCache, FlexKV or an external linker is on. Nine hooks call ours, or note what
-it needs:
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. These hooks call ours:
 
-- once, before the cache is made, and when the pools of draft models are there: their runners are kept,
-  because their KV is in the slots of the model's and belongs to the same blocks;
+- once, after the pools of draft models are made and before the cache is: the drafts' runners are kept for the
+  cache, because their KV is in the slots of the model's and belongs to the same blocks;
 - once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
   (``patches/adapter/storage_prefetch.py``) as it does with a HiCache storage backend;
 - each pass of any of the scheduling loops, after requests came and before the next batch is chosen:

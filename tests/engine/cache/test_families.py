@@ -1,4 +1,4 @@
-"""``admission`` refuses what the table of families lacks, and every proof that the table names exists."""
+"""``admission`` refuses exactly the features that the table of families lacks. Each test in it exists."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_the_table_lacks_is_refused_and_nothing_else(name: str, column: Col
 
 
 def missing(proof: Proof) -> str:
-    """What of the test that a proof names does not exist; empty when all of it does."""
+    """The missing part of the test of a proof: its file, function or model; empty when the test exists."""
     if proof.kind == "reading":
         return "a test of a reading" if proof.test else ""
     found = re.fullmatch(r"(\S+\.py)::(test_\w+)(?:\[([\w-]+)\])?", proof.test)

@@ -1,5 +1,5 @@
-"""Speculative decoding on a CPU with SGLang's own cache: answers as without, and each round accepts what the
-draft model would have chosen.
+"""Speculative decoding on a CPU with SGLang's own cache: the answers of a server without it, and in each
+round the draft model's right guesses are accepted.
 
 How many rounds an answer takes is known beforehand: a draft model sees the text without its first token, so
 that with the target's own weights its drafts are the greedy answers of a plain server to such a text.

@@ -29,7 +29,7 @@ CACHED = ("--kv-pd-caching", "3", "--kv-dram-size", "32MB", "--kv-check", "--ena
 
 @dataclass
 class Servers:
-    """A pair with a draft model, a decode server without one, and a server with one that keeps nothing."""
+    """A pair with a draft model, a decode server without one, and a drafting server without a cache."""
 
     pd: PdServers
     alone: ServerProcess
