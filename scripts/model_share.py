@@ -10,6 +10,7 @@ writes the table and the shares into docs/models.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -122,7 +123,9 @@ def page(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the shares, or write the page."""
-    if arguments == ["--write"]:
+    parser = argparse.ArgumentParser(description="Print the share of popular models whose KV is cached.")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md instead")
+    if parser.parse_args(arguments).write:
         PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
     else:
         print("\n".join(share_lines(read())))

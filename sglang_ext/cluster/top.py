@@ -26,6 +26,7 @@ from sglang_ext.cluster.router_client import RouterAddress, RouterClient
 from sglang_ext.cluster.status import AWAITED, STYLES, WIDE, notes
 from sglang_ext.errors import PeerError, SglangExtError
 from sglang_ext.flags import SECONDS, flag
+from sglang_ext.flags.removed import ROUTER_ADDRESS, TOP
 from sglang_ext.protocol.cluster import Cluster, InstanceView, TierFill
 from sglang_ext.protocol.metrics import metric_name
 
@@ -217,8 +218,9 @@ class Arguments(RouterAddress):
         "transfers. q ends it. Where the output is no terminal that can be redrawn, it is shown once."
     )
 
-    once: bool = flag(False, "Show it once, and end.")
-    interval: float = flag(1.0, "The time between two readings.", SECONDS.positive())
+    removed = {**ROUTER_ADDRESS, **TOP}
+
+    interval: float = flag(1.0, "The time between two readings; 0 shows one and ends.", SECONDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # In a file or a pipe nothing is cut off.
         console = Console(width=None if sys.stdout.isatty() else WIDE)
         # rich draws nothing anew on a terminal that cannot move its cursor (TERM=dumb).
-        if given.once or not console.is_terminal or console.is_dumb_terminal:
+        if given.interval == 0 or not console.is_terminal or console.is_dumb_terminal:
             console.print(view(seen))
         else:
             _watch(console, router, seen, given.interval)

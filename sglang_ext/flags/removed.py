@@ -92,6 +92,7 @@ ROUTER_ADDRESS: Mapping[str, str] = MappingProxyType(
         "--ca-file": "the variable SSL_CERT_FILE",
     }
 )
+TOP: Mapping[str, str] = MappingProxyType({"--once": "--interval 0"})
 DOCTOR: Mapping[str, str] = MappingProxyType(
     {
         "--deep": "--verify deep",

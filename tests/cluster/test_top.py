@@ -153,16 +153,16 @@ async def test_errors_say_what_is_wrong(
     tokenizer_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    assert await asyncio.to_thread(main, ["--router", nobody, "--once"]) == 1
+    assert await asyncio.to_thread(main, ["--router", nobody, "--interval", "0"]) == 1
     assert f"cannot reach {nobody}" in capsys.readouterr().err
     async with cluster(tokenizer_dir, api_key=KEY) as (router, workers):
         monkeypatch.setenv("SGLANG_EXT_API_KEY", "wrong")
-        assert await asyncio.to_thread(main, ["--router", router.url, "--once"]) == 1
+        assert await asyncio.to_thread(main, ["--router", router.url, "--interval", "0"]) == 1
         assert "key" in capsys.readouterr().err
-        assert await asyncio.to_thread(main, ["--router", workers[0].url, "--once"]) == 1
+        assert await asyncio.to_thread(main, ["--router", workers[0].url, "--interval", "0"]) == 1
         assert "top: " in capsys.readouterr().err
         monkeypatch.setenv("SGLANG_EXT_API_KEY", KEY)
-        assert await asyncio.to_thread(main, ["--router", router.url, "--once"]) == 0
+        assert await asyncio.to_thread(main, ["--router", router.url, "--interval", "0"]) == 0
         assert "server-1" in capsys.readouterr().out
 
 
