@@ -28,6 +28,7 @@ from sglang_ext.patches.cpu import (
     early_send,
     mla_attention,
     mla_rope,
+    short_conv,
 )
 from sglang_ext.patches.cpu import (
     fork as fork_children,
@@ -88,6 +89,7 @@ PATCHES: tuple[Patch, ...] = (
     mla_rope.PATCH,
     native_attention.PATCH,
     draft_attention.PATCH,
+    short_conv.PATCH,
     early_send.PATCH,
     fork_children.PATCH,
     flags.PATCH,

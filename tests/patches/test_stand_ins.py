@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from sglang_ext.patches.cpu import kernels, runtime
+from sglang_ext.patches.cpu import kernels, runtime, short_conv
 from sglang_ext.patches.cpu import torchvision as torchvision_operators
 
 
@@ -27,21 +27,32 @@ def test_operators_are_defined_once() -> None:
 
 
 def test_a_kernel_without_a_cpu_form_names_itself_and_the_way_out() -> None:
-    from sgl_kernel import chunk_gated_delta_rule_cpu, some_new_kernel
+    from sgl_kernel import some_new_kernel
+    from sgl_kernel.mamba import chunk_gated_delta_rule_cpu
 
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel.chunk_gated_delta_rule_cpu.*linear-attention"):
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel.mamba.chunk_gated_delta_rule.*gated delta"):
         chunk_gated_delta_rule_cpu(1, 2)
     with pytest.raises(NotImplementedError, match=r"sgl_kernel.some_new_kernel.*dense"):
         some_new_kernel()
 
 
-def test_the_stand_in_is_found_as_a_module_and_has_no_operators() -> None:
+def test_backends_of_layers_with_states_import() -> None:
+    """They name kernels and operators that no server calls before it serves such a layer."""
+    from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, short_conv_backend  # noqa: F401
+
+    assert gdn_backend.causal_conv1d_update is short_conv.causal_conv1d_update_cpu
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        gdn_backend.fused_gdn_gating(torch.zeros(1))
+
+
+def test_the_stand_in_is_found_as_a_package_and_does_not_look_like_amx() -> None:
     assert importlib.util.find_spec("sgl_kernel") is not None
+    assert importlib.util.find_spec("sgl_kernel.mamba") is not None
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed"), "SGLang would take its AMX paths"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("sgl_kernel.flash_attn")
     with pytest.raises(AttributeError):
-        _ = sys.modules["sgl_kernel"].__path__
+        _ = sys.modules["sgl_kernel.mamba"].__version__
 
 
 def test_a_real_kernel_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -1,12 +1,14 @@
-"""A module ``sgl_kernel`` for hosts where the kernel library cannot be installed.
+"""A package ``sgl_kernel`` for hosts where the kernel library cannot be installed.
 
-Change: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``).
-Without speculative decoding none of them is called for dense Llama- and Qwen-like models or for MLA models;
-without Intel AMX operators SGLang takes its own plain-torch paths. The stand-in has the kernels of
-speculative decoding in torch (`speculative`), and answers every other import with a function that raises
+Change: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``),
+and three from ``sgl_kernel.mamba`` where a model has states. Without speculative decoding none of them is
+called for dense Llama- and Qwen-like models or for MLA models; without Intel AMX operators SGLang takes its
+own plain-torch paths. The stand-in has the kernels of speculative decoding (`speculative`) and the short
+convolution (`short_conv`) in torch, and answers every other import with a function that raises
 ``NotImplementedError`` with the kernel's name and the way out. In ``torch.ops.sgl_kernel`` it declares the
-operators that SGLang's Qwen3.5 names at import, without a form for any device: the processors of Qwen's
-vision models import that module. It does not declare the operator by which SGLang recognises AMX.
+operators that SGLang names when it imports Qwen3.5 and the backend of gated delta layers, without a form for
+any device: the processors of Qwen's vision models import the first, every model with states the second. It
+does not declare the operator by which SGLang recognises AMX.
 
 Why no extension point serves: the imports stand at the top of SGLang's modules, before any plugin.
 
@@ -19,55 +21,62 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
 from sglang_ext.patches.base import Patch, Scope
 
 MODULE = "sgl_kernel"
-
-_LINEAR_ATTENTION = "serve a model without linear-attention layers"
+MAMBA = "sgl_kernel.mamba"
 
 # Kernel -> way out, for the names that SGLang imports on a CPU.
-_WAY_OUT = {
-    "causal_conv1d_fn_cpu": _LINEAR_ATTENTION,
-    "causal_conv1d_update_cpu": _LINEAR_ATTENTION,
-    "chunk_gated_delta_rule_cpu": _LINEAR_ATTENTION,
-}
+_WAY_OUT = {"chunk_gated_delta_rule_cpu": "serve a model without gated delta layers"}
 _NAMED_AT_IMPORT = (
+    # sglang.srt.models.qwen3_5
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
     "fused_sigmoid_mul_cpu",
+    # sglang.srt.layers.attention.linear.gdn_backend
+    "fused_gdn_gating_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
 )
-"""Operators that ``sglang.srt.models.qwen3_5`` names when it is imported."""
+"""Operators that SGLang's modules name when they are imported."""
 _DEFAULT_WAY_OUT = (
     "use a dense Llama-, Qwen- or DeepSeek-V2-like model in float32, float16 or bfloat16, unquantised, "
     "or a host with a GPU"
 )
 
 
-def missing_kernel(name: str) -> Callable[..., NoReturn]:
+def missing_kernel(name: str, module: str = MODULE) -> Callable[..., NoReturn]:
     """A function in place of the kernel ``name``, which raises when it is called."""
 
     def kernel(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"sgl_kernel.{name} has no CPU form in this runtime; {_WAY_OUT.get(name, _DEFAULT_WAY_OUT)}."
+            f"{module}.{name} has no CPU form in this runtime; {_WAY_OUT.get(name, _DEFAULT_WAY_OUT)}."
         )
 
     kernel.__name__ = kernel.__qualname__ = name
-    kernel.__module__ = MODULE
+    kernel.__module__ = module
     return kernel
 
 
 class _StandIn(ModuleType):
-    """``sgl_kernel`` without kernels: any public name is a function that raises when called."""
+    """A module with some kernels: any other public name is a function that raises when called."""
+
+    def __init__(self, name: str, kernels: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__(name, "Stand-in for SGLang's kernel library on a CPU host.")
+        self.__spec__ = importlib.machinery.ModuleSpec(
+            name, loader=None, origin="sglang_ext", is_package=name == MODULE
+        )
+        self.__path__: list[str] = []
+        vars(self).update(kernels)
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("_"):
-            raise AttributeError(f"module {MODULE!r} has no attribute {name!r}")
-        kernel = missing_kernel(name)
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        kernel = missing_kernel(name, self.__name__)
         setattr(self, name, kernel)
         return kernel
 
@@ -87,17 +96,11 @@ def apply() -> None:
     """Put the stand-in into ``sys.modules``, unless a real ``sgl_kernel`` works here."""
     if applied() or _importable():
         return
-    module = _StandIn(MODULE, "Stand-in for SGLang's kernel library on a CPU host.")
-    module.__spec__ = importlib.machinery.ModuleSpec(MODULE, loader=None, origin="sglang_ext")
-    sys.modules[MODULE] = module
-    _add_kernels(module)
+    from sglang_ext.patches.cpu import short_conv, speculative
+
+    sys.modules[MODULE] = _StandIn(MODULE, speculative.KERNELS)
+    sys.modules[MAMBA] = vars(sys.modules[MODULE])["mamba"] = _StandIn(MAMBA, short_conv.KERNELS)
     _declare_operators()
-
-
-def _add_kernels(module: ModuleType) -> None:
-    from sglang_ext.patches.cpu.speculative import KERNELS
-
-    vars(module).update(KERNELS)
 
 
 def _declare_operators() -> None:
@@ -120,7 +123,7 @@ def applied() -> bool:
 
 PATCH = Patch(
     name="sgl_kernel_stand_in",
-    summary="a module sgl_kernel whose kernels say that they have no CPU form",
+    summary="a package sgl_kernel: some kernels in torch, the others say that they have no CPU form",
     scope=Scope.PROCESS,
     targets=(
         "sglang.srt.utils.common.is_cpu",
