@@ -26,6 +26,7 @@ from sglang_ext.patches.cpu import (
 from sglang_ext.patches.cpu import (
     draft_attention,
     early_send,
+    gated_norms,
     mla_attention,
     mla_rope,
     short_conv,
@@ -90,6 +91,7 @@ PATCHES: tuple[Patch, ...] = (
     native_attention.PATCH,
     draft_attention.PATCH,
     short_conv.PATCH,
+    gated_norms.PATCH,
     early_send.PATCH,
     fork_children.PATCH,
     flags.PATCH,

@@ -122,7 +122,10 @@ _NORMS = {
     "gemma2": _FOUR_NORMS,
     "gemma3_text": _FOUR_NORMS,
     "olmo3": ("post_attention", "post_feedforward"),
+    "falcon_h1": ("input", "pre_ff"),
 }
+FINAL_NORMS = {"falcon_h1": "model.final_layernorm"}
+"""Model type: the norm in front of the output layer, where it is not ``model.norm``."""
 
 
 def norms(config: dict[str, Any], prefix: str) -> Shapes:
@@ -135,7 +138,7 @@ def head_norms(config: dict[str, Any], prefix: str) -> Shapes:
     """Weights of the norms of queries and keys, where a model has them."""
     head, model_type = config["head_dim"], config["model_type"]
     whole = model_type == "olmo3"  # over all heads at once
-    if whole or model_type in ("qwen3_moe", "gemma3_text", "glm4_moe"):
+    if whole or model_type in ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text"):
         for name, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
             yield f"{prefix}{name}_norm.weight", (heads * head if whole else head,)
 
@@ -156,7 +159,8 @@ def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
         0,
     )
     if not experts or layer < config.get("first_k_dense_replace", 0):
-        yield from _dense(prefix + "mlp.", hidden, inner, names)
+        part = "feed_forward." if config["model_type"] == "falcon_h1" else "mlp."
+        yield from _dense(prefix + part, hidden, inner, names)
         return
     if config["model_type"] == "mixtral":
         prefix, names, width = prefix + "block_sparse_moe.", ("w1", "w3", "w2"), inner

@@ -35,7 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.testing.encoders import CROSS_ENCODER, bert_shapes
-from sglang_ext.testing.model_kinds import KINDS, feed_forward, head_norms, norms
+from sglang_ext.testing.model_kinds import FINAL_NORMS, KINDS, feed_forward, head_norms, norms
+from sglang_ext.testing.state_kinds import STATE_KINDS, has_attention, state_layer
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -72,7 +73,7 @@ class Recipe:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers of the KV pool that one token takes, all layers together."""
-        layers: int = self.config["num_hidden_layers"]
+        layers = sum(has_attention(self.config, layer) for layer in range(self.config["num_hidden_layers"]))
         if "kv_lora_rank" in self.config:
             latent: int = self.config["kv_lora_rank"] + self.config["qk_rope_head_dim"]
             return layers * latent
@@ -265,7 +266,7 @@ RECIPES: dict[str, Recipe] = {
                 f"{summary}: for tests",
                 {**_COMMON, "architectures": [architecture], "model_type": model_type, **own},
             )
-            for name, (summary, architecture, model_type, own) in KINDS.items()
+            for name, (summary, architecture, model_type, own) in {**KINDS, **STATE_KINDS}.items()
         ),
     )
 }
@@ -274,7 +275,8 @@ RECIPES: dict[str, Recipe] = {
 def _llama_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    yield prefix + "q_proj.weight", (queries, hidden)
+    gated = 2 if config.get("attn_output_gate") else 1  # each head's gate lies behind its query
+    yield prefix + "q_proj.weight", (gated * queries, hidden)
     yield prefix + "k_proj.weight", (keys, hidden)
     yield prefix + "v_proj.weight", (keys, hidden)
     yield prefix + "o_proj.weight", (hidden, queries)
@@ -339,9 +341,11 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         shapes.update(norms(config, prefix))
-        shapes.update(attention(config, prefix + "self_attn."))
+        shapes.update(state_layer(config, layer, prefix))
+        if has_attention(config, layer):
+            shapes.update(attention(config, prefix + "self_attn."))
         shapes.update(feed_forward(config, layer, prefix))
-    shapes["model.norm.weight"] = (hidden,)
+    shapes[FINAL_NORMS.get(config["model_type"], "model.norm") + ".weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes[_OUTPUT] = (config["vocab_size"], hidden)
     if "id2label" in config:
@@ -357,6 +361,8 @@ def parameter_count(recipe: Recipe) -> int:
 
 
 def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    if name.endswith("A_log"):  # states that fade over some tokens to some hundreds, head by head
+        return np.linspace(-6.0, 0.0, math.prod(shape), dtype=np.float32).reshape(shape)
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
     name = _EMBEDDINGS if name == _OUTPUT else name
@@ -442,6 +448,7 @@ def recipe_hash(name: str, dtype: DType) -> str:
         here / "models.py",
         here / "encoders.py",
         here / "model_kinds.py",
+        here / "state_kinds.py",
         here / "tokenizer.py",
         *sorted((here / "static").iterdir()),
     ]

@@ -33,12 +33,21 @@ class Reference:
         """Number of parameters; the tied embedding counts once."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
-    def answer(self, prompt: Sequence[int], length: int) -> tuple[list[int], list[float]]:
-        """Greedy answer of `length` tokens to token ids: its ids and their log probabilities."""
+    def answer(
+        self, prompt: Sequence[int], length: int, *, state_factor: float = 1.0
+    ) -> tuple[list[int], list[float]]:
+        """Greedy answer of `length` tokens to token ids: its ids and their log probabilities.
+
+        Args:
+            state_factor: by which the recurrent states behind the prompt are multiplied, to damage them.
+        """
         tokens: list[int] = []
         logprobs: list[float] = []
         with self._torch.no_grad():
             out = self._model(self._torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+            for layer in out.past_key_values.layers:
+                for state in getattr(layer, "recurrent_states", {}).values():
+                    state.mul_(state_factor)
             while True:
                 scores = self._torch.log_softmax(out.logits[0, -1], -1)
                 tokens.append(int(scores.argmax()))

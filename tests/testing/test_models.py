@@ -29,6 +29,7 @@ from sglang_ext.testing.models import (
     recipe_hash,
     weight_shapes,
 )
+from sglang_ext.testing.state_kinds import STATE_KINDS
 from sglang_ext.testing.tokenizer import emitted_ids
 from tests.support.adapters import TARGETS, build_adapter
 from tests.support.reference import Reference
@@ -42,7 +43,7 @@ TEXT = [
 ]
 """Those that `Reference` reads. The vision model: `tests/integration/cache/test_pictures.py`."""
 SHORT = "tiny-moe"
-"""The short form has this model of `KINDS`; the long form has all."""
+"""The short form has this model of `KINDS`; the long form has all, and those of `STATE_KINDS`."""
 BIAS = "e_score_correction_bias"
 CLASSIFYING = [name for name, recipe in RECIPES.items() if "id2label" in recipe.config]
 
@@ -50,7 +51,9 @@ CLASSIFYING = [name for name, recipe in RECIPES.items() if "id2label" in recipe.
 def each(names: Iterable[str]) -> list[Any]:
     """Parameters of a test; most models of other kinds are for the long form."""
     return [
-        pytest.param(name, marks=pytest.mark.long) if name in KINDS and name != SHORT else name
+        pytest.param(name, marks=pytest.mark.long)
+        if name in {**KINDS, **STATE_KINDS} and name != SHORT
+        else name
         for name in names
     ]
 

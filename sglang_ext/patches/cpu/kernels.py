@@ -3,12 +3,12 @@
 Change: SGLang imports about ten names from ``sgl_kernel`` at start on a CPU (``SGLANG_USE_CPU_ENGINE=1``),
 and three from ``sgl_kernel.mamba`` where a model has states. Without speculative decoding none of them is
 called for dense Llama- and Qwen-like models or for MLA models; without Intel AMX operators SGLang takes its
-own plain-torch paths. The stand-in has the kernels of speculative decoding (`speculative`) and the short
-convolution (`short_conv`) in torch, and answers every other import with a function that raises
-``NotImplementedError`` with the kernel's name and the way out. In ``torch.ops.sgl_kernel`` it declares the
-operators that SGLang names when it imports Qwen3.5 and the backend of gated delta layers, without a form for
-any device: the processors of Qwen's vision models import the first, every model with states the second. It
-does not declare the operator by which SGLang recognises AMX.
+own plain-torch paths. The stand-in has the kernels of speculative decoding (`speculative`), the short
+convolution (`short_conv`) and the gated delta rule (`delta_rule`) in torch, and answers every other import
+with a function that raises ``NotImplementedError`` with the kernel's name and the way out. In
+``torch.ops.sgl_kernel`` it puts the operators of gated delta layers and of Qwen3.5 (`qwen_operators`), which
+SGLang names when it imports them: the processors of Qwen's vision models import Qwen3.5, every model with
+states imports gated delta layers. It has not the operator by which SGLang recognises AMX.
 
 Why no extension point serves: the imports stand at the top of SGLang's modules, before any plugin.
 
@@ -30,20 +30,7 @@ from sglang_ext.patches.base import Patch, Scope
 MODULE = "sgl_kernel"
 MAMBA = "sgl_kernel.mamba"
 
-# Kernel -> way out, for the names that SGLang imports on a CPU.
-_WAY_OUT = {"chunk_gated_delta_rule_cpu": "serve a model without gated delta layers"}
-_NAMED_AT_IMPORT = (
-    # sglang.srt.models.qwen3_5
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    "fused_sigmoid_mul_cpu",
-    # sglang.srt.layers.attention.linear.gdn_backend
-    "fused_gdn_gating_cpu",
-    "fused_sigmoid_gating_delta_rule_update_cpu",
-)
-"""Operators that SGLang's modules name when they are imported."""
-_DEFAULT_WAY_OUT = (
+_WAY_OUT = (
     "use a dense Llama-, Qwen- or DeepSeek-V2-like model in float32, float16 or bfloat16, unquantised, "
     "or a host with a GPU"
 )
@@ -53,9 +40,7 @@ def missing_kernel(name: str, module: str = MODULE) -> Callable[..., NoReturn]:
     """A function in place of the kernel ``name``, which raises when it is called."""
 
     def kernel(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{module}.{name} has no CPU form in this runtime; {_WAY_OUT.get(name, _DEFAULT_WAY_OUT)}."
-        )
+        raise NotImplementedError(f"{module}.{name} has no CPU form in this runtime; {_WAY_OUT}.")
 
     kernel.__name__ = kernel.__qualname__ = name
     kernel.__module__ = module
@@ -96,19 +81,16 @@ def apply() -> None:
     """Put the stand-in into ``sys.modules``, unless a real ``sgl_kernel`` works here."""
     if applied() or _importable():
         return
-    from sglang_ext.patches.cpu import short_conv, speculative
-
-    sys.modules[MODULE] = _StandIn(MODULE, speculative.KERNELS)
-    sys.modules[MAMBA] = vars(sys.modules[MODULE])["mamba"] = _StandIn(MAMBA, short_conv.KERNELS)
-    _declare_operators()
-
-
-def _declare_operators() -> None:
     import torch
 
-    for name in _NAMED_AT_IMPORT:
-        if not hasattr(torch.ops.sgl_kernel, name):
-            torch.library.define(f"{MODULE}::{name}", "(Tensor x) -> Tensor")
+    from sglang_ext.patches.cpu import delta_rule, qwen_operators, short_conv, speculative
+
+    mamba = {**short_conv.KERNELS, **delta_rule.GDN_KERNELS}
+    sys.modules[MODULE] = _StandIn(MODULE, speculative.KERNELS)
+    sys.modules[MAMBA] = vars(sys.modules[MODULE])["mamba"] = _StandIn(MAMBA, mamba)
+    # As functions: SGLang passes different options to them from release to release.
+    for name, operator in {**delta_rule.GDN_OPERATORS, **qwen_operators.QWEN_OPERATORS}.items():
+        setattr(torch.ops.sgl_kernel, name, operator)
 
 
 def in_use() -> bool:
