@@ -34,7 +34,7 @@ Hashes = npt.NDArray[np.uint64]
 Rows = npt.NDArray[Any]
 """Rows of words: of 8 bytes, or of 4 where the bytes of a row are no multiple of 8."""
 
-MODEL = SimpleNamespace(vocab_size=1000, is_encoder_decoder=False)
+MODEL = SimpleNamespace(vocab_size=1000, is_encoder_decoder=False, hf_text_config=SimpleNamespace())
 """The fields of a model's configuration that SGLang's batches read."""
 
 _MIX = 0x9E3779B97F4A7C15
@@ -243,6 +243,10 @@ class Oracle:
         rows *= np.uint64(_MIX)
         rows ^= rows >> np.uint64(29)
         return rows.astype(self._planes[layer][plane].dtype)
+
+    def rows(self, slots: npt.NDArray[np.int64], layer: int) -> list[Rows]:
+        """One layer's rows of ``slots`` as they are, of each plane."""
+        return [view.get(slots) for view in self._planes[layer]]
 
     def write(self, slots: npt.NDArray[np.int64], chain: Hashes, layer: int) -> None:
         """Compute one layer's KV of some tokens, as a forward pass does."""

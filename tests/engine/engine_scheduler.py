@@ -15,7 +15,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +46,17 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """What one pass computes of a request: ``row`` and ``chain`` have an entry for each of its tokens, and
+    those before ``start`` are there."""
+
+    req: Req
+    row: np.ndarray
+    chain: np.ndarray
+    start: int
+
+
+@dataclass(frozen=True)
 class Settings:
     """How the simulated server was started."""
 
@@ -74,6 +84,9 @@ class SimulatedScheduler:
         settings: as the server's flags.
     """
 
+    always_tries = False
+    """Whether requests are tried even if the last one did not fit, as SGLang does for models with windows."""
+
     def __init__(
         self,
         pools: Pools,
@@ -98,7 +111,8 @@ class SimulatedScheduler:
         """Requests sent back because memory ran out."""
         self.preempted = 0
         self.processed_tokens_counter = 0
-        if cache.retracting is not None:
+        self.retracting = getattr(cache, "retracting", None)
+        if self.retracting is not None:
             cache.scheduler = self
         self.layer_written: Callable[[int], None] = lambda layer: None
         """Called when a pass has written a layer's KV."""
@@ -152,7 +166,7 @@ class SimulatedScheduler:
 
     def _prefetch_kvcache(self, req: Req) -> None:
         """With storage below the host."""
-        if self.cache.uses_storage:
+        if self._uses_storage:
             req.init_next_round_input(self.cache)
             matched = current.prefix_tokens(req) + req.host_hit_length
             tokens = req.full_untruncated_fill_ids
@@ -167,6 +181,10 @@ class SimulatedScheduler:
                 cache_salt=req.cache_salt,
                 storage_hit_end=None,
             )
+
+    @property
+    def _uses_storage(self) -> bool:
+        return self.cache.uses_storage
 
     @property
     def waiting_queue(self) -> list[Req]:
@@ -184,10 +202,14 @@ class SimulatedScheduler:
             self._pending_chunked_abort = req
         if req in self.waiting:
             self.waiting.remove(req)
-            self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
+            self._withdraw(req)
             self._forget(req)
         elif req is not self.chunked and not req.finished():
             req.to_finish = FINISH_ABORT()
+
+    def _withdraw(self, req: Req) -> None:
+        """A waiting request goes away."""
+        self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
 
     def change_weights(self) -> None:
         """The model's weights are replaced under running requests, without a flush."""
@@ -273,7 +295,7 @@ class SimulatedScheduler:
         except WrongKvError as error:
             wrong = error
             self._wait_for_all_layers()
-        if batch.forward_mode.is_extend() and not self.cache.streams_hold():
+        if batch.forward_mode.is_extend() and not self._pass_counts(batch):
             if self.chunked in batch.reqs:
                 self.chunked = None
             self._taken = take_back(batch.reqs, self.cache)
@@ -282,6 +304,10 @@ class SimulatedScheduler:
         elif wrong is not None:
             raise wrong
         return tokens
+
+    def _pass_counts(self, batch: ScheduleBatch) -> bool:
+        """Whether a prefill's KV is right, as far as the cache can tell."""
+        return self.cache.streams_hold()
 
     def _wait_for_all_layers(self) -> None:
         for layer in range(self.pools.oracle.layers):
@@ -306,17 +332,23 @@ class SimulatedScheduler:
             self._merge_last_batch()
         batch = self._new_prefill_batch()
         if batch is not None:
-            ticket = self.cache.ready_to_load_host_cache()
-            batch.hicache_consumer_index = ticket
-            lengths = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
-            self.cache.prefill_begins(lengths, loads=ticket != -1)
-            self.cache.pass_begins(batch.reqs)
+            self._prefill_begins(batch)
             return batch
         if not self.running.is_empty():
             self._update_running()
         elif self.running.batch_is_full:
             self.running.batch_is_full = False
         return None if self.running.is_empty() else self.running
+
+    def _prefill_begins(self, batch: ScheduleBatch) -> None:
+        ticket = self.cache.ready_to_load_host_cache()
+        batch.hicache_consumer_index = ticket
+        lengths = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+        self.cache.prefill_begins(lengths, loads=ticket != -1)
+        self.cache.pass_begins(batch.reqs)
+
+    def _prefill_ended(self) -> None:
+        self.cache.prefill_ended()
 
     def _merge_last_batch(self) -> None:
         last = self.last_batch
@@ -349,7 +381,7 @@ class SimulatedScheduler:
 
     def _new_prefill_batch(self) -> ScheduleBatch | None:
         running = self.running
-        if self.settings.preemption:
+        if self.settings.preemption or self.always_tries:
             running.batch_is_full = False
         if (running.batch_is_full or not self.waiting) and self.chunked is None:
             return None
@@ -369,6 +401,7 @@ class SimulatedScheduler:
         if self.chunked is not None:
             self.chunked.init_next_round_input()
             self.chunked = adder.add_chunked_req(self.chunked)
+        self._admission_begins()
         for req in list(self.waiting):
             free_rows = self.pools.requests.available_size()
             allocatable = min(self.settings.max_running - len(running.reqs), free_rows)
@@ -376,7 +409,7 @@ class SimulatedScheduler:
                 running.batch_is_full = True
             if running.batch_is_full and not (self.settings.preemption and self._preempts(adder, req)):
                 break
-            if self.cache.uses_storage:
+            if self._uses_storage:
                 if not self.cache.check_prefetch_progress(req.cache_request_handle):
                     continue
                 tokens, _ = self.cache.pop_prefetch_loaded_span(req.cache_request_handle)
@@ -386,15 +419,17 @@ class SimulatedScheduler:
             if result != AddReqResult.CONTINUE:
                 if result == AddReqResult.NO_TOKEN:
                     running.batch_is_full = True
+                if req not in adder.can_run_list:
+                    self._refused(req)
                 break
+        self._admission_ends()
         admitted = adder.can_run_list
         self.preempted += len(adder.preempt_list)
         self.waiting = [req for req in self.waiting if req not in admitted]
         self._enqueue(adder.preempt_list)
-        retracting = self.cache.retracting
-        if retracting is not None:
-            retracting.queue()
-            retracting.admitted(admitted)
+        if self.retracting is not None:
+            self.retracting.queue()
+            self.retracting.admitted(admitted)
         if not admitted:
             return None
         if adder.new_chunked_req is not None:
@@ -414,26 +449,36 @@ class SimulatedScheduler:
         )
         for req in admitted:
             self.loaded_tokens += req.host_loaded_length if req.extend_batch_idx == 0 else 0
-        batch.prepare_for_extend()
+        self._prepare(batch)
         batch.decoding_reqs = None
         if self.settings.mixed and not running.is_empty():
             self._mix(batch)
         return batch
 
+    def _prepare(self, batch: ScheduleBatch) -> None:
+        batch.prepare_for_extend()
+
     def _preempts(self, adder: PrefillAdder, req: Req) -> bool:
         """``preempt_to_schedule`` with its hook."""
-        retracting = self.cache.retracting
-        if retracting is None:
+        if self.retracting is None:
             return bool(adder.preempt_to_schedule(req))
-        return retracting.make_room(adder, req, rows=1)
+        return self.retracting.make_room(adder, req, rows=1)
 
     def _add(self, adder: PrefillAdder, req: Req) -> AddReqResult:
         """``add_one_req`` with its hook."""
         about = {"has_chunked_req": self.chunked is not None, "truncation_align_size": None}
-        retracting = self.cache.retracting
-        if retracting is None:
+        if self.retracting is None:
             return adder.add_one_req(req, **about)
-        return retracting.add(PrefillAdder.add_one_req, adder, req, **about)
+        return self.retracting.add(PrefillAdder.add_one_req, adder, req, **about)
+
+    def _admission_begins(self) -> None:
+        """What SGLang does for models with states before it takes requests from the queue."""
+
+    def _admission_ends(self) -> None:
+        """And afterwards."""
+
+    def _refused(self, req: Req) -> None:
+        """A request was matched and is not admitted."""
 
     def _mix(self, batch: ScheduleBatch) -> None:
         running = self.running
@@ -477,7 +522,20 @@ class SimulatedScheduler:
         """Compute a batch layer by layer, and read of each layer the rows that attention reads."""
         if self.gate is not None:
             self.gate.set_consumer(batch.hicache_consumer_index)
-        work: list[tuple[Any, Any, Any, int]] = []
+        work = self._rows_of(batch)
+        oracle = self.pools.oracle
+        for layer in range(oracle.layers):
+            self.pools.read(layer)
+            for each in work:
+                what = f"prefix of {each.req.rid} in forward"
+                oracle.compare(each.row[: each.start], each.chain[: each.start], layer, what)
+                oracle.write(each.row[each.start :], each.chain[each.start :], layer)
+            self.layer_written(layer)
+        return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    def _rows_of(self, batch: ScheduleBatch) -> list[Computed]:
+        """The part of each request that a pass computes."""
+        work: list[Computed] = []
         taken: list[int] = []
         for i, req in enumerate(batch.reqs):
             end = int(batch.seq_lens_cpu[i])
@@ -501,38 +559,35 @@ class SimulatedScheduler:
                 extend_chain(served.chain, served.namespace, tokens[len(served.chain) : end])
             served.weights = self.weights
             row = self.pools.requests.req_to_token[req.kv.req_pool_idx, :end].numpy().astype(np.int64)
-            work.append((req.rid, row, np.array(served.chain, np.uint64), start))
+            work.append(Computed(req, row, np.array(served.chain, np.uint64), start))
             taken += row[start:].tolist()
         assert sorted(taken) == sorted(batch.out_cache_loc.tolist()), "the batch computes other slots"
-        oracle = self.pools.oracle
-        for layer in range(oracle.layers):
-            self.pools.read(layer)
-            for rid, row, chain, start in work:
-                oracle.compare(row[:start], chain[:start], layer, f"prefix of {rid} in forward")
-                oracle.write(row[start:], chain[start:], layer)
-            self.layer_written(layer)
-        return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+        return work
 
     # -- results --------------------------------------------------------------------------------
 
     def _process(self, batch: ScheduleBatch, tokens: list[int]) -> None:
         allocator = self.pools.allocator
         allocator.free_group_begin()
-        if self.cache.retracting is not None:
-            retraction = self.cache.retracting.retraction
+        if self.retracting is not None:
+            retraction = self.retracting.retraction
             (retraction.decoded if batch.forward_mode.is_decode() else retraction.interrupted)()
-        for req, token in zip(batch.reqs, tokens, strict=True):
+        for i, (req, token) in enumerate(zip(batch.reqs, tokens, strict=True)):
             if batch.forward_mode.is_extend():
                 self._process_prefill(req, token, decoding=req in (batch.decoding_reqs or ()))
             elif not (req.finished() or req.is_retracted):
                 req.output_ids.append(token)
                 req.update_finish_state(1)
-                if req.finished():
-                    self._finish(req)
+                self._decoded(req, batch, i)
         allocator.free_group_end()
         if batch.forward_mode.is_extend():
-            self.cache.prefill_ended()
+            self._prefill_ended()
         self._enqueue(self._restarting.pop(batch.forward_iter, []))
+
+    def _decoded(self, req: Req, batch: ScheduleBatch, i: int) -> None:
+        """The request at ``i`` of a batch has a new token."""
+        if req.finished():
+            self._finish(req)
 
     def _process_prefill(self, req: Req, token: int, *, decoding: bool) -> None:
         if (req.finished() and req.inflight_middle_chunks <= 0) or req.is_retracted:

@@ -1,0 +1,278 @@
+"""SGLang's own pools and allocators on the CPU for models with windows or states, and an oracle for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from engine_pools import Oracle
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_exec, get_server_args
+
+from sglang_ext.patches.adapter.hbm import pool_planes
+
+FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+FULL_LAYERS, WINDOW_LAYERS, STATE_LAYERS = (0, 3), (1, 4), (2, 5)
+"""Model layers of each kind, where the model has layers of this kind."""
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HybridKind:
+    """What a model keeps besides the KV of all tokens.
+
+    Args:
+        window: how many tokens before its own a layer with a window reads; 0 without such layers.
+        states: slots for states; 0 without such layers.
+        grid: tokens between the states that SGLang keeps (``extra_buffer``); 0 where it keeps those at the
+            end of each chunk and request (``no_buffer``).
+        latents: layers with full attention keep MLA latents.
+    """
+
+    window: int = 0
+    states: int = 0
+    grid: int = 0
+    latents: bool = False
+    page: int = 1
+
+    def __str__(self) -> str:
+        parts = ["latents"] if self.latents else []
+        parts += [f"window{self.window}"] if self.window else []
+        parts += ["state" + (f"-grid{self.grid}" if self.grid else "")] if self.states else []
+        return "-".join([*parts, f"page{self.page}"])
+
+
+class HybridPools:
+    """The pools of one rank of such a model, as SGLang's scheduler makes them.
+
+    Args:
+        tokens, window_tokens: slots with full attention, and with a window.
+        rows: requests that may run.
+    """
+
+    def __init__(
+        self,
+        kind: HybridKind,
+        *,
+        tokens: int,
+        window_tokens: int = 0,
+        rows: int = 6,
+        context: int = 264,
+        overlap: bool = False,
+        tree_core: str = "python",
+    ) -> None:
+        self.kind = kind
+        self.tokens = tokens
+        self.window_tokens = window_tokens
+        self.rows = rows
+        self.tree_core = tree_core
+        self.requests = self._requests(context, overlap)
+        self.kvcache = self._kvcache()
+        self.allocator = self._allocator()
+        full = getattr(self.kvcache, "full_kv_pool", self.kvcache)
+        self.full = Oracle(pool_planes(full), FULL_LAYERS)
+        self.window: Oracle | None = None
+        self.state: Oracle | None = None
+        if kind.window:
+            self.window = Oracle(pool_planes(self.kvcache.swa_kv_pool), WINDOW_LAYERS)
+        if kind.states:
+            self.state = Oracle(_state_planes(self.requests.mamba_pool.mamba_cache), STATE_LAYERS)
+        self.layers = sorted(
+            [(layer, self.full, i) for i, layer in enumerate(FULL_LAYERS)]
+            + [(layer, self.window, i) for i, layer in enumerate(WINDOW_LAYERS) if self.window]
+            + [(layer, self.state, i) for i, layer in enumerate(STATE_LAYERS) if self.state],
+            key=lambda each: each[0],
+        )
+
+    def _requests(self, context: int, overlap: bool) -> Any:
+        kind = self.kind
+        if not kind.states:
+            return ReqToTokenPool(self.rows, context, "cpu", enable_memory_saver=False)
+        shape = Mamba2StateShape(
+            conv=[(4, 2), (2, 4)],
+            temporal=(2, 2, 4),
+            intermediate_size=4,
+            conv_dim=4,
+            ssm_state_size=4,
+            num_heads=2,
+            head_dim=2,
+            state_size=4,
+            conv_kernel=3,
+        )
+        return HybridReqToTokenPool(
+            size=self.rows,
+            mamba_size=kind.states,
+            mamba_spec_state_size=self.rows,
+            max_context_len=context,
+            device="cpu",
+            enable_memory_saver=False,
+            cache_params=Mamba2CacheParams(
+                shape=shape,
+                dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32),
+                layers=list(STATE_LAYERS),
+            ),
+            mamba_layer_ids=list(STATE_LAYERS),
+            enable_mamba_extra_buffer=bool(kind.grid),
+            enable_overlap_schedule=overlap,
+        )
+
+    def _kvcache(self) -> Any:
+        kind = self.kind
+        common = {"page_size": kind.page, "dtype": torch.float32, "head_num": 2, "head_dim": 4}
+        if kind.window:
+            latents: dict[str, Any] = {}
+            if kind.latents:
+                about = {"page_size": kind.page, "device": "cpu", "enable_memory_saver": False}
+                about |= {"kv_lora_rank": 8, "qk_rope_head_dim": 4}
+                latents = {"full_kv_pool_class": MLATokenToKVPool, "swa_kv_pool_class": MLATokenToKVPool}
+                latents |= {"full_kv_pool_kwargs": about, "swa_kv_pool_kwargs": about}
+            return SWAKVPool(
+                size=self.tokens,
+                size_swa=self.window_tokens,
+                swa_attention_layer_ids=list(WINDOW_LAYERS),
+                full_attention_layer_ids=list(FULL_LAYERS),
+                device="cpu",
+                **common,
+                **latents,
+            )
+        latents = {"use_mla": True, "kv_lora_rank": 8, "qk_rope_head_dim": 4} if kind.latents else {}
+        return HybridLinearKVPool(
+            size=self.tokens,
+            full_attention_layer_ids=list(FULL_LAYERS),
+            device="cpu",
+            mamba_pool=self.requests.mamba_pool,
+            **common,
+            **latents,
+        )
+
+    def _allocator(self) -> Any:
+        page = self.kind.page
+        if self.kind.window:
+            allocator = SWATokenToKVPoolAllocator(
+                self.tokens, self.window_tokens, page, torch.float32, "cpu", self.kvcache, need_sort=False
+            )
+            parts = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
+        elif page == 1:
+            return TokenToKVPoolAllocator(self.tokens, torch.float32, "cpu", self.kvcache, False)
+        else:
+            allocator = PagedTokenToKVPoolAllocator(
+                self.tokens, page, torch.float32, "cpu", self.kvcache, False
+            )
+            parts = (allocator,)
+        for part in parts:
+            part.debug_mode = page > 1
+        return allocator
+
+    def params(self) -> CacheInitParams:
+        """The parameters that SGLang passes to a cache."""
+        kind = self.kind
+        components = [FULL]
+        components += [SWA] if kind.window else []
+        components += [MAMBA] if kind.states else []
+        return CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.requests,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=kind.page,
+            sliding_window_size=kind.window or None,
+            enable_mamba_extra_buffer=bool(kind.grid),
+            tree_components=tuple(components),
+            tree_core_backend=self.tree_core,
+        )
+
+    def register(self, counter: Any) -> None:
+        """Have reads wait for loads, as SGLang does with a counter of layers."""
+        self.kvcache.register_layer_transfer_counter(counter)
+        if self.kind.states:
+            self.requests.register_layer_transfer_counter(counter)
+
+    def read(self, layer: int) -> None:
+        """Get a layer's buffers for reading, as a model does."""
+        if layer in STATE_LAYERS:
+            self.requests.mamba2_layer_cache(layer)
+        else:
+            self.kvcache.get_kv_buffer(layer)
+
+    def window_rows(self, slots: Ids) -> Ids:
+        """Where the window pool has tokens; 0 where it has none."""
+        rows: Ids = self.allocator.full_to_swa_index_mapping[torch.from_numpy(slots)].numpy()
+        return rows
+
+    # -- free slots of each pool ----------------------------------------------------------------
+
+    def free(self, component: ComponentType) -> Ids:
+        """Every slot of a component that its allocator would hand out."""
+        if component == MAMBA:
+            free: Ids = self.requests.mamba_allocator.free_slots.numpy()
+            return free
+        allocator = self.allocator
+        if self.kind.window:
+            allocator = allocator.swa_attn_allocator if component == SWA else allocator.full_attn_allocator
+        pages = allocator.get_all_free_pages().numpy()
+        return self._of_pages(pages)
+
+    def whole_pages(self, slots: Ids) -> Ids:
+        """All slots of the pages that have some of these slots."""
+        return self._of_pages(np.unique(slots // self.kind.page))
+
+    def _of_pages(self, pages: Ids) -> Ids:
+        page = self.kind.page
+        slots: Ids = (pages[:, None] * page + np.arange(page)).ravel().astype(np.int64)
+        return slots
+
+    def all(self, component: ComponentType) -> Ids:
+        """Every slot of a component, the padded ones at the front left out."""
+        if component == MAMBA:
+            return np.arange(1, self.kind.states + 1)
+        size = self.window_tokens if component == SWA else self.tokens
+        return np.arange(self.kind.page, size + self.kind.page)
+
+    def oracles(self) -> dict[ComponentType, Oracle]:
+        """The oracle of each component that the model has."""
+        found = {FULL: self.full, SWA: self.window, MAMBA: self.state}
+        return {component: oracle for component, oracle in found.items() if oracle is not None}
+
+
+def _state_planes(states: Any) -> list[list[torch.Tensor]]:
+    """The state pool's tensors by local layer, each with a row for a slot."""
+    found = []
+    for layer in range(len(STATE_LAYERS)):
+        planes = [states.temporal[layer], *(conv[layer] for conv in states.conv)]
+        # On CPUs with AMX, SGLang keeps the window of a convolution first.
+        found.append([each if each.is_contiguous() else each.transpose(-1, -2) for each in planes])
+    return found
+
+
+@contextmanager
+def process_settings(kind: HybridKind) -> Iterator[None]:
+    """SGLang's process-wide settings for such a model: which states it keeps, and how often a request that
+    decodes gives up rows that left its window."""
+    args = get_server_args()
+    args._mamba_cache_chunk_size = kind.grid or 1
+    states = {"enable_mamba_extra_buffer": bool(kind.grid), "mamba_track_interval": kind.grid or 1}
+    # SGLang pins the mask of the states that a decode keeps, whatever the device.
+    pinning = patch.object(torch.Tensor, "pin_memory", lambda own: own)
+    try:
+        with get_exec().mamba.override(**states), envs.SGLANG_SWA_EVICTION_INTERVAL.override(4), pinning:
+            yield
+    finally:
+        del args._mamba_cache_chunk_size

@@ -1,0 +1,464 @@
+"""SGLang's scheduler over a model with windows or states, around a cache of the kind `UnifiedRadixCache`.
+
+The pools, allocators, requests and batches are SGLang's, and so are the counts of slots and the choice of the
+states that a prefill keeps. As in `engine_scheduler`, the model is simulated. For token i it writes rows of
+tokens[:i + 1] in the layers with full attention and in those with a window, and after a pass the request's
+state is that of all its tokens. Before, it compares each row that a real model reads: of all tokens, of the
+window before the first new token through SGLang's mapping, and the state of exactly the tokens before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from engine_hybrid_pools import FULL, MAMBA, SWA, HybridKind, HybridPools, Ids, process_settings
+from engine_pools import Hashes, Oracle, WrongKvError, extend_chain
+from engine_scheduler import Computed, Settings, SimulatedScheduler, token_at
+from engine_simulation import CONTEXT, Traffic
+from sglang.srt.layers.attention.mamba.prefill_track_metadata import build_prefill_track_plan
+from sglang.srt.managers import schedule_batch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
+from sglang.srt.managers.scheduler_components.pool_stats_observer import SchedulerPoolStatsObserver
+from sglang.srt.mem_cache.base_prefix_cache import EvictResult
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_ext.patches.seams import current
+
+SMALL = Settings(new_token_ratio=0.05)
+OVERLAP = Settings(overlap=True, new_token_ratio=0.05)
+PAGED = Settings(chunk=48, new_token_ratio=0.05)
+
+MakeCache = Callable[[CacheInitParams], UnifiedRadixCache]
+
+
+class HybridScheduler(SimulatedScheduler):
+    """The scheduler's loop for models with windows or states."""
+
+    def __init__(self, pools: Any, cache: Any, gate: Any, settings: Settings) -> None:
+        super().__init__(pools, cache, gate, settings)
+        self.always_tries = bool(pools.kind.window)
+        self._wrong: dict[Req, WrongKvError] = {}
+        self.reused = 0
+        """Tokens found in HBM by requests when they were admitted."""
+        processor = dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
+        processor |= {"tree_cache": cache, "req_to_token_pool": pools.requests}
+        self._results_of_sglang = SchedulerBatchResultProcessor(**processor)
+
+    # What a cache of SGLang's kind has no calls for.
+
+    @property
+    def _uses_storage(self) -> bool:
+        return False
+
+    def change_weights(self) -> None:
+        """SGLang flushes its caches for new weights; `flush` is drawn on its own."""
+
+    def _prefill_ended(self) -> None:
+        pass
+
+    def _prefill_begins(self, batch: ScheduleBatch) -> None:
+        pass
+
+    def _wait_for_all_layers(self) -> None:
+        for layer, _, _ in self.pools.layers:
+            self.pools.read(layer)
+
+    def _pass_counts(self, batch: ScheduleBatch) -> bool:
+        return True
+
+    # What SGLang does for states.
+
+    def _withdraw(self, req: Req) -> None:
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if req.kv.holds_mamba:
+            current.release(req, self.cache, keep=False)
+
+    def _admission_begins(self) -> None:
+        if self.pools.kind.states:
+            self.pools.requests.mamba_allocator.alloc_group_begin(len(self.waiting))
+
+    def _admission_ends(self) -> None:
+        if self.pools.kind.states:
+            self.pools.requests.mamba_allocator.alloc_group_end()
+
+    def _refused(self, req: Req) -> None:
+        """``get_new_batch_prefill``: the state that was matched is given back."""
+        req.kv.mamba_cow_src_index = None
+        req.kv.mamba_needs_clear = False
+        if req.kv.holds_mamba:
+            self.pools.requests.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+            req.kv.mamba_pool_idx = None
+
+    def _prepare(self, batch: ScheduleBatch) -> None:
+        batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
+        self.reused += sum(req.prefix_len for req in batch.reqs if req.extend_batch_idx == 0)
+        super()._prepare(batch)
+
+    def _decoded(self, req: Req, batch: ScheduleBatch, i: int) -> None:
+        nothing = SimpleNamespace(num_correct_drafts_per_req_cpu=None)
+        self._results_of_sglang._handle_finish_state_updated_req(req, batch, nothing, i, None)
+        if req.finished():
+            self.finished.append(req)
+            self._forget(req)
+
+    # -- the model ------------------------------------------------------------------------------
+
+    def _run(self, batch: ScheduleBatch) -> list[int]:
+        tokens = super()._run(batch)
+        failed = self.cache.finish_external_linker_loads(batch.reqs)
+        if self.chunked in failed:
+            self._pending_chunked_abort = self.chunked
+        wrong, self._wrong = self._wrong, {}
+        for req, error in wrong.items():
+            if req not in failed:
+                raise error
+        return tokens
+
+    def _forward(self, batch: ScheduleBatch) -> list[int]:
+        pools = self.pools
+        if self.gate is not None:
+            self.gate.set_consumer(batch.hicache_consumer_index)
+        work = self._rows_of(batch)
+        if pools.kind.states:
+            runner = SimpleNamespace(req_to_token_pool=pools.requests, is_draft_worker=False)
+            ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(runner, batch)
+        for layer, oracle, local in pools.layers:
+            pools.read(layer)
+            for each in work:
+                try:
+                    self._compare(each, oracle, local)
+                except WrongKvError as error:
+                    self._wrong[each.req] = error
+                if oracle is pools.state:
+                    oracle.write(self._state_of(each), each.chain[-1:], local)
+                else:
+                    oracle.write(self._row(each, oracle)[each.start :], each.chain[each.start :], local)
+            self.layer_written(layer)
+        if pools.kind.grid:
+            self._keep_states(batch, work)
+        return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    def _compare(self, work: Computed, oracle: Oracle, local: int) -> None:
+        """Compare what a layer reads of a request."""
+        pools, start, chain = self.pools, work.start, work.chain
+        what = f"prefix of {work.req.rid} in forward"
+        if oracle is not pools.state:
+            first = max(0, start - pools.kind.window) if oracle is pools.window else 0
+            oracle.compare(self._row(work, oracle)[first:start], chain[first:start], local, what)
+        elif start:
+            oracle.compare(self._state_of(work), chain[start - 1 : start], local, what)
+        elif any(rows.any() for rows in oracle.rows(self._state_of(work), local)):
+            raise WrongKvError(f"{what}: the first state is not empty")
+
+    def _row(self, work: Computed, oracle: Oracle) -> Ids:
+        rows: Ids = self.pools.window_rows(work.row) if oracle is self.pools.window else work.row
+        return rows
+
+    def _state_of(self, work: Computed) -> Ids:
+        """The slot of a request's state, shape (1,)."""
+        slot: Ids = self.pools.requests.get_mamba_indices(torch.tensor([work.req.kv.req_pool_idx])).numpy()
+        return slot
+
+    def _keep_states(self, batch: ScheduleBatch, work: list[Computed]) -> None:
+        """Write the states that the batch asks for, as SGLang's kernels do."""
+        slots = batch.mamba_track_indices.numpy()
+        if batch.forward_mode.is_decode():
+            for i, due in enumerate(batch.mamba_track_mask_cpu):
+                if due:
+                    self._keep_state(slots[i], work[i].chain, len(work[i].chain))
+            return
+        plan = build_prefill_track_plan(
+            batch.mamba_prefill_track_mask_cpu,
+            batch.mamba_track_seqlens_cpu,
+            batch.extend_lens,
+            batch.prefix_lens,
+            self.pools.kind.grid,
+            mamba2=False,
+        )
+        for i in plan.final_rows:
+            self._keep_state(slots[i], work[i].chain, len(work[i].chain))
+        for i in plan.h_rows:
+            end = batch.prefix_lens[i] + plan.chunk_indices[i] * self.pools.kind.grid
+            self._keep_state(slots[i], work[i].chain, end)
+
+    def _keep_state(self, slot: int, chain: Hashes, tokens: int) -> None:
+        for local in range(self.pools.state.layers):
+            self.pools.state.write(np.array([slot]), chain[tokens - 1 : tokens], local)
+
+
+@dataclass(frozen=True)
+class HybridScenario:
+    """One server with such a model under one load; the fields mean what they mean in
+    `engine_simulation.Scenario`."""
+
+    name: str
+    kind: HybridKind
+    hbm_tokens: int = 240
+    window_tokens: int = 0
+    settings: Settings = SMALL
+    rows: int = 6
+    memory: int = 40
+    tenants: bool = True
+    prefetch: float = 0.0
+    tree_core: str = "python"
+    """SGLang's tree in Python or in Rust. Only the first can be looked into."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class HybridRank:
+    """One rank: pools, a cache, and the scheduler.
+
+    Args:
+        make_cache: makes the cache under test over the pools.
+        make_linker: makes SGLang's linker to memory below HBM; None without such memory.
+    """
+
+    def __init__(
+        self,
+        scenario: HybridScenario,
+        *,
+        make_cache: MakeCache = UnifiedRadixCache,
+        make_linker: Callable[[HybridPools], Any] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self._settings = ExitStack()
+        self._settings.enter_context(process_settings(scenario.kind))
+        self.pools = HybridPools(
+            scenario.kind,
+            tokens=scenario.hbm_tokens,
+            window_tokens=scenario.window_tokens,
+            rows=scenario.rows,
+            context=CONTEXT + 64,
+            overlap=scenario.settings.overlap,
+            tree_core=scenario.tree_core,
+        )
+        self.cache = make_cache(self.pools.params())
+        gate = None
+        if make_linker is not None:
+            self.cache.init_cache_linker(make_linker(self.pools))
+            gate = self.cache.linker.layer_done_counter
+            self.pools.register(gate)
+        self.look_inside = scenario.tree_core == "python"
+        """Compare all rows that the tree lists after each step, not only those that a model reads."""
+        self.scheduler = HybridScheduler(self.pools, self.cache, gate, scenario.settings)
+        self.evicted = EvictResult()
+        """What the tree gave up to make room, of each component."""
+        self._checker = self._sglang_checker()
+        self._count_evictions()
+
+    def _count_evictions(self) -> None:
+        evict = self.cache._evict
+
+        def counted(*args: Any, **options: Any) -> EvictResult:
+            result = evict(*args, **options)
+            for each in fields(result):
+                before = getattr(self.evicted, each.name)
+                setattr(self.evicted, each.name, before + getattr(result, each.name))
+            return result
+
+        self.cache._evict = counted
+
+    def _sglang_checker(self) -> SchedulerInvariantChecker:
+        """SGLang's own count of slots."""
+        kind, cache = self.scenario.kind, self.cache
+        facts = {
+            "tree_cache": cache,
+            "token_to_kv_pool_allocator": self.pools.allocator,
+            "req_to_token_pool": self.pools.requests,
+            "is_hybrid_swa": bool(kind.window),
+            "is_hybrid_ssm": bool(kind.states),
+            "full_tokens_per_layer": self.pools.tokens,
+            "swa_tokens_per_layer": self.pools.window_tokens,
+            "max_total_num_tokens": self.pools.tokens,
+        }
+        observer = SchedulerPoolStatsObserver(
+            session_controller=None, hisparse_coordinator=None, enable_hisparse=False, **facts
+        )
+        return SchedulerInvariantChecker(
+            disaggregation_mode=None,
+            page_size=kind.page,
+            pool_stats_observer=observer,
+            get_last_batch=lambda: SimpleNamespace(reqs=[]),
+            get_running_batch=lambda: SimpleNamespace(reqs=self.scheduler.active()),
+            scheduler_stage_metrics=None,
+            **facts,
+        )
+
+    def __enter__(self) -> HybridRank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settings.close()
+
+    def step(self) -> None:
+        """One pass of the scheduler, and all checks."""
+        self.scheduler.step()
+        self.check()
+
+    def serve(self, tokens: Sequence[int], *, new_tokens: int = 1, **options: Any) -> Req:
+        """One request from arrival to end, alone; checked after each step."""
+        req = self.scheduler.submit(list(tokens), new_tokens=new_tokens, **options)
+        self.run_out()
+        return req
+
+    def run_out(self) -> None:
+        """Let all requests end."""
+        for _ in range(3000):
+            if self.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError("the scheduler does not become idle")
+
+    def finish(self) -> None:
+        """Let all requests end, and check that nothing is held and that a flush empties all pools."""
+        self.run_out()
+        for component in self.pools.oracles():
+            locked = self.cache.tree_core.component_protected_size(component)
+            assert not locked, f"{locked} {component.name} slots are still locked"
+        self.cache.sanity_check()
+        assert self.scheduler.flush()
+        for component in self.pools.oracles():
+            assert sorted(self.pools.free(component)) == self.pools.all(component).tolist()
+        self.check()
+
+    # -- invariants -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Verify everything that must be true between two passes of the loop."""
+        SchedulerInvariantChecker.self_check_during_busy.__wrapped__(self._checker)
+        owned = self._owned()
+        for component in owned:
+            self._check_owners(component, owned[component])
+        if self.look_inside:
+            for node, chain in self.nodes():
+                self._compare(node, np.array(chain, np.uint64))
+        # Free slots hold garbage from here on, so that a read of them cannot go unnoticed.
+        for component, oracle in self.pools.oracles().items():
+            oracle.spoil(self.pools.free(component))
+
+    def nodes(self) -> Iterator[tuple[Any, list[int]]]:
+        """Every node of SGLang's tree with the hashes of all tokens up to its end."""
+        stack = [(child, []) for child in self.cache.tree_core.root_node.children.values()]
+        while stack:
+            node, before = stack.pop()
+            chain = list(before)
+            space = (self.scheduler.weights, node.key.extra_key, node.key.cache_salt)
+            extend_chain(chain, space, list(node.key))
+            yield node, chain
+            stack.extend((child, chain) for child in node.children.values())
+
+    def _compare(self, node: Any, chain: Hashes) -> None:
+        """The rows that a node lists are those of its tokens, and its state is that of its end."""
+        for component, oracle in self.pools.oracles().items():
+            value = node.component_data[component].value
+            if value is None:
+                continue
+            rows = value.numpy()
+            for layer in range(oracle.layers):
+                oracle.compare(rows, chain[-len(rows) :], layer, f"{component.name} of node {node.id}")
+
+    def _owned(self) -> dict[ComponentType, dict[str, Ids]]:
+        """The owners of the slots of each component."""
+        owned = {component: {"free": self.pools.free(component)} for component in self.pools.oracles()}
+        if self.look_inside:
+            for node, _ in self.nodes():
+                for component, of in owned.items():
+                    value = node.component_data[component].value
+                    if value is not None:
+                        of[f"node {node.id}"] = value.numpy()
+        else:
+            owned[FULL]["tree"] = self.cache.all_values_flatten().numpy()
+            if MAMBA in owned:
+                owned[MAMBA]["tree"] = self.cache.all_mamba_values_flatten().numpy()
+        for req in self.scheduler.active():
+            row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
+            own = row[req.kv.cache_protected_len : req.kv.kv_allocated_len].numpy().astype(np.int64)
+            owned[FULL][req.rid] = self.pools.whole_pages(own)
+            if SWA in owned:
+                window = self.pools.window_rows(own)
+                owned[SWA][req.rid] = self.pools.whole_pages(window[window > 0])
+        if MAMBA in owned:
+            for req in {*self.scheduler.active(), *self.scheduler.waiting}:
+                owned[MAMBA][req.rid] = _states_of(req)
+        return owned
+
+    def _check_owners(self, component: ComponentType, owned: dict[str, Ids]) -> None:
+        slots = np.concatenate(list(owned.values()))
+        everything = self.pools.all(component)
+        counts = np.bincount(slots, minlength=int(everything[-1]) + 1)
+        if counts.max(initial=0) > 1:
+            twice = int(counts.argmax())
+            owners = [who for who in owned if twice in owned[who]]
+            raise AssertionError(f"{component.name} slot {twice} is owned by {owners}")
+        if component == SWA and not self.look_inside:
+            return
+        nobody = np.setdiff1d(everything, slots)
+        assert not nobody.size, f"{component.name} slots {nobody[:8]} have no owner"
+
+
+def _states_of(req: Req) -> Ids:
+    kv = req.kv
+    own = [int(kv.mamba_pool_idx)] if kv.holds_mamba else []
+    if kv.mamba_ping_pong_track_buffer is not None:
+        own += [slot for slot in kv.mamba_ping_pong_track_buffer.tolist() if slot != -1]
+    return np.array(own, np.int64)
+
+
+KEEPS_ON_A_GRID = hasattr(schedule_batch, "_gather_mamba_track_indices")
+"""Not in SGLang 0.5.22, which pins memory for the states that it keeps on a grid: a CPU cannot."""
+
+_ALL = (
+    HybridScenario("window", HybridKind(window=32), window_tokens=200),
+    HybridScenario("a short window", HybridKind(window=9), window_tokens=120),
+    HybridScenario("window, overlap", HybridKind(window=32), window_tokens=200, settings=OVERLAP),
+    HybridScenario("window, latents", HybridKind(window=20, latents=True), window_tokens=200),
+    HybridScenario("window, tree in Rust", HybridKind(window=32), window_tokens=200, tree_core="rust"),
+    HybridScenario(
+        "window, page 16", HybridKind(window=32, page=16), hbm_tokens=480, window_tokens=256, settings=PAGED
+    ),
+    HybridScenario("states", HybridKind(states=24)),
+    HybridScenario("few states", HybridKind(states=14)),
+    HybridScenario("states, latents", HybridKind(states=24, latents=True)),
+    HybridScenario("states, tree in Rust", HybridKind(states=24), tree_core="rust"),
+    HybridScenario("states on a grid", HybridKind(states=40, grid=8)),
+    HybridScenario("states on a grid, overlap", HybridKind(states=40, grid=8), settings=OVERLAP),
+    HybridScenario(
+        "states on a grid, page 16",
+        HybridKind(states=40, grid=16, page=16),
+        hbm_tokens=480,
+        settings=PAGED,
+    ),
+    HybridScenario("window and states", HybridKind(window=32, states=24), window_tokens=240),
+    HybridScenario(
+        "window and states on a grid, page 16, overlap",
+        HybridKind(window=32, states=40, grid=16, page=16),
+        hbm_tokens=480,
+        window_tokens=320,
+        settings=Settings(overlap=True, chunk=48, new_token_ratio=0.05),
+    ),
+)
+
+SCENARIOS = tuple(each for each in _ALL if KEEPS_ON_A_GRID or not each.kind.grid)
+
+
+def drive(rank: HybridRank, seed: int, steps: int) -> Traffic:
+    """Random traffic for so many passes, with all checks after each; then everything ends."""
+    traffic = Traffic(rank.scenario, seed)
+    for _ in range(steps):
+        traffic.act(rank.scheduler)
+        rank.step()
+    rank.finish()
+    return traffic
