@@ -31,7 +31,8 @@ from sglang_ext.patches.adapter.hbm import pool_planes
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 FULL_LAYERS, WINDOW_LAYERS, STATE_LAYERS = (0, 3), (1, 4), (2, 5)
-"""Model layers of each kind, where the model has layers of this kind."""
+MODEL_LAYERS = {FULL: FULL_LAYERS, SWA: WINDOW_LAYERS, MAMBA: STATE_LAYERS}
+"""Model layers of each component, where the model has it."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -88,20 +89,18 @@ class HybridPools:
         self.requests = self._requests(context, overlap)
         self.kvcache = self._kvcache()
         self.allocator = self._allocator()
-        full = getattr(self.kvcache, "full_kv_pool", self.kvcache)
-        self.full = Oracle(pool_planes(full), FULL_LAYERS)
-        self.window: Oracle | None = None
-        self.state: Oracle | None = None
+        self.planes = {FULL: pool_planes(self.kvcache.full_kv_pool)}
+        """The tensors of each component by its local layers; the first dim is the slot."""
         if kind.window:
-            self.window = Oracle(pool_planes(self.kvcache.swa_kv_pool), WINDOW_LAYERS)
+            self.planes[SWA] = pool_planes(self.kvcache.swa_kv_pool)
         if kind.states:
-            self.state = Oracle(_state_planes(self.requests.mamba_pool.mamba_cache), STATE_LAYERS)
+            self.planes[MAMBA] = _state_planes(self.requests.mamba_pool.mamba_cache)
+        self.oracles = {part: Oracle(planes, MODEL_LAYERS[part]) for part, planes in self.planes.items()}
+        self.full, self.window, self.state = map(self.oracles.get, MODEL_LAYERS)
         self.layers = sorted(
-            [(layer, self.full, i) for i, layer in enumerate(FULL_LAYERS)]
-            + [(layer, self.window, i) for i, layer in enumerate(WINDOW_LAYERS) if self.window]
-            + [(layer, self.state, i) for i, layer in enumerate(STATE_LAYERS) if self.state],
-            key=lambda each: each[0],
+            (layer, part, local) for part in self.oracles for local, layer in enumerate(MODEL_LAYERS[part])
         )
+        """(model layer, component, local layer) in the order of the model's layers."""
 
     def _requests(self, context: int, overlap: bool) -> Any:
         kind = self.kind
@@ -245,11 +244,6 @@ class HybridPools:
             return np.arange(1, self.kind.states + 1)
         size = self.window_tokens if component == SWA else self.tokens
         return np.arange(self.kind.page, size + self.kind.page)
-
-    def oracles(self) -> dict[ComponentType, Oracle]:
-        """The oracle of each component that the model has."""
-        found = {FULL: self.full, SWA: self.window, MAMBA: self.state}
-        return {component: oracle for component, oracle in found.items() if oracle is not None}
 
 
 def _state_planes(states: Any) -> list[list[torch.Tensor]]:

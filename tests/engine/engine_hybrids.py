@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_hybrid_pools import FULL, MAMBA, SWA, HybridKind, HybridPools, Ids, process_settings
-from engine_pools import Hashes, Oracle, WrongKvError, extend_chain
+from engine_pools import Hashes, WrongKvError, extend_chain
 from engine_scheduler import Computed, Settings, SimulatedScheduler, token_at
 from engine_simulation import CONTEXT, Traffic
 from sglang.srt.layers.attention.mamba.prefill_track_metadata import build_prefill_track_plan
@@ -50,7 +50,11 @@ class HybridScheduler(SimulatedScheduler):
         self.always_tries = bool(pools.kind.window)
         self._wrong: dict[Req, WrongKvError] = {}
         self.reused = 0
-        """Tokens found in HBM by requests when they were admitted."""
+        """Tokens that requests found when they were admitted."""
+        self.loaded = 0
+        """How many of them were below HBM."""
+        self.failed: list[Req] = []
+        """Requests that ended because what was loaded for them did not arrive."""
         processor = dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
         processor |= {"tree_cache": cache, "req_to_token_pool": pools.requests}
         self._results_of_sglang = SchedulerBatchResultProcessor(**processor)
@@ -102,8 +106,24 @@ class HybridScheduler(SimulatedScheduler):
 
     def _prepare(self, batch: ScheduleBatch) -> None:
         batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
-        self.reused += sum(req.prefix_len for req in batch.reqs if req.extend_batch_idx == 0)
+        for req in batch.reqs:
+            if req.extend_batch_idx == 0:
+                self.reused += req.prefix_len
+                self.loaded += req.host_loaded_length
         super()._prepare(batch)
+
+    def _process_prefill(self, req: Req, token: int, *, decoding: bool) -> None:
+        reason = req.discard_output_reason
+        over = req.finished() or req.is_retracted
+        if reason is None or over or req.inflight_middle_chunks > 0:
+            super()._process_prefill(req, token, decoding=decoding)
+            return
+        # What was loaded for it did not arrive.
+        req.to_finish = reason
+        req.update_finish_state(0)
+        current.release(req, self.cache, keep=False)
+        self.failed.append(req)
+        self._forget(req)
 
     def _decoded(self, req: Req, batch: ScheduleBatch, i: int) -> None:
         nothing = SimpleNamespace(num_correct_drafts_per_req_cpu=None)
@@ -121,7 +141,8 @@ class HybridScheduler(SimulatedScheduler):
             self._pending_chunked_abort = self.chunked
         wrong, self._wrong = self._wrong, {}
         for req, error in wrong.items():
-            if req not in failed:
+            # With overlap, a request whose load failed may be in one more batch.
+            if req.discard_output_reason is None:
                 raise error
         return tokens
 
@@ -133,42 +154,37 @@ class HybridScheduler(SimulatedScheduler):
         if pools.kind.states:
             runner = SimpleNamespace(req_to_token_pool=pools.requests, is_draft_worker=False)
             ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(runner, batch)
-        for layer, oracle, local in pools.layers:
+        for layer, part, local in pools.layers:
             pools.read(layer)
             for each in work:
                 try:
-                    self._compare(each, oracle, local)
+                    self._compare(each, part, local)
                 except WrongKvError as error:
                     self._wrong[each.req] = error
-                if oracle is pools.state:
-                    oracle.write(self._state_of(each), each.chain[-1:], local)
-                else:
-                    oracle.write(self._row(each, oracle)[each.start :], each.chain[each.start :], local)
+                first = len(each.row) - 1 if part is MAMBA else each.start
+                pools.oracles[part].write(self._slots(each, part)[first:], each.chain[first:], local)
             self.layer_written(layer)
         if pools.kind.grid:
             self._keep_states(batch, work)
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
 
-    def _compare(self, work: Computed, oracle: Oracle, local: int) -> None:
+    def _compare(self, work: Computed, part: ComponentType, local: int) -> None:
         """Compare what a layer reads of a request."""
-        pools, start, chain = self.pools, work.start, work.chain
+        oracle, start, slots = self.pools.oracles[part], work.start, self._slots(work, part)
         what = f"prefix of {work.req.rid} in forward"
-        if oracle is not pools.state:
-            first = max(0, start - pools.kind.window) if oracle is pools.window else 0
-            oracle.compare(self._row(work, oracle)[first:start], chain[first:start], local, what)
-        elif start:
-            oracle.compare(self._state_of(work), chain[start - 1 : start], local, what)
-        elif any(rows.any() for rows in oracle.rows(self._state_of(work), local)):
+        first = {FULL: 0, SWA: max(0, start - self.pools.kind.window), MAMBA: max(0, start - 1)}[part]
+        oracle.compare(slots[first:start], work.chain[first:start], local, what)
+        if part is MAMBA and not start and any(rows.any() for rows in oracle.rows(slots[:1], local)):
             raise WrongKvError(f"{what}: the first state is not empty")
 
-    def _row(self, work: Computed, oracle: Oracle) -> Ids:
-        rows: Ids = self.pools.window_rows(work.row) if oracle is self.pools.window else work.row
-        return rows
-
-    def _state_of(self, work: Computed) -> Ids:
-        """The slot of a request's state, shape (1,)."""
-        slot: Ids = self.pools.requests.get_mamba_indices(torch.tensor([work.req.kv.req_pool_idx])).numpy()
-        return slot
+    def _slots(self, work: Computed, part: ComponentType) -> Ids:
+        """The slots of a component for each token; all tokens have the request's one state."""
+        if part is FULL:
+            return work.row
+        if part is SWA:
+            return self.pools.window_rows(work.row)
+        state = self.pools.requests.get_mamba_indices(torch.tensor([work.req.kv.req_pool_idx]))
+        return np.full(len(work.row), int(state))
 
     def _keep_states(self, batch: ScheduleBatch, work: list[Computed]) -> None:
         """Write the states that the batch asks for, as SGLang's kernels do."""
@@ -322,15 +338,21 @@ class HybridRank:
             self.step()
         raise AssertionError("the scheduler does not become idle")
 
+    def settle(self) -> None:
+        """Let everything end that is being copied below HBM."""
+        while self.cache.linker is not None and self.cache.linker.pending_offloads:
+            self.cache.check_hicache_events()
+
     def finish(self) -> None:
         """Let all requests end, and check that nothing is held and that a flush empties all pools."""
         self.run_out()
-        for component in self.pools.oracles():
+        self.settle()
+        for component in self.pools.oracles:
             locked = self.cache.tree_core.component_protected_size(component)
             assert not locked, f"{locked} {component.name} slots are still locked"
         self.cache.sanity_check()
         assert self.scheduler.flush()
-        for component in self.pools.oracles():
+        for component in self.pools.oracles:
             assert sorted(self.pools.free(component)) == self.pools.all(component).tolist()
         self.check()
 
@@ -346,7 +368,7 @@ class HybridRank:
             for node, chain in self.nodes():
                 self._compare(node, np.array(chain, np.uint64))
         # Free slots hold garbage from here on, so that a read of them cannot go unnoticed.
-        for component, oracle in self.pools.oracles().items():
+        for component, oracle in self.pools.oracles.items():
             oracle.spoil(self.pools.free(component))
 
     def nodes(self) -> Iterator[tuple[Any, list[int]]]:
@@ -362,7 +384,7 @@ class HybridRank:
 
     def _compare(self, node: Any, chain: Hashes) -> None:
         """The rows that a node lists are those of its tokens, and its state is that of its end."""
-        for component, oracle in self.pools.oracles().items():
+        for component, oracle in self.pools.oracles.items():
             value = node.component_data[component].value
             if value is None:
                 continue
@@ -372,7 +394,7 @@ class HybridRank:
 
     def _owned(self) -> dict[ComponentType, dict[str, Ids]]:
         """The owners of the slots of each component."""
-        owned = {component: {"free": self.pools.free(component)} for component in self.pools.oracles()}
+        owned = {component: {"free": self.pools.free(component)} for component in self.pools.oracles}
         if self.look_inside:
             for node, _ in self.nodes():
                 for component, of in owned.items():
