@@ -269,4 +269,4 @@ def process_settings(kind: HybridKind) -> Iterator[None]:
         with get_exec().mamba.override(**states), envs.SGLANG_SWA_EVICTION_INTERVAL.override(4), pinning:
             yield
     finally:
-        del args._mamba_cache_chunk_size
+        vars(args).pop("_mamba_cache_chunk_size", None)
