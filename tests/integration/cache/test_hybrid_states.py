@@ -23,10 +23,11 @@ pytestmark = pytest.mark.integration
 
 CHUNK = 128
 ANSWER_TOKENS = 12
+MODELS = ("tiny-gdn", pytest.param("tiny-mamba2", marks=pytest.mark.long))
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
-@pytest.fixture(scope="module", params=["tiny-gdn"])
+@pytest.fixture(scope="module", params=MODELS)
 def server(request: pytest.FixtureRequest, get_server: GetServer) -> ServerProcess:
     return get_server(
         ServerSpec(
