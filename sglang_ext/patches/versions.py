@@ -47,6 +47,8 @@ class Supported:
     status: Status
     seam: str
     """The module of ``patches/seams/`` that knows its shapes."""
+    hybrids: bool = True
+    """Whether its tree for windows and states can be extended (``adapter/hybrid``)."""
 
     def hashes(self) -> Mapping[str, Declared]:
         """The functions that patches use, by dotted name, as read when the version was followed."""
@@ -62,7 +64,7 @@ class Supported:
 
 
 SUPPORTED: Final = (
-    Supported("0.5.21", Status.TESTED, "v0_5_21"),
+    Supported("0.5.21", Status.TESTED, "v0_5_21", hybrids=False),
     Supported("0.5.22", Status.TESTED, "v0_5_22"),
     Supported("0.5.23", Status.TESTED, "v0_5_22"),
 )
@@ -77,6 +79,11 @@ def seam_of(wanted: str) -> str:
     """The seam of a version; the newest seam for an untested version."""
     known = supported(wanted)
     return (known or SUPPORTED[-1]).seam
+
+
+def follows_hybrids(wanted: str) -> bool:
+    """Whether models with windows or states are served with a version."""
+    return (supported(wanted) or SUPPORTED[-1]).hybrids
 
 
 def tested_versions() -> str:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.geometry import Geometry
+from sglang_ext.geometry import BlockLayout
 
 if TYPE_CHECKING:
     from sglang_ext.tiered_store.dram.arena import DramArena
@@ -59,6 +59,32 @@ class CopyPlan:
         return [CopyPlan(np.ascontiguousarray(piece), self.blocks) for piece in pieces if len(piece)]
 
 
+class PlaneAddresses(Protocol):
+    """A tensor of the pool: where it begins, bytes from row to row, and bytes of a row."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def slot_stride(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+
+class PoolAddresses(Protocol):
+    """The part of a `Geometry` that a copy needs."""
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    @property
+    def planes(self) -> Sequence[PlaneAddresses]: ...
+
+    @property
+    def slots(self) -> int: ...
+
+
 class PoolCopier:
     """Copies between the pool that `geometry` describes and the blocks of `arena`.
 
@@ -68,7 +94,7 @@ class PoolCopier:
         ValueError: pool and arena do not have the same block layout.
     """
 
-    def __init__(self, geometry: Geometry, arena: DramArena) -> None:
+    def __init__(self, geometry: PoolAddresses, arena: DramArena) -> None:
         if geometry.layout != arena.layout:
             raise ValueError(
                 f"the pool's blocks ({geometry.layout.facts()}) are not the arena's ({arena.layout.facts()})"

@@ -28,6 +28,9 @@ WHOLE_WINDOWS = "--disable-hybrid-swa-memory"
 _STOCK = f"Start without {FLAG} to use SGLang's own cache"
 _OTHER_TRANSFER = "Use another transfer backend"
 _POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"})
+_HYBRID_POOLS = frozenset({"DeepSeekV4TokenToKVPool", "HybridLinearKVPool", "SWAKVPool"})
+_SMALLEST_PAGE = 16
+"""Tokens of a page below which blocks of a page cost more than their bytes."""
 # NGRAM drafts from the text, and FROZEN_KV_MTP reads the model's KV.
 _WITHOUT_OWN_KV = frozenset({None, "NGRAM", "FROZEN_KV_MTP"})
 # With these, SGLang hands over the state from which the draft model goes on.
@@ -41,6 +44,7 @@ _WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
 BY_LAYER = "--kv-transfer-mode push-by-layer"
 _DEFERRED_DRAFT_KV = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
 _EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
+_AS_WORKER = "Leave it out, and name the server to the router with --worker-urls"
 _REPLICAS = (
     "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
     "sglang-ext router --worker-urls URL URL"
@@ -62,6 +66,10 @@ class Facts:
     """Tokens that share an index key, of a model with DSA."""
     is_hybrid_ssm: bool = False
     is_hybrid_swa: bool = False
+    follows_hybrids: bool = True
+    """Whether this version of SGLang lets a cache of others be its tree for windows and states."""
+    has_whole_layers: bool = True
+    """Whether a model with windows has layers without one."""
     is_bidirectional: bool = False
     """Tokens attend to those behind them."""
     is_multimodal: bool = False
@@ -106,6 +114,19 @@ class Facts:
     dram: bool = False
     """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
     disk: bool = False
+    router: bool = False
+    """``--kv-router``."""
+    acked: bool = False
+    """``--kv-durability acked``."""
+    page_size: int | None = None
+    """None while SGLang has not resolved it."""
+    snapshots_at_ends: bool = False
+    """The states of a model are kept where chunks and requests end (``no_buffer``), with pages of a token."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether SGLang keeps windows or states beside the KV of every token."""
+        return self.is_hybrid_ssm or self.is_hybrid_swa or self.is_deepseek_v4
 
 
 def admission(config: ModelConfig, flags: Facts) -> str | None:
@@ -131,6 +152,7 @@ def with_model(config: ModelConfig, flags: Facts) -> Facts:
         index_group=get_dsa_index_kpool(config.hf_config),
         is_hybrid_ssm=mambaish_config(config) is not None,
         is_hybrid_swa=bool(config.is_hybrid_swa),
+        has_whole_layers=not config.is_hybrid_swa or bool(config.full_attention_layer_ids),
         is_bidirectional=_is_bidirectional(config),
         is_multimodal=config.is_multimodal,
         kv_with_whole_windows=_kv_with_whole_windows(config) if config.is_hybrid_swa else None,
@@ -159,6 +181,7 @@ def unsupported(facts: Facts) -> str | None:
     if facts.caches:
         reason = (
             _unsupported_model(facts, FLAG, _STOCK)
+            or _unsupported_hybrid(facts)
             or _unsupported_parallelism(facts, FLAG)
             or _cut_groups(facts)
             or _unsupported_flags(facts)
@@ -250,10 +273,45 @@ def _unwaiting(facts: Facts) -> str | None:
     return None
 
 
+def _unsupported_hybrid(facts: Facts) -> str | None:
+    """Why the tiers below SGLang's own tree cannot serve windows or states; None when they can."""
+    if not facts.is_hybrid:
+        return None
+    kind = "states" if facts.is_hybrid_ssm else "sliding windows"
+    if not facts.has_whole_layers:
+        return f"{FLAG} does not serve models whose layers all have {kind}. {_STOCK}"
+    for present, flag, way_out in (
+        (facts.router, "--kv-router", _AS_WORKER),
+        (facts.disaggregation_mode != "null", "--disaggregation-mode", _STOCK),
+        (facts.acked, "--kv-durability acked", "Use disk instead"),
+        (facts.speculative_algorithm is not None, "--speculative-algorithm", "Leave that flag out"),
+        (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
+    ):
+        if present:
+            return f"{FLAG} with {flag} does not serve models with {kind}. {way_out}{_whole_windows(facts)}"
+    small = facts.page_size is not None and facts.page_size < _SMALLEST_PAGE
+    if facts.dram and small and not facts.snapshots_at_ends:
+        return (
+            f"--kv-dram-size with {kind} needs pages of at least {_SMALLEST_PAGE} tokens: a page is a block. "
+            f"Add --page-size 64"
+        )
+    return None
+
+
+def _whole_windows(facts: Facts) -> str:
+    if facts.is_hybrid_ssm or facts.is_deepseek_v4 or facts.kv_with_whole_windows is None:
+        return ""
+    return (
+        f". Or add {WHOLE_WINDOWS}, with which layers with a window keep the KV of every token: that of a "
+        f"long context takes up to {facts.kv_with_whole_windows:.1f} times the memory"
+    )
+
+
 def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
+    hybrids = chosen == TRANSFER_FLAG or not facts.follows_hybrids
     kinds = (
         # Before the kinds that these are made of.
-        (facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
+        (hybrids and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
         # The keys of an unfinished group are in memory of the request, which no tier keeps.
         (
@@ -261,8 +319,8 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
             f"index keys (DSA) for groups of {facts.index_group} tokens",
         ),
         (facts.is_dsa and chosen == TRANSFER_FLAG, "sparse attention with an index cache (DSA)"),
-        (facts.is_hybrid_ssm, "Mamba or other state-space layers"),
-        (facts.is_hybrid_swa, "sliding-window attention"),
+        (hybrids and facts.is_hybrid_ssm, "Mamba or other state-space layers"),
+        (hybrids and facts.is_hybrid_swa, "sliding-window attention"),
     )
     found = [kind for present, kind in kinds if present]
     if facts.is_bidirectional:
@@ -279,7 +337,7 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         )
     if found:
         return f"{chosen} does not serve models with {found[0]}. {way_out}"
-    if facts.kv_pool not in _POOLS:
+    if facts.kv_pool not in (_POOLS | _HYBRID_POOLS if facts.is_hybrid else _POOLS):
         return (
             f"{chosen} does not serve the KV pool {facts.kv_pool} of this model and --kv-cache-dtype "
             f"(it serves {', '.join(sorted(_POOLS))}). {way_out}"

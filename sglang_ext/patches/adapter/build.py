@@ -64,16 +64,24 @@ from sglang_ext.tiers import all_tiers
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
+    from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+
 logger = logging.getLogger(__name__)
 
 
-def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> GlobalRadixCache:
+def create_global_radix_cache(
+    ctx: TreeCacheBuildContext, config: KvConfig
+) -> GlobalRadixCache | HybridRadixCache:
     """The factory behind ``--radix-cache-backend global``.
 
     Raises:
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
     _require(ctx, config)
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        from sglang_ext.patches.adapter.hybrid.build import create_hybrid_radix_cache
+
+        return create_hybrid_radix_cache(ctx, config)
     build = Building(ctx, config, PLANNERS)
     planners = [found for kind in PLANNERS if (found := build.find(kind)) is not None]
     commands = build.router_commands
@@ -119,7 +127,8 @@ def _require(ctx: TreeCacheBuildContext, config: KvConfig) -> None:
         require_computing(ctx.server_args)
     if config.retract_wait is not None:
         require_retracting(ctx.server_args)
-    check_block_size(config, ctx.params.page_size)
+    if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):  # where a page is a block
+        check_block_size(config, ctx.params.page_size)
     if config.dram_for_others and not may_fetch(config, adapters=uses_adapters()):
         raise ConfigError(
             "KV of LoRA adapters is not fetched from other servers, nor kept for them",

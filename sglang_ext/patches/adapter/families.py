@@ -72,6 +72,8 @@ def _server(test: str) -> Proof:
     return Proof("server", f"integration/{test}")
 
 
+# Below SGLang's own tree, which keeps windows and states in HBM.
+_TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys((*TIERS, "TP"), _READ)
 _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
@@ -153,9 +155,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window": Family(
             "Sliding windows in a pool of their own",
             "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna",
-            refusal="sliding-window attention",
-            way_out="Add `--disable-hybrid-swa-memory` where the refusal names it, with how many times the "
-            f"memory a long context then takes. {_STOCK} otherwise",
+            _TIERS_AND_TP,
         ),
         "dsa": Family(
             "Latents and an index (DSA)",
@@ -173,14 +173,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
-            refusal="Mamba",
-            way_out=_STOCK,
+            _TIERS_AND_TP,
         ),
         "dsv4": Family(
             "Compressed latents and windows",
             "DeepSeek V4, V4.1 Flash",
-            refusal="DeepSeek V4",
-            way_out=_STOCK,
+            _TIERS_AND_TP,
         ),
         "msa": Family("GQA and an index (MSA)", "MiniMax-M3", refusal="(MSA)", way_out=_STOCK),
     }

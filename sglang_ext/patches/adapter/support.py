@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, Facts, admission, unsupported
+from sglang_ext.patches.versions import follows_hybrids, installed_sglang_version
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -68,9 +69,21 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         block_size=config.block_size,
         by_layer=config.transfer_mode == "push-by-layer",
-        dram=bool(config.dram_size),
-        disk=config.disk_path is not None,
+        page_size=ctx.params.page_size,
+        snapshots_at_ends=not ctx.params.enable_mamba_extra_buffer,
+        **_of_config(config),
     )
+
+
+def _of_config(config: KvConfig) -> dict[str, Any]:
+    """Facts of our own flags."""
+    return {
+        "follows_hybrids": follows_hybrids(installed_sglang_version()),
+        "dram": bool(config.dram_size),
+        "disk": config.disk_path is not None,
+        "router": config.router is not None,
+        "acked": config.acked_behind is not None,
+    }
 
 
 def _is_wanted(variable: Any) -> bool:
@@ -141,8 +154,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         block_size=config.block_size,
         by_layer=config.transfer_mode == "push-by-layer",
-        dram=bool(config.dram_size),
-        disk=config.disk_path is not None,
+        **_of_config(config),
     )
 
 

@@ -246,9 +246,13 @@ class _Reader:
         for name, member in members.found.items() if theirs and not extended else ():
             if member.method is not None and is_abstract(member.method):
                 self._needs.need("overrides", f"{member.owner.path}.{name}", node, f"{node.name} lacks it")
+        held: set[str] = set()
         for base in theirs:
             for name, their in self._source.members(base).found.items():
                 mine = members.found.get(name)
+                if name in held:
+                    continue  # to the nearest base, which SGLang's callers know to stand for those above it
+                held.add(name)
                 if mine is None or mine.method is None or their.method is None:
                     continue
                 if mine.owner.module.name.startswith(f"{SGLANG}.") or not _calls(name, their.method):

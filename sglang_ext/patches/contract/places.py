@@ -16,11 +16,12 @@ from pathlib import Path
 from sglang_ext.patches.contract.check import check, modules_in
 from sglang_ext.patches.contract.needs import Report
 from sglang_ext.patches.contract.source import Module, Source
-from sglang_ext.patches.versions import installed_sglang_version, seam_of
+from sglang_ext.patches.versions import follows_hybrids, installed_sglang_version, seam_of
 
 _OURS = "sglang_ext"
 _PATCHES = "sglang_ext.patches"
 _SEAMS = "sglang_ext.patches.seams"
+_HYBRIDS = "sglang_ext.patches.adapter.hybrid"
 
 
 class NoSourceError(RuntimeError):
@@ -99,10 +100,15 @@ def source_with(sglang: Path) -> Source:
     return Source(packages, {f"{_SEAMS}.current": seam})
 
 
-def our_modules(source: Source) -> Iterator[Module]:
-    """Our modules that touch SGLang: the patches with one seam, the engine that they hand requests to."""
+def our_modules(source: Source, *, hybrids: bool) -> Iterator[Module]:
+    """Our modules that touch SGLang: the patches with one seam, the engine that they hand requests to.
+
+    hybrids: with those for models with windows or states.
+    """
     seam = source.find(f"{_SEAMS}.current")
     for each in modules_in(source, _PATCHES, folder_of(_PATCHES)):
+        if not hybrids and each.name.startswith(_HYBRIDS):
+            continue
         if each.name.rpartition(".")[0] != _SEAMS or each is seam:
             yield each
     yield from modules_in(source, f"{_OURS}.engine", folder_of(_OURS) / "engine")
@@ -121,7 +127,7 @@ def check_contract(sglang: Path, source: Source | None = None) -> Report:
     collects = gc.isenabled()
     gc.disable()  # trees of source are very many small objects that all stay
     try:
-        return check(source, our_modules(source))
+        return check(source, our_modules(source, hybrids=follows_hybrids(version_of(sglang))))
     finally:
         if collects:
             gc.enable()

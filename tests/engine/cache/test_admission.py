@@ -21,6 +21,8 @@ from sglang_ext.patches.adapter.support import require_admitted
 
 CACHE = Facts()
 TRANSFER = Facts(caches=False, transfers=True)
+OLDER = replace(CACHE, follows_hybrids=False)
+"""A version of SGLang whose tree for windows and states may not be extended."""
 
 ADMITTED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "LlamaForCausalLM", {}),
@@ -58,7 +60,7 @@ WINDOWED: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_oss", "GptOssForCausalLM", {}),
     ("llama4", "Llama4ForConditionalGeneration", {}),
 ]
-"""Refused, and admitted with ``WHOLE_WINDOWS``."""
+"""Not moved between prefill and decode without ``WHOLE_WINDOWS``."""
 
 
 def model(folder: Path, kind: str, architecture: str, more: dict[str, Any], **given: Any) -> ModelConfig:
@@ -84,12 +86,14 @@ def test_plain_models_are_admitted(
     assert "--nnodes" in str(admission(config, replace(flags, transfers=True, nnodes=2)))
 
 
-@pytest.mark.parametrize("flags", [CACHE, TRANSFER], ids=["cache", "transfer"])
+@pytest.mark.parametrize("flags", [OLDER, TRANSFER], ids=["cache", "transfer"])
 @pytest.mark.parametrize(("kind", "architecture", "more", "word"), REFUSED, ids=[r[1] for r in REFUSED])
-def test_other_models_are_refused_by_their_configuration(
+def test_models_with_states_are_refused_by_their_configuration(
     kind: str, architecture: str, more: dict[str, Any], word: str, flags: Facts, tmp_path: Path
 ) -> None:
-    reason = admission(model(tmp_path, kind, architecture, more), flags)
+    config = model(tmp_path, kind, architecture, more)
+    assert admission(config, CACHE) is None
+    reason = admission(config, flags)
     assert reason is not None
     assert word in reason
     assert ("Start without" if flags.caches else "another transfer backend") in reason
@@ -111,12 +115,14 @@ def test_index_keys_of_groups_of_tokens_are_refused(tmp_path: Path) -> None:
     assert "groups of 4 tokens" in str(admission(config, CACHE))
 
 
-@pytest.mark.parametrize("flags", [CACHE, TRANSFER], ids=["cache", "transfer"])
+@pytest.mark.parametrize("flags", [OLDER, TRANSFER], ids=["cache", "transfer"])
 @pytest.mark.parametrize(("kind", "architecture", "more"), WINDOWED, ids=[a for _, a, _ in WINDOWED])
 def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
     kind: str, architecture: str, more: dict[str, Any], flags: Facts, tmp_path: Path
 ) -> None:
-    reason = str(admission(model(tmp_path, kind, architecture, more), flags))
+    config = model(tmp_path, kind, architecture, more)
+    assert admission(config, CACHE) is None
+    reason = str(admission(config, flags))
     assert "sliding-window" in reason
     assert f"Add {WHOLE_WINDOWS}" in reason
     assert " times the memory" in reason
@@ -140,7 +146,7 @@ def test_kinds_of_sparse_attention_are_known_by_their_architecture(architecture:
         is_draft_model=False,
         linear_attn_registry_result=None,
     )
-    reason = admission(config, CACHE)  # type: ignore[arg-type]
+    reason = admission(config, OLDER)  # type: ignore[arg-type]
     assert reason is not None
     assert word in reason
 
@@ -153,7 +159,7 @@ def test_the_flag_is_not_named_where_one_pool_cannot_hold_both_kinds(
 ) -> None:
     config = model(tmp_path, *WINDOWED[0])
     vars(config).update(other)
-    reason = str(admission(config, CACHE))
+    reason = str(admission(config, OLDER))
     assert "sliding-window" in reason
     assert WHOLE_WINDOWS not in reason
 
@@ -164,7 +170,9 @@ def test_a_command_line_is_refused_before_the_weights_are_looked_for(
     config = model(tmp_path, "lfm2", "Lfm2ForCausalLM", {})
     monkeypatch.setattr(ModelConfig, "from_server_args", staticmethod(lambda args: config))
     assert not list(tmp_path.glob("*.safetensors"))
-    for chosen in ("radix_cache_backend", "disaggregation_transfer_backend"):
-        with pytest.raises(ConfigError, match="Mamba"):
-            require_admitted(SimpleNamespace(**{chosen: "global"}), KvConfig())
+    with pytest.raises(ConfigError, match="Mamba"):
+        require_admitted(SimpleNamespace(disaggregation_transfer_backend="global"), KvConfig())
+    with pytest.raises(ConfigError, match="--kv-router"):
+        require_admitted(SimpleNamespace(radix_cache_backend="global"), KvConfig(router="http://r"))
+    require_admitted(SimpleNamespace(radix_cache_backend="global"), KvConfig())
     require_admitted(SimpleNamespace(radix_cache_backend=None), KvConfig())

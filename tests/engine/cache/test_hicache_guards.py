@@ -71,7 +71,7 @@ JUDGED = {
         (0, 1, 2), CONFLICT, refused=Facts(kv_sharded=True)
     ),
     ("arg_groups/mamba_hook.py", "handle_int8_mamba_checkpoint"): Judged(
-        1, "Mamba states", refused=Facts(is_hybrid_ssm=True)
+        1, "refuses it, and every cache of others as well"
     ),
     ("arg_groups/model_overrides/deepseek_v2.py", "_dsa_dcp_overrides"): Judged(
         (0, 1), CONFLICT, refused=Facts(is_dsa=True, dcp_enabled=True)
@@ -80,7 +80,7 @@ JUDGED = {
         1, "such a model has no prefix cache", refused=Facts(disable_radix_cache=True)
     ),
     ("arg_groups/overrides.py", "_step3p_overrides"): Judged(
-        1, "sliding windows become whole ones", refused=Facts(is_hybrid_swa=True)
+        1, "sliding windows become whole ones; here they stay in SGLang's own tree"
     ),
     ("arg_groups/pd_disaggregation_hook.py", "_validate_prefill_complete"): Judged(
         (0, 2), "refuses it with a policy that takes no transfer backend but Mooncake"
@@ -138,16 +138,14 @@ JUDGED = {
     (
         "mem_cache/allocator/unified_hybrid_swa.py",
         "UnifiedSWATokenToKVPoolAllocator.evict_to_free_tokens",
-    ): Judged((0, 1), "which of two pools is evicted from", refused=Facts(is_hybrid_swa=True)),
-    ("mem_cache/kv_cache_builder.py", "build_kv_cache"): Judged(
-        (6, 7), "builds HiCache; refuses it with sliding windows", refused=Facts(is_hybrid_swa=True)
-    ),
+    ): Judged((0, 1), "which of two pools is evicted from", refused=Facts(enable_unified_memory=True)),
+    ("mem_cache/kv_cache_builder.py", "build_kv_cache"): Judged((6, 7), "builds HiCache"),
     ("mem_cache/kv_cache_builder.py", "prepare_hicache_staging"): Judged(1, OWN_POOLS),
     ("mem_cache/kv_cache_builder.py", "resolve_decode_retraction_backup"): Judged(
         1, OWN_POOLS, refused=Facts(disaggregation_decode_retraction_backup="host_pool")
     ),
     ("mem_cache/kv_cache_builder.py", "validate_decode_radix_cache"): Judged(
-        (0, 2), CONFLICT, refused=Facts(is_hybrid_swa=True)
+        (0, 2), CONFLICT, refused=Facts(is_hybrid_swa=True, disaggregation_mode="decode")
     ),
     ("mem_cache/kv_cache_configurator.py", "KVCacheConfigurator._fused_draft_decision"): Judged(
         (0, 1), "where the draft model's KV is", refused=Facts(enable_unified_memory=True)

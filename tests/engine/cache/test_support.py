@@ -38,15 +38,36 @@ PLAIN = SimpleNamespace(
 """The fields of a plain model's ``ModelConfig`` that ``admission`` reads."""
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"is_hybrid_swa": True}, ("sliding-window", "Start without --radix-cache-backend global")),
     (
-        {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0},
+        {"is_hybrid_swa": True, "follows_hybrids": False},
+        ("sliding-window", "Start without --radix-cache-backend global"),
+    ),
+    (
+        {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "follows_hybrids": False},
         ("sliding-window", "--disable-hybrid-swa-memory", "2.0 times the memory", "Or: Start without"),
     ),
+    (
+        {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "router": True},
+        ("--kv-router", "--worker-urls", "add --disable-hybrid-swa-memory", "2.0 times the memory"),
+    ),
+    ({"is_hybrid_ssm": True, "router": True}, ("--kv-router", "states", "--worker-urls")),
+    ({"is_hybrid_ssm": True, "acked": True}, ("--kv-durability acked", "Use disk instead")),
+    ({"is_hybrid_ssm": True, "disaggregation_mode": "prefill"}, ("--disaggregation-mode", "states")),
+    ({"is_hybrid_ssm": True, "speculative_algorithm": "EAGLE"}, ("--speculative-algorithm", "states")),
+    ({"is_hybrid_swa": True, "pp_size": 2}, ("--pp-size above 1", "sliding windows")),
+    ({"is_hybrid_swa": True, "has_whole_layers": False}, ("layers all have sliding windows",)),
+    (
+        {"is_hybrid_ssm": True, "dram": True, "page_size": 1, "snapshots_at_ends": False},
+        ("needs pages of at least 16 tokens",),
+    ),
+    ({"is_hybrid_swa": True, "dram": True, "page_size": 1}, ("at least 16 tokens", "Add --page-size 64")),
     ({"is_minimax_sparse": True}, ("MSA", "Start without")),
     ({"is_bidirectional": True}, ("bidirectional attention", "--disable-radix-cache")),
-    ({"is_deepseek_v4": True, "is_hybrid_swa": True}, ("DeepSeek V4", "Start without")),
-    ({"is_hybrid_ssm": True}, ("Mamba", "Start without")),
+    (
+        {"is_deepseek_v4": True, "is_hybrid_swa": True, "follows_hybrids": False},
+        ("DeepSeek V4", "Start without"),
+    ),
+    ({"is_hybrid_ssm": True, "follows_hybrids": False}, ("Mamba", "Start without")),
     ({"is_dsa": True, "index_group": 4}, ("index keys (DSA) for groups of 4", "Start without")),
     ({"is_multimodal": True, "block_size": 6}, ("--kv-block-size that 4 divides, not 6", "default")),
     ({"kv_pool": "MHATokenToKVPoolFP4"}, ("MHATokenToKVPoolFP4", "--kv-cache-dtype")),
@@ -132,6 +153,9 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"speculative_algorithm": "DFLASH", "dram": True},
         {"speculative_algorithm": "DSPARK", "dram": True},
         {"is_dsa": True, "kv_pool": "DSATokenToKVPool", "dram": True},
+        {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "dram": True, "disk": True, "page_size": 64},
+        {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "page_size": 1, "snapshots_at_ends": True},
+        {"is_deepseek_v4": True, "is_hybrid_swa": True, "kv_pool": "DeepSeekV4TokenToKVPool", "dram": True},
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
         {"disaggregation_decode_retraction_backup": "cpu_tensor"},
@@ -257,7 +281,7 @@ def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
     publish_server_args()
     pool = SimpleNamespace(get_kvcache=lambda: object.__new__(MHATokenToKVPool), page_size=1)
     ctx = SimpleNamespace(
-        params=SimpleNamespace(token_to_kv_pool_allocator=pool),
+        params=SimpleNamespace(token_to_kv_pool_allocator=pool, page_size=1, enable_mamba_extra_buffer=False),
         disable_radix_cache=False,
         enable_hierarchical_cache=False,
         model_config=PLAIN,

@@ -1,0 +1,119 @@
+"""One component's blocks on disk: written behind, and read back into DRAM before a request is admitted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
+from sglang_ext.radix_global.components import Flags
+from sglang_ext.tiered_store.dram.arena import BlockIds
+from sglang_ext.tiered_store.loading.loader import Load, Loader
+from sglang_ext.tiered_store.loading.write_behind import WriteBehind
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome
+
+
+@dataclass(eq=False)
+class Read:
+    """Blocks on their way from disk, whose memory is reserved and locked."""
+
+    names: Sequence[Name]
+    ids: BlockIds
+    load: Load
+
+
+class ComponentDisk:
+    """See the module's docstring. In the scheduler's thread.
+
+    Args:
+        tier: of blocks of this component.
+        namespace: the digest of everything but the tokens that the bytes depend on; None while there is none.
+    """
+
+    def __init__(
+        self,
+        memory: ComponentMemory,
+        tier: BlockTier,
+        loader: Loader,
+        namespace: Callable[[], bytes | None],
+        writer: WriteBehind | None,
+    ) -> None:
+        self._memory = memory
+        self.tier = tier
+        self._loader = loader
+        self._namespace = namespace
+        self._writer = writer
+        self._bytes = BlockMemory.of_arena(memory.arena)
+        self._written: deque[BlockIds] = deque()
+        """Blocks that the writer needs no more. Filled by its thread."""
+
+    def write(self, names: Sequence[Name], ids: BlockIds) -> None:
+        """Write blocks of a prefix, in order. They stay locked until that has ended."""
+        namespace = self._namespace()
+        if self._writer is None or namespace is None or not len(names):
+            return
+        self._memory.lock(ids)
+        outcome = self._writer.submit(
+            namespace, list(names), self._bytes, ids, on_written=lambda _: self._written.append(ids)
+        )
+        if outcome is not Outcome.DONE:
+            self._memory.unlock(ids)
+
+    def look(self) -> None:
+        """Unlock the blocks that have been written."""
+        while self._written:
+            self._memory.unlock(self._written.popleft())
+
+    def held(self, names: Sequence[Name]) -> Flags:
+        """For each name, whether its block is on disk."""
+        namespace = self._namespace()
+        if namespace is None:
+            return np.zeros(len(names), np.bool_)
+        found = (self.tier.match(namespace, [name]) == 1 for name in names)
+        return np.fromiter(found, np.bool_, len(names))
+
+    def read(self, names: Sequence[Name], priority: int = 0) -> list[Read]:
+        """Begin to read blocks, all of which are on disk; nothing where DRAM has no room."""
+        namespace = self._namespace()
+        if namespace is None or not names:
+            return []
+        ids = self._memory.reserve(len(names))
+        if ids is None:
+            return []
+        get = self.tier.prepare_get(namespace, list(names))
+        wanted = min(get.blocks, len(names))
+        load = self._loader.load(self.tier, get, self._bytes, ids[:wanted], priority=priority)
+        return [Read(names, ids, load)]
+
+    def finish(self, read: Read) -> int:
+        """Enter what a read that is over has brought; returns its blocks."""
+        count = read.load.result().blocks
+        self._memory.enter(read.names[:count], read.ids[:count])
+        self._memory.unlock(read.ids)
+        return count
+
+    def cancel(self, read: Read) -> None:
+        """Give up a read, and wait until nothing writes to its memory."""
+        self._loader.cancel(read.load)
+        read.load.result()
+        self._memory.unlock(read.ids)
+
+    def settle(self) -> None:
+        """Wait until everything is written."""
+        if self._writer is not None:
+            self._writer.flush()
+        self.look()
+
+    def clear(self) -> None:
+        """Forget everything on disk."""
+        self.settle()
+        self.tier.clear()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self.look()
+        self.tier.close()

@@ -1,0 +1,38 @@
+"""How the DRAM of a model with several components is shared among them: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_ext.radix_global.components import AtSnapshot, Component, LastWindow
+
+TURN_TOKENS = 1024
+"""Tokens that a turn of a conversation adds, on average."""
+SNAPSHOTS = 2
+"""States that a turn leaves: at the end of the prompt, and of the answer."""
+
+
+def shares(dram_bytes: int, block_bytes: Mapping[Component, int], block_tokens: int) -> dict[Component, int]:
+    """Bytes for each component, so that all of them keep about as many turns.
+
+    A turn adds the KV of its tokens, the window at its end, and its states.
+
+    Args:
+        block_bytes: of one block of each component.
+        block_tokens: tokens of a block.
+    """
+    turn = {
+        component: nbytes * _blocks_of_a_turn(component, block_tokens)
+        for component, nbytes in block_bytes.items()
+    }
+    whole = sum(turn.values())
+    return {component: dram_bytes * nbytes // whole for component, nbytes in turn.items()}
+
+
+def _blocks_of_a_turn(component: Component, block_tokens: int) -> int:
+    if isinstance(component.coverage, AtSnapshot):
+        return SNAPSHOTS
+    blocks = -(-TURN_TOKENS // block_tokens)
+    if isinstance(component.coverage, LastWindow):
+        return min(blocks, component.coverage.blocks(block_tokens) + 1)
+    return blocks

@@ -1,0 +1,1 @@
+"""Models with windows or recurrent states: SGLang's own tree in HBM, our tiers below it."""

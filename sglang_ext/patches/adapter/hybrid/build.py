@@ -1,0 +1,158 @@
+"""Puts the cache of one rank together for a model with windows or recurrent states."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.config import KvConfig
+from sglang_ext.disagg.numa import place_arena
+from sglang_ext.engine.hybrid.disk import ComponentDisk
+from sglang_ext.engine.hybrid.memory import ComponentMemory
+from sglang_ext.engine.hybrid.sizing import shares
+from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
+from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.mover import Mover, ThreadMover
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.opening import open_below
+from sglang_ext.engine.weights import Weights
+from sglang_ext.keys import Namespace
+from sglang_ext.patches.adapter.build_transfers import accelerator_place
+from sglang_ext.patches.adapter.building import least_over, uses_adapters
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
+from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
+from sglang_ext.tiered_store.copy import PoolCopier, warmup
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.loading.loader import Loader
+from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+_MOST_BACKLOG_BYTES = 1 << 30
+_LOAD_BYTES = 64 << 20
+
+
+def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> HybridRadixCache:
+    """The cache behind ``--radix-cache-backend global`` for such a model.
+
+    Raises:
+        ConfigError: see `component_pools`, and the tiers.
+    """
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    cache = create_unified_radix_cache(ctx, cache_class=HybridRadixCache)
+    assert isinstance(cache, HybridRadixCache)
+    if not config.dram_size:
+        logger.info("Cache of a model with windows or states: HBM only (--kv-dram-size)")
+        return cache
+    build = _Building(ctx, config, cache)
+    linker = StoreLinker(build.store, build.pools)
+    counter = linker.layer_done_counter
+    build.kvcache.register_layer_transfer_counter(counter)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(counter)
+    if hasattr(ctx.params.req_to_token_pool, "register_layer_transfer_counter"):
+        ctx.params.req_to_token_pool.register_layer_transfer_counter(counter)
+    cache.serve(linker, build.weights, check=config.check)
+    logger.info(
+        "Cache of a model with windows or states: pages of %d tokens, %s, %s",
+        ctx.params.page_size,
+        ", ".join(
+            f"DRAM for {part.memory.arena.n_blocks} blocks of {part.component}" for part in build.parts
+        ),
+        "a disk tier" if build.store.has_disk else "no disk tier (--kv-disk-path)",
+    )
+    return cache
+
+
+class _Building:
+    """The parts below the tree."""
+
+    def __init__(self, ctx: TreeCacheBuildContext, config: KvConfig, cache: HybridRadixCache) -> None:
+        self.ctx, self.config = ctx, config
+        self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        self.pools = component_pools(ctx.params, cache.sliding_window_size)
+        self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
+        self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+        model = ctx.tp_worker.model_runner.model
+        has_disk = config.disk_path is not None
+        self.weights = Weights(
+            weights_digest(model) if has_disk else "", (lambda: weights_digest(model)) if has_disk else None
+        )
+        self._fresh = secrets.token_hex(8)
+        self.loader = Loader(_LOAD_BYTES)
+        page = ctx.params.page_size
+        dram = shares(
+            config.dram_size, {pool.component: pool.layout.block_bytes for pool in self.pools}, page
+        )
+        self.parts = [self._part(pool, dram[pool.component]) for pool in self.pools]
+        self.store = HybridStore(self.parts, page, self.ranks, least_tokens=config.load_min_tokens)
+
+    def _part(self, pool: ComponentPool, dram_bytes: int) -> StoredComponent:
+        place = accelerator_place(self.ctx.server_args.device).numa
+        arena = DramArena(
+            pool.layout,
+            dram_bytes,
+            name=f"dram {self.config.instance_id} {pool.component} tp{self.ctx.tp_rank}",
+            place=partial(place_arena, self.config.numa, place),
+        )
+        memory = ComponentMemory(arena)
+        copies = Copies(self._mover(pool, arena), self.ranks)
+        return StoredComponent(pool.component, memory, copies, self._disk(pool, memory))
+
+    def _mover(self, pool: ComponentPool, arena: DramArena) -> Mover:
+        if pool.device.type == "cpu":
+            warmup()
+            return ThreadMover(
+                PoolCopier(pool, arena), pool.layout.n_layers, name=f"kv-mover-{pool.component}"
+            )
+        return CudaMover(pool.planes_by_layer, arena, self.ctx.tp_worker.model_runner.forward_stream)
+
+    def _disk(self, pool: ComponentPool, memory: ComponentMemory) -> ComponentDisk | None:
+        config = self.config
+        if config.disk_path is None:
+            return None
+        share = pool.layout.block_bytes * memory.arena.n_blocks / config.dram_size
+        own = dataclasses.replace(
+            config,
+            disk_path=str(Path(config.disk_path) / str(pool.component)),
+            disk_size=int(config.disk_size * share),
+        )
+        tier = open_below(own, str(config.instance_id), self.shard, pool.layout)
+        assert tier is not None
+        writer = None
+        if config.writes_disk:
+            backlog = min(_MOST_BACKLOG_BYTES, memory.arena.n_blocks * pool.layout.block_bytes // 2)
+            writer = WriteBehind(tier, backlog_bytes=backlog, lag=LagPolicy(config.disk_lag))
+        return ComponentDisk(memory, tier, self.loader, partial(self._namespace, pool), writer)
+
+    def _namespace(self, pool: ComponentPool) -> bytes | None:
+        """The digest of everything but the tokens that a component's bytes depend on."""
+        if self.weights.moving:
+            return None
+        version = self.weights.version(self.weights.generation)
+        if version is None or uses_adapters():
+            # No later process can verify that it has the same weights.
+            version = f"{version}+{self._fresh}.{self.weights.generation}"
+        return Namespace(
+            model=config_digest(self.ctx.model_config.hf_config),
+            weights_version=version,
+            dtype=kv_dtype(self.ctx.model_config, str(self.kvcache.dtype).removeprefix("torch.")),
+            geometry=f"{pool.component}:{pool.layout.facts()}:{pool.facts}:{self._kernels}",
+            shard=self.shard,
+        ).digest()
+
+    @property
+    def _kernels(self) -> str:
+        """Backends that lay states out differently."""
+        args: Any = self.ctx.server_args
+        return f"{getattr(args, 'linear_attn_backend', '')},{getattr(args, 'mamba_backend', '')}"

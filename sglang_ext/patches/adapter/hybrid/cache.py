@@ -1,0 +1,202 @@
+"""SGLang's own tree with our tiers below it, for models with windows or recurrent states.
+
+In HBM, `UnifiedRadixCache` has the rules of windows and states. It reaches other memory by its linker
+(`StoreLinker`): nodes go to our store as they are inserted, and come back into slots of the request that
+needs them. This class adds the steps that SGLang's scheduler takes only for its own tiers: the protocol for
+a disk, weight updates, and the calls of `patches/hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_ext.engine.cache.faults import CacheFaults
+from sglang_ext.engine.cache.listeners import Listeners
+from sglang_ext.engine.hybrid.store import HybridStore
+from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.weights import Weights
+from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+
+class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """See the module's docstring. All methods run in the scheduler's thread."""
+
+    dram = None
+    """Of the plain cache; beam search is refused by SGLang itself for these models."""
+    migration = None
+    retracting = None
+    command_queue = None
+    keeps_awake = False
+    uses_storage = False
+
+    def __init__(self, params: CacheInitParams) -> None:
+        super().__init__(params)
+        self.store: HybridStore | None = None
+        self.weights = Weights()
+        self.faults = CacheFaults()
+        self.listeners = Listeners()
+        self.scheduler: Any = None
+        self._check_when_idle = False
+        self._promoted_from: dict[CacheRequestHandle, int] = {}
+        """Tokens that a request had in memory when its promotion began."""
+
+    def serve(self, linker: StoreLinker, weights: Weights, *, check: bool = False) -> None:
+        """Reach a store below HBM. Once, before requests come."""
+        self.init_cache_linker(linker)
+        self.store, self.weights = linker.store, weights
+        self.uses_storage = linker.store.has_disk
+        self.faults = CacheFaults(strict=check)
+        self._check_when_idle = check
+
+    def meet(self, scheduler: Any) -> None:
+        """SGLang's scheduler is there."""
+        self.scheduler = scheduler
+
+    def find(self, kind: type) -> None:
+        """None of the plain cache's planners is here."""
+
+    # -- each pass ------------------------------------------------------------------------------
+
+    def check_hicache_events(self) -> None:
+        """Once per pass of the scheduler: take note of what has ended on every rank."""
+        if self.store is None or self.linker is None:
+            return
+        self.store.ranks.each_pass()
+        ended = self.linker.num_completed_offloads()
+        self.linker.commit_completed_offloads(self.linker.take_completed_offloads(ended))
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the loads of a batch; the number that its forward pass waits for."""
+        return NOTHING_TO_WAIT_FOR if self.linker is None else super().ready_to_load_host_cache()
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+        pass
+
+    def pass_begins(self, reqs: Sequence[Req]) -> None:
+        pass
+
+    def prefill_ended(self) -> None:
+        pass
+
+    def streams_hold(self) -> bool:
+        """The forward pass has run: loaded slots belong to their requests as computed ones do."""
+        if self.linker is not None:
+            self.linker.finish_loads()
+        return True
+
+    def sanity_check(self) -> None:
+        super().sanity_check()
+        if self._check_when_idle and self.store is not None:
+            self.store.check()
+
+    # -- from disk, before a request is admitted ------------------------------------------------
+
+    def is_backuped(self, node_id: Any) -> bool:
+        return True
+
+    def prefetch_from_storage(
+        self,
+        request: CacheRequestHandle,
+        last_host_node_id: Any,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        matched_prefix_tokens: Any = (),
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Bring what a request lacks from disk to DRAM. SGLang has just matched it."""
+        if self.store is None or not self.uses_storage or self.weights.moving:
+            return
+        names = self._linker.looked_up.get(request.rid)
+        if names:
+            with self.faults.guard("prefetch_from_storage"):
+                self._promoted_from[request] = len(matched_prefix_tokens)
+                self.store.promote(request, names)
+
+    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
+        return self.store is None or self.store.ready(request)
+
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        """Tokens that came from disk, and the position of the first."""
+        promotion = None if self.store is None else self.store.promoted(request)
+        if promotion is None or not promotion.blocks:
+            return 0, None
+        return promotion.blocks * self.page_size, self._promoted_from.get(request)
+
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        self._release(request)
+
+    def discard_storage_prefetch_accounting(self, request: CacheRequestHandle) -> None:
+        self._release(request)
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        self._release(request)
+        super().release_aborted_request(request)
+
+    def _release(self, request: CacheRequestHandle) -> None:
+        if self.store is not None:
+            self.store.release(request)
+            self._promoted_from.pop(request, None)
+            self._linker.looked_up.pop(request.rid, None)
+
+    @property
+    def _linker(self) -> StoreLinker:
+        assert self.linker is not None
+        linker = self.linker.cache_linker
+        assert isinstance(linker, StoreLinker)
+        return linker
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def weights_changing(self) -> None:
+        """The model's weights are about to change, and may until ``weights_changed``.
+
+        Requests that have begun keep their KV to themselves; nodes that no request uses leave HBM at once.
+        """
+        if not self.weights.moving:
+            self.weights.begin()
+            self._forget()
+
+    def weights_changed(self) -> None:
+        """The weights stay as they are now. Every rank is called at once."""
+        self.weights.settle()
+        self._forget()
+
+    def _forget(self) -> None:
+        for req in _begun(self.scheduler):
+            req.skip_radix_cache_insert = True
+        if self.linker is not None and self.store is not None:
+            self.store.forget()
+            self.linker._release_pending_offloads()
+            self.linker.hit_markers.clear()
+        everything = self.token_to_kv_pool_allocator.size
+        self.evict(EvictParams(num_tokens=everything, swa_num_tokens=everything, mamba_num=everything))
+
+    def settle(self) -> None:
+        """Wait until no copy reads or writes the pool, which is about to be unmapped."""
+        if self.store is not None:
+            self.store.settle()
+
+
+def _begun(scheduler: Any) -> list[Any]:
+    """The requests whose KV is in the pool."""
+    if scheduler is None:
+        return []
+    found = list(scheduler.waiting_queue)
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        found += batch.reqs if batch is not None else []
+    if scheduler.chunked_req is not None:
+        found.append(scheduler.chunked_req)
+    return [req for req in found if req.kv is not None and req.kv.holds_kv]

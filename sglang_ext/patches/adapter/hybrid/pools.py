@@ -1,0 +1,175 @@
+"""The pools of a hybrid model as byte rows: one `ComponentPool` for each component.
+
+Components are those of SGLang's tree: `FULL` for all layers with attention to every token, a window for the
+layers with a sliding window, a state for recurrent layers. A block of `FULL` and of the window is a page, a
+block of the state is the state of one request at one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.patches.adapter.admission import FLAG
+from sglang_ext.patches.adapter.hbm import pool_planes
+from sglang_ext.radix_global.components import FULL, AtSnapshot, Component, LastWindow
+
+STATE = Component("state", AtSnapshot())
+
+
+@dataclass(frozen=True)
+class PlaneRows:
+    """A tensor as rows of bytes, as `tiered_store.copy.PoolCopier` reads a plane."""
+
+    address: int
+    slot_stride: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class ComponentPool:
+    """One component's tensors.
+
+    planes: by layer, each uint8 of shape (rows, row bytes); all have the same number of rows.
+    block_rows: rows of each plane in a block.
+    row_slots: slots of SGLang's allocator in a row: 1, or those of a page.
+    facts: further properties that the bytes depend on.
+    """
+
+    component: Component
+    planes_by_layer: list[list[torch.Tensor]]
+    block_rows: int
+    row_slots: int = 1
+    facts: str = ""
+
+    @property
+    def layout(self) -> BlockLayout:
+        layers = tuple(tuple(plane.shape[1] for plane in layer) for layer in self.planes_by_layer)
+        return BlockLayout(self.block_rows, layers)
+
+    @property
+    def planes(self) -> tuple[PlaneRows, ...]:
+        return tuple(
+            PlaneRows(plane.data_ptr(), plane.stride(0), plane.shape[1])
+            for layer in self.planes_by_layer
+            for plane in layer
+        )
+
+    @property
+    def slots(self) -> int:
+        """Rows of each plane."""
+        return len(self.planes_by_layer[0][0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes_by_layer[0][0].device
+
+    def rows(self, slots: torch.Tensor) -> Any:
+        """Rows of slots that are whole blocks: an array where the pool is in host memory, else a tensor."""
+        rows = slots if self.row_slots == 1 else slots[:: self.row_slots] // self.row_slots
+        return rows.numpy() if self.device.type == "cpu" else rows
+
+
+def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPool]:
+    """The pools of a model's components, `FULL` first.
+
+    Args:
+        params: SGLang's ``CacheInitParams``.
+        window_tokens: tokens of the sliding window that SGLang's tree keeps; None without one.
+
+    Raises:
+        ConfigError: a pool is of a kind whose rows do not hold everything that SGLang reads.
+    """
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    pool, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
+    if type(pool) is DeepSeekV4TokenToKVPool:
+        assert window_tokens is not None
+        return _compressed_pools(pool, params, window_tokens)
+    found = []
+    if type(pool) is SWAKVPool:
+        assert window_tokens is not None
+        window = Component("window", LastWindow(window_tokens))
+        found = [_kv(FULL, pool.full_kv_pool, page), _kv(window, pool.swa_kv_pool, page)]
+    elif type(pool) is HybridLinearKVPool:
+        found = [_kv(FULL, pool.full_kv_pool, page)]
+    else:
+        raise _unsupported(f"KV pools of the kind {type(pool).__name__}")
+    if hasattr(params.req_to_token_pool, "mamba_pool"):
+        found.append(_state(params.req_to_token_pool))
+    return found
+
+
+def _kv(component: Component, pool: Any, page: int) -> ComponentPool:
+    return ComponentPool(component, [[_bytes(plane) for plane in layer] for layer in pool_planes(pool)], page)
+
+
+def _state(req_to_token_pool: Any) -> ComponentPool:
+    """The convolution windows and the recurrent states of all layers, by slot."""
+    for name, present in (
+        ("int8 checkpoints of states", req_to_token_pool.mamba_ckpt_pool is not None),
+        ("states beside those of recurrent layers", _has_side_states(req_to_token_pool)),
+    ):
+        if present:
+            raise _unsupported(name)
+    (info,) = req_to_token_pool.mamba_pool.get_device_pool_infos()
+    buffers = [each for each in (info.buffer_info.temporal, *info.buffer_info.conv) if each.numel()]
+    layers = [[_bytes(buffer[layer]) for buffer in buffers] for layer in range(len(info.layer_ids))]
+    return ComponentPool(STATE, layers, 1, facts=",".join(str(buffer.dtype) for buffer in buffers))
+
+
+def _has_side_states(req_to_token_pool: Any) -> bool:
+    pools = (req_to_token_pool.short_conv_pool, req_to_token_pool.ngram_pool)
+    return any(pool.enabled for pool in pools)
+
+
+def _compressed_pools(pool: Any, params: Any, window_tokens: int) -> list[ComponentPool]:
+    """DeepSeek V4: compressed latents and their index keys by page, and the window with the states of
+    unfinished groups by page of the window. SGLang's own list of its tensors for external stores is used.
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    try:
+        group = resolve_hybrid_device_pool_group(
+            kvcache=pool,
+            page_size=params.page_size,
+            params=params,
+            components={ComponentType.FULL, ComponentType.SWA},
+        )
+    except ValueError as error:
+        raise _unsupported(f"this form of the pool of DeepSeek V4 ({error})") from None
+    window = Component("window", LastWindow(window_tokens))
+    return [
+        _pages(component, [entry for entry in group.entries if entry.indices_from_pool == source], params)
+        for component, source in ((FULL, PoolName.KV), (window, PoolName.SWA))
+    ]
+
+
+def _pages(component: Component, entries: Sequence[Any], params: Any) -> ComponentPool:
+    """Tensors with one row for each page. Layers of a block are in the order of the tensors."""
+    planes = [_bytes(buffer) for entry in entries for buffer in entry.kv_buffer]
+    rows = min(len(plane) for plane in planes)
+    return ComponentPool(component, [[plane[:rows]] for plane in planes], 1, row_slots=params.page_size)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes, without a copy."""
+    rows = tensor.view(len(tensor), -1)
+    return rows.view(torch.uint8)
+
+
+def _unsupported(kind: str) -> ConfigError:
+    return ConfigError(
+        f"the tiers of the global cache do not support {kind}",
+        field=FLAG,
+        hint="Leave the flag out to serve this model with SGLang's own cache",
+    )
