@@ -68,6 +68,8 @@ STATE_KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {
             **{name: value for name, value in _DENSE.items() if name != "head_dim"},
             "num_key_value_heads": 8,
+            # SGLang has it in the delta layers whatever the file says.
+            "rms_norm_eps": 1e-5,
             # The file has the output layer too, equal to the embeddings.
             "tie_word_embeddings": False,
             "q_lora_rank": None,

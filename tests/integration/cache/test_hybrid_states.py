@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 CHUNK = 128
 ANSWER_TOKENS = 12
-MODELS = ("tiny-gdn", pytest.param("tiny-mamba2", marks=pytest.mark.long))
+MODELS = ("tiny-gdn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mamba2", "tiny-kda")))
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
