@@ -12,13 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.tiers import Tier
-
-Place: TypeAlias = Tier | Holder
-"""Where KV lies: a holder, or a tier, which means the holder of its full component."""
 
 
 class Call(enum.StrEnum):
@@ -136,7 +133,7 @@ class Reservation:
     ledger: Ledger
     commits: Callable[[Reservation, int, bool], Committed | None]
     """Inserts the first blocks, copied onward or not, and frees the rest."""
-    holder: Holder
+    tier: Tier
     use: Use
     namespace: Hashable
     key: bytes
@@ -150,11 +147,6 @@ class Reservation:
     """No copy to it is under way any more, so that the engine may take its memory back at once."""
     on_surrender: Callable[[], None] = field(default=lambda: None)
     """Called when the engine has taken its memory back."""
-
-    @property
-    def tier(self) -> Tier:
-        """The tier whose memory it is."""
-        return self.holder.tier
 
     def commit(self, blocks: int | None = None, *, onward: bool = True) -> Committed | None:
         """Insert the first `blocks` blocks (None: all), which are filled, and give back the rest.
@@ -184,45 +176,26 @@ class Ledger:
         self.tree = tree
         self.calls = dict.fromkeys(Call, 0)
         """Calls of table 1, since the start."""
-        self.tiers: dict[Holder, StoreTier] = {}
-        """The memory that can be reserved, by its holder in the index."""
-        self.evicted: Counter[Holder] = Counter()
-        """Blocks that were deleted from each holder, since the start."""
-        self._full: dict[Tier, Holder] = {}
+        self.tiers: dict[Tier, StoreTier] = {}
+        """Tiers whose memory can be reserved."""
+        self.evicted: Counter[Tier] = Counter()
+        """Blocks that were deleted from each tier, since the start."""
         self._open: dict[Reservation, None] = {}
-        self._taken: dict[Holder, dict[Use, int]] = {}
+        self._taken: dict[Tier, dict[Use, int]] = {}
         """Blocks that are neither free nor in the index."""
-        self._yielding: Counter[Holder] = Counter()
+        self._yielding: Counter[Tier] = Counter()
 
     def add(self, tier: StoreTier) -> None:
-        """Let a tier's memory of one component (`tier.holder`) be reserved."""
-        holder = tier.holder
-        self.tiers[holder] = tier
-        if holder.full is None:
-            self._full[holder.tier] = holder
-        self._taken[holder] = dict.fromkeys(Use, 0)
-
-    def holder_of(self, place: Place) -> Holder:
-        """The holder at a place.
-
-        Raises:
-            KeyError: no memory of this tier was added.
-        """
-        return place if isinstance(place, Holder) else self._full[place]
-
-    def tier_at(self, place: Place) -> StoreTier:
-        """The memory at a place.
-
-        Raises:
-            KeyError: none was added.
-        """
-        return self.tiers[self.holder_of(place)]
+        """Let a tier's memory be reserved."""
+        level = tier.holder.tier
+        self.tiers[level] = tier
+        self._taken[level] = dict.fromkeys(Use, 0)
 
     # -- memory -----------------------------------------------------------------------------------
 
     def alloc_mem(
         self,
-        place: Place,
+        level: Tier,
         blocks: int,
         use: Use,
         *,
@@ -233,72 +206,48 @@ class Ledger:
         """Take up to `blocks` blocks of a tier (`whole`: all of them or none). The caller gives them back
         (`free_mem`) or has them inserted. Returns None for no blocks. See `StoreTier.take`.
         """
-        holder = self.holder_of(place)
-        tier = self.tiers[holder]
+        tier = self.tiers[level]
         places = tier.take(blocks, lose=lose, rank=rank)
         got = tier.count(places)
         if not got or (whole and got < blocks):
             if got:
                 tier.give_back(places)
             return None
-        self._taken[holder][use] += got
+        self._taken[level][use] += got
         self.calls[Call.ALLOC_MEM] += 1
         return places
 
-    def free_mem(self, place: Place, places: Any, use: Use) -> None:
+    def free_mem(self, level: Tier, places: Any, use: Use) -> None:
         """Give back taken blocks that are not needed."""
-        holder = self.holder_of(place)
-        tier = self.tiers[holder]
+        tier = self.tiers[level]
         count = tier.count(places)
         if count:
             tier.give_back(places)
-            self._taken[holder][use] -= count
+            self._taken[level][use] -= count
             self.calls[Call.FREE_MEM] += 1
 
-    def attach(self, holder: Holder, nodes: Sequence[Node], places: Any, use: Use) -> None:
-        """Put the rows of a window or a state into the index.
-
-        Args:
-            nodes: from the top. The tier has their full component.
-            places: taken blocks (`alloc_mem`) for all of these nodes, in their order.
-            use: the purpose for which the blocks were taken.
-        """
-        tier = self.tiers[holder]
-        start = 0
-        for node in nodes:
-            end = start + node.blocks_of(holder)
-            self.tree.place(node, holder, tier.part(places, start, end))
-            start = end
-        self._taken[holder][use] -= start
-
-    def delete(self, place: Place, gone: Sequence[Evicted]) -> int:
-        """Free the memory of evicted blocks of a place, and of the windows and states that were evicted with
-        them. Blocks without a copy in memory leave the index; a copy on disk is found there by its name.
-        Returns the number of blocks of the place itself.
+    def delete(self, level: Tier, gone: Sequence[Evicted]) -> int:
+        """Free the memory of evicted blocks of a tier. Blocks without a copy in memory leave the index; a
+        copy on disk is found there by its name. Returns the number of blocks.
         """
         if not gone:
             return 0
-        holder = self.holder_of(place)
-        given: dict[Holder, list[Any]] = {}
-        for each in gone:
-            given.setdefault(each.holder, []).append(each.address)
-            self.evicted[each.holder] += each.blocks
-        for owner, addresses in given.items():
-            tier = self.tiers[owner]
-            tier.give_back(tier.join(addresses))
+        tier = self.tiers[level]
+        tier.give_back(tier.join([each.address for each in gone]))
         if not all(each.node.placements for each in gone):
             self.calls[Call.DELETE] += 1
         for each in gone:
-            if not any(other.tier.in_memory for other in each.node.placements):
-                for other in list(each.node.placements):
-                    self.tree.remove(each.node, other)
-        return sum(each.blocks for each in gone if each.holder is holder)
+            if not any(holder.tier.in_memory for holder in each.node.placements):
+                for holder in list(each.node.placements):
+                    self.tree.remove(each.node, holder)
+        blocks = sum(each.blocks for each in gone)
+        self.evicted[level] += blocks
+        return blocks
 
     def clear(self) -> None:
-        """Delete all blocks in memory."""
-        # Farthest tiers first; in each, windows and states before the full component.
-        for holder in sorted(self.tiers, key=lambda each: (-each.tier.level, each.closed)):
-            self.tiers[holder].clear()
+        """Delete all blocks in memory, those of the farthest tier first."""
+        for level in sorted(self.tiers, reverse=True):
+            self.tiers[level].clear()
         self.calls[Call.DELETE] += 1
 
     # -- reservations --------------------------------------------------------------------------------
@@ -307,7 +256,7 @@ class Ledger:
         """Enter a reservation, whose blocks were taken."""
         self._open[reservation] = None
         if reservation.parent is None:
-            self._yielding[reservation.holder] += reservation.blocks
+            self._yielding[reservation.tier] += reservation.blocks
 
     def close(self, reservation: Reservation, blocks: int) -> None:
         """End a reservation. The caller enters its first ``blocks`` blocks into the index, and then unlocks
@@ -318,29 +267,29 @@ class Ledger:
         """
         if not reservation.open:
             raise ValueError(f"{reservation!r} has ended already")
-        holder = reservation.holder
+        level = reservation.tier
         reservation.open = False
         del self._open[reservation]
         if reservation.parent is None:
-            self._yielding[holder] -= reservation.blocks
-        rest = self.tiers[holder].part(reservation.places, blocks, reservation.blocks)
-        self.free_mem(holder, rest, reservation.use)
+            self._yielding[level] -= reservation.blocks
+        tier = self.tiers[level]
+        rest = tier.part(reservation.places, blocks, reservation.blocks)
+        self.free_mem(level, rest, reservation.use)
         if not blocks and reservation.parent is not None:
-            self.tree.unlock(reservation.parent, holder)
+            self.tree.unlock(reservation.parent, tier.holder)
 
-    def entered(self, holder: Holder, blocks: int, use: Use) -> None:
+    def entered(self, level: Tier, blocks: int, use: Use) -> None:
         """Taken blocks are in the index now."""
-        self._taken[holder][use] -= blocks
+        self._taken[level][use] -= blocks
 
-    def reserved(self, place: Place, use: Use | None = None) -> int:
-        """Blocks of a place that are taken, for one use or for all. From any thread."""
-        holder = place if isinstance(place, Holder) else self._full.get(place)
-        taken = {} if holder is None else self._taken[holder]
+    def reserved(self, level: Tier, use: Use | None = None) -> int:
+        """Blocks of a tier that are taken, for one use or for all. From any thread."""
+        taken = self._taken.get(level, {})
         return sum(taken.values()) if use is None else taken.get(use, 0)
 
     def yielding(self, level: Tier) -> int:
         """Blocks of a tier that the engine may take back, at once or when the copies to them have ended."""
-        return self._yielding[self._full[level]]
+        return self._yielding[level]
 
     def surrender(self, level: Tier) -> int:
         """Give memory back to the engine: all reservations that give way and have no copy under way. Returns
@@ -359,28 +308,24 @@ class Ledger:
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError that names the inconsistency."""
-        open_blocks: Counter[tuple[Holder, Use]] = Counter()
+        open_blocks: Counter[tuple[Tier, Use]] = Counter()
         for each in self._open:
-            open_blocks[each.holder, each.use] += each.blocks
-        for holder, uses in self._taken.items():
+            open_blocks[each.tier, each.use] += each.blocks
+        for level, uses in self._taken.items():
             for use, count in uses.items():
-                reserved = open_blocks[holder, use]
+                reserved = open_blocks[level, use]
                 if count != reserved:
                     raise AssertionError(
-                        f"{count} blocks of {_title(holder)} are taken for {use}, {reserved} reserved"
+                        f"{count} blocks of {level.title} are taken for {use}, {reserved} reserved"
                     )
-        for holder, tier in self.tiers.items():
-            known = self.tree.blocks_of(holder) + self.reserved(holder)
+        for level, tier in self.tiers.items():
+            known = self.tree.blocks_of(tier.holder) + self.reserved(level)
             if tier.exclusive and known != tier.n_blocks - tier.free_blocks:
                 raise AssertionError(
-                    f"{tier.n_blocks - tier.free_blocks} blocks of {_title(holder)} are in use, "
+                    f"{tier.n_blocks - tier.free_blocks} blocks of {level.title} are in use, "
                     f"index and ledger know of {known}"
                 )
 
     def __repr__(self) -> str:
         uses = Counter(f"{each.tier.title} {each.use}" for each in self._open)
         return f"Ledger({', '.join(f'{use}: {count}' for use, count in sorted(uses.items()))})"
-
-
-def _title(holder: Holder) -> str:
-    return holder.tier.title if holder.full is None else f"{holder.tier.title} {holder.component!r}"

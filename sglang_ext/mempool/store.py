@@ -11,7 +11,7 @@ A reservation locks the prefix that it continues until it ends, so that its bloc
 that have entered the index in the meantime are kept once. A reservation of `Use.PREFETCH` gives way instead:
 it locks nothing, and is given up when the engine needs the memory.
 
-MemServe's nine calls (table 1) are methods of the store and of its ledger, by key and by place, and are
+MemServe's nine calls (table 1) are methods of the store and of its ledger, by key and by tier, and are
 counted as they are carried out, see `Call`. Every block that is neither free nor in the index is in the
 ledger (`ledger.py`). The store calls tiers and the mechanisms that copy between them; tiers and `WriteDown`
 call the ledger, and never the store. All methods run in the scheduler's thread, and on every rank in the
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.ledger import Call, Committed, Ledger, Reservation, StoreTier, Use
-from sglang_ext.radix_global import Holder, Match, Node, RadixTree
+from sglang_ext.radix_global import Match, Node, RadixTree
 from sglang_ext.radix_global.node import InsertResult
 from sglang_ext.tiers import Tier
 
@@ -127,7 +127,7 @@ class Store:
             call: the call as which the insertion is counted.
         """
         self.calls[call] += 1
-        holder = self.ledger.holder_of(level)
+        holder = self.ledger.tiers[level].holder
         result: InsertResult = self.tree.insert(namespace, key, holder, places, priority=priority)
         self.swap_out(level, result.node, result.new_blocks)
         return result
@@ -186,7 +186,6 @@ class Store:
             share: at most one part in so many of the tier is reserved for this use at a time.
             lose, rank: see `StoreTier.take`.
         """
-        holder = self.ledger.holder_of(level)
         total = len(key) // self._step
         match = self.tree.match(namespace, key)
         if match.blocks >= total and level is not Tier.HBM:
@@ -199,7 +198,7 @@ class Store:
         if wanted <= 0:
             return Refusal.KNOWN
         if share > 1:
-            left = self.ledger.tiers[holder].n_blocks // share - self.ledger.reserved(holder, use)
+            left = self.ledger.tiers[level].n_blocks // share - self.ledger.reserved(level, use)
             if left < (wanted if whole else 1):
                 return Refusal.BUDGET
             wanted = min(wanted, left)
@@ -222,7 +221,7 @@ class Store:
         the rest of the match from the tier above, so that KV continues the end of the match; None where there
         is no room for that copy.
         """
-        holder, node = self.ledger.holder_of(level), match.node
+        holder, node = self.ledger.tiers[level].holder, match.node
         if level is Tier.HBM:
             path = [each for each in match.path if holder in each.placements]
             return (path[-1] if path else self.tree.root), sum(each.blocks for each in path)
@@ -247,15 +246,14 @@ class Store:
         rank: float = -math.inf,
     ) -> Reservation | Refusal:
         """Like `reserve`, for `blocks` blocks behind a node of the tier, `start` blocks into the prompt."""
-        holder = self.ledger.holder_of(level)
+        tier = self.ledger.tiers[level]
         # The prefix that the blocks continue must not be evicted to make room for them.
-        self.tree.lock(parent, holder)
-        places = self.ledger.alloc_mem(holder, blocks, use, whole=whole, lose=lose, rank=rank)
+        self.tree.lock(parent, tier.holder)
+        places = self.ledger.alloc_mem(level, blocks, use, whole=whole, lose=lose, rank=rank)
         if places is None:
-            self.tree.unlock(parent, holder)
+            self.tree.unlock(parent, tier.holder)
             return Refusal.NO_ROOM
-        count = self.ledger.tiers[holder].count(places)
-        return self._open(holder, use, namespace, key, start, places, count, parent)
+        return self._open(level, use, namespace, key, start, places, tier.count(places), parent)
 
     def reserve_spare(
         self, level: Tier, namespace: Hashable, key: bytes, use: Use, start: int, blocks: int
@@ -263,21 +261,19 @@ class Store:
         """Reserve free memory of a tier for `blocks` blocks of `key` from `start` on, all or nothing. The
         reservation gives way: it locks nothing, and the engine takes the memory back when needed.
         """
-        holder = self.ledger.holder_of(level)
-        places = self.ledger.alloc_mem(holder, blocks, use, whole=True, lose=False) if blocks else None
+        places = self.ledger.alloc_mem(level, blocks, use, whole=True, lose=False) if blocks else None
         if places is None:
             return Refusal.NO_ROOM
-        return self._open(holder, use, namespace, key, start, places, blocks, None)
+        return self._open(level, use, namespace, key, start, places, blocks, None)
 
-    def _open(self, holder: Holder, use: Use, *what: Any) -> Reservation:
-        reservation = Reservation(self.ledger, self._commit, holder, use, *what)
+    def _open(self, level: Tier, use: Use, *what: Any) -> Reservation:
+        reservation = Reservation(self.ledger, self._commit, level, use, *what)
         self.ledger.open(reservation)
         return reservation
 
     def _commit(self, reservation: Reservation, blocks: int, onward: bool) -> Committed | None:
         """See `Reservation.commit`."""
-        holder = reservation.holder
-        tier = self.ledger.tiers[holder]
+        tier = self.ledger.tiers[reservation.tier]
         above = self._above(reservation, tier) if blocks and reservation.open else None
         if above is None:
             self.ledger.close(reservation, 0)
@@ -285,9 +281,9 @@ class Store:
         self.ledger.close(reservation, blocks)
         done = self._insert(reservation, tier, above, blocks)
         if onward and done.fresh:
-            self.swap_out(holder.tier, done.node, done.fresh)
+            self.swap_out(reservation.tier, done.node, done.fresh)
         if reservation.parent is not None:
-            self.tree.unlock(reservation.parent, holder)
+            self.tree.unlock(reservation.parent, tier.holder)
         return done
 
     def _above(self, reservation: Reservation, tier: StoreTier) -> list[Any] | None:
@@ -308,15 +304,15 @@ class Store:
 
     def _insert(self, reservation: Reservation, tier: StoreTier, above: list[Any], blocks: int) -> Committed:
         """Insert arrived blocks into the index, which may have gained some of them in the meantime."""
-        holder, use, start = reservation.holder, reservation.use, reservation.start
+        level, use, start = reservation.tier, reservation.use, reservation.start
         places = tier.part(reservation.places, 0, blocks)
         key = reservation.key[: (start + blocks) * self._step]
         result: InsertResult = self.tree.insert(
-            reservation.namespace, key, holder, tier.join([*above, places]), same_request=True
+            reservation.namespace, key, tier.holder, tier.join([*above, places]), same_request=True
         )
         held = result.held_blocks - start
-        self.ledger.free_mem(holder, tier.part(places, 0, held), use)
-        self.ledger.entered(holder, blocks - held, use)
+        self.ledger.free_mem(level, tier.part(places, 0, held), use)
+        self.ledger.entered(level, blocks - held, use)
         if use in _COMMITTED:
             self.calls[_COMMITTED[use]] += 1
         return Committed(result.node, blocks - held, held, result.added)

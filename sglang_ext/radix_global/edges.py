@@ -51,8 +51,7 @@ def walk(root: Node | None, key: bytes, block_bytes: int) -> Iterator[tuple[int,
 def ends(path: Sequence[Node]) -> list[tuple[int, list[Holder]]]:
     """The last node of a path that each holder has: (index on the path, holders) pairs, last node first.
 
-    A holder of a node also has all nodes before it, so each holder is looked at only where it ends. That does
-    not hold for windows and states (`Holder.closed`): the path must have no holder of those.
+    A holder of a node also has all nodes before it, so each holder is looked at only where it ends.
     """
     found: list[tuple[int, list[Holder]]] = []
     deeper: dict[Holder, Address] = {}
@@ -76,10 +75,8 @@ def cut_node(node: Node, blocks: int, block_bytes: int) -> Node:
     cut = blocks * block_bytes
     upper = Node(parent, node.key[:cut], blocks, node.namespace)
     upper.last_access, upper.hits, upper.priority = node.last_access, node.hits, node.priority
-    upper.locks = {holder: count for holder, count in node.locks.items() if holder.divides}
+    upper.locks = dict(node.locks)
     for holder, address in node.placements.items():
-        if not holder.divides:
-            continue
         if address is None:
             upper.placements[holder] = None
         else:

@@ -52,9 +52,9 @@ def violations(
             yield from _node_violations(block_bytes, parent, first, node)
             for holder in node.placements:
                 nodes[holder] += 1
-                blocks[holder] += node.blocks_of(holder)
+                blocks[holder] += node.blocks
                 if node.locks.get(holder):
-                    locked[holder] += node.blocks_of(holder)
+                    locked[holder] += node.blocks
             for holder in node.queued:
                 queued.setdefault(holder, {})[id(node)] = node
     if count != node_count:
@@ -85,17 +85,15 @@ def _node_violations(block_bytes: int, parent: Node, first: bytes, node: Node) -
     if not node.placements:
         yield f"{node!r} has no holder"
     for holder, address in node.placements.items():
-        if holder.closed and parent.parent is not None and holder not in parent.placements:
+        if parent.parent is not None and holder not in parent.placements:
             yield f"{holder!r} has a hole above {node!r}"
-        if holder.full is not None and holder.full not in node.placements:
-            yield f"{holder!r} has {node!r}, which {holder.full!r} lacks"
-        if address is not None and holder.divides and (len(address) == 0 or len(address) % node.blocks):
+        if address is not None and (len(address) == 0 or len(address) % node.blocks):
             yield f"{node!r} has an address of {len(address)} entries for {holder!r}"
         if node.can_go(holder) and holder not in node.queued:
             yield f"{node!r} is not queued for eviction from {holder!r}"
     below: Counter[Holder] = Counter()
     for child in node.children.values():
-        below.update({holder: count for holder, count in child.locks.items() if holder.closed})
+        below.update(child.locks)
     for holder in node.locks.keys() | below.keys():
         locks = node.locks.get(holder, 0)
         if locks < below[holder]:

@@ -1,6 +1,4 @@
-"""Lock references, per holder: a lock on a node counts on that node and everything before it. A lock of a
-window counts on the nodes of the window only, a lock of a state on its node.
-"""
+"""Lock references, per holder: a lock on a node counts on that node and everything before it."""
 
 from __future__ import annotations
 
@@ -57,39 +55,3 @@ def release(node: Node, holder: Holder) -> tuple[int, Node | None]:
         continued = held
         current = parent
     return freed, last
-
-
-def take_tail(tail: list[Node], holder: Holder) -> int:
-    """Count one lock more on the nodes of a window, or the node of a state. Returns the holder's blocks that
-    were not locked before.
-    """
-    newly = 0
-    for node in tail:
-        count = node.locks.get(holder, 0)
-        node.locks[holder] = count + 1
-        if count == 0 and holder in node.placements:
-            newly += node.blocks_of(holder)
-    return newly
-
-
-def release_tail(tail: list[Node], holder: Holder) -> tuple[int, list[Node]]:
-    """Count one lock less on these nodes. Returns the holder's blocks that are no longer locked, and the
-    nodes without a lock.
-
-    Raises:
-        ValueError: one of them is not locked.
-    """
-    freed = 0
-    unlocked: list[Node] = []
-    for node in tail:
-        count = node.locks.get(holder, 0)
-        if count < 1:
-            raise ValueError(f"{node!r} is not locked for {holder!r}")
-        if count > 1:
-            node.locks[holder] = count - 1
-            continue
-        del node.locks[holder]
-        unlocked.append(node)
-        if holder in node.placements:
-            freed += node.blocks_of(holder)
-    return freed, unlocked

@@ -11,13 +11,12 @@ from sglang_ext.radix_global.placement import Holder
 
 Address = Any
 """Where a holder keeps the blocks of a node: ``None`` (unknown), or a sequence with the same number of
-entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The address of a
-state has any number of entries; it stays with the node's end when the node is split. The tree owns an
+entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The tree owns an
 address once it is passed in: the caller must not change it afterwards."""
 
 
 class Node:
-    """A run of blocks with the same holders' coverage. Created by the tree only."""
+    """A run of blocks with the same holders. Created by the tree only."""
 
     __slots__ = (
         "blocks",
@@ -69,19 +68,10 @@ class Node:
         self.only_child = next(iter(self.children.values())) if len(self.children) == 1 else None
 
     def can_go(self, holder: Holder) -> bool:
-        """Whether ``holder`` may give up its copy: it is not locked and has no continuation there. For the
-        full component, the windows and states that would go with it must not be locked either."""
+        """Whether ``holder`` may give up its copy, which is not locked and has no continuation there."""
         if holder not in self.placements or self.locks.get(holder):
             return False
-        if not holder.closed:
-            return True
-        if self.locks and any(other.full is holder for other in self.locks):
-            return False
         return not any(holder in child.placements for child in self.children.values())
-
-    def blocks_of(self, holder: Holder) -> int:
-        """How many blocks the node counts as for ``holder``: 1 for a state, which lies at the node's end."""
-        return self.blocks if holder.divides else 1
 
     def __repr__(self) -> str:
         held = ", ".join(f"{holder!r}" for holder in self.placements)
@@ -121,7 +111,6 @@ class Evicted(NamedTuple):
     node: Node
     blocks: int
     address: Address
-    holder: Holder
 
 
 def address_unit(address: Address, blocks: int) -> int:

@@ -1,47 +1,35 @@
-"""Holders: the places where copies lie, by instance, epoch, tier and component."""
+"""Holders: instance, epoch and tier in which a copy of a block lies."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
-from sglang_ext.radix_global.components import FULL, Component
 from sglang_ext.tiers import Tier
 
 
 class Holder:
-    """One place where copies lie: a component in a tier of one instance in one epoch.
+    """One place where copies lie: a tier of one instance in one epoch.
 
     Holders are interned: ``Holder.of`` returns the same object for the same facts, so that the tree
     can use them as dictionary keys at the price of an identity hash.
     """
 
-    __slots__ = ("__weakref__", "closed", "component", "divides", "epoch", "full", "instance", "tier")
-    _interned: weakref.WeakValueDictionary[tuple[str, int, Tier, Component], Holder] = (
-        weakref.WeakValueDictionary()
-    )
+    __slots__ = ("__weakref__", "epoch", "instance", "tier")
+    _interned: weakref.WeakValueDictionary[tuple[str, int, Tier], Holder] = weakref.WeakValueDictionary()
 
     instance: str
     epoch: int
     tier: Tier
-    component: Component
-    full: Holder | None
-    """The holder of the full component in the same tier; None if this is that one."""
-    closed: bool
-    """The component's `Coverage.closed`: a holder of a block has every block before it."""
-    divides: bool
-    """The component's `Coverage.divides`: an address has entries for each block, and is cut with its node."""
 
     @classmethod
-    def of(cls, instance: str, epoch: int, tier: Tier, component: Component = FULL) -> Holder:
+    def of(cls, instance: str, epoch: int, tier: Tier) -> Holder:
         """The holder of these facts; always the same object while anyone refers to it."""
-        facts = (instance, epoch, tier, component)
+        facts = (instance, epoch, tier)
         holder = cls._interned.get(facts)
         if holder is None:
             holder = cls.__new__(cls)
-            holder.instance, holder.epoch, holder.tier, holder.component = facts
-            holder.closed, holder.divides = component.coverage.closed, component.coverage.divides
-            holder.full = None if holder.closed else cls.of(instance, epoch, tier)
+            holder.instance, holder.epoch, holder.tier = instance, epoch, tier
             cls._interned[facts] = holder
         return holder
 
@@ -49,8 +37,7 @@ class Holder:
         raise TypeError("use Holder.of(instance, epoch, tier)")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Holder.of, (self.instance, self.epoch, self.tier, self.component))
+        return (Holder.of, (self.instance, self.epoch, self.tier))
 
     def __repr__(self) -> str:
-        part = "" if self.closed else f" {self.component!r}"
-        return f"{self.instance}/{self.epoch:x}/{self.tier.title}{part}"
+        return f"{self.instance}/{self.epoch:x}/{self.tier.title}"

@@ -13,8 +13,6 @@ Invariants, verified by ``check()``:
 - every node below a root is held by at least one holder;
 - the nodes of one holder are closed under parents: a holder of a block has the whole prefix before it. A
   prefix therefore never has a hole, and a holder's last matching node tells how much of a prompt it has;
-- a holder of a window or a state may have any nodes that the holder of the full component in the same tier
-  (``Holder.full``) has too; it need not have the nodes before them;
 - the counters of blocks and locked blocks per holder equal the sums over all nodes;
 - every node that may be evicted is in its holder's eviction queue.
 
@@ -70,8 +68,6 @@ class RadixTree:
         """Stands for "nothing matched" in any namespace; holds nothing."""
         self._roots: dict[Hashable, Node] = {}
         self._usage: dict[Holder, Usage] = {}
-        self._has_parts = False
-        """Whether a holder of windows or states has ever had a node. While false, their rules are skipped."""
         self.node_count = 0
         self.observer: TreeObserver | None = None
         """Notified of every placement and split. Set it while the tree is empty."""
@@ -111,16 +107,12 @@ class RadixTree:
         return Match(node, path, position // step)
 
     def holders(self, namespace: Hashable, key: bytes) -> dict[Holder, int]:
-        """How many leading tokens of ``key`` each holder has. Holders of windows and states are left out,
-        since they need not have a prefix. Changes nothing in the tree.
-        """
+        """How many leading tokens of ``key`` each holder has. Changes nothing in the tree."""
         found: dict[Holder, int] = {}
         for blocks, node in walk(self._roots.get(namespace), key, self._step):
             tokens = blocks * self.block_size
             for holder in node.placements:
                 found[holder] = tokens
-        if self._has_parts:
-            return {holder: tokens for holder, tokens in found.items() if holder.closed}
         return found
 
     def touch(self, namespace: Hashable, key: bytes) -> None:
@@ -172,8 +164,7 @@ class RadixTree:
         ``held_blocks`` count from ``node`` on.
 
         Raises:
-            ValueError: the holder does not have ``node``, ``key`` is shorter than a block, or the holder is
-                of a window or a state.
+            ValueError: the holder does not have ``node``, or ``key`` is shorter than a block.
         """
         end = len(key) // self._step * self._step
         if holder not in node.placements or not end:
@@ -195,8 +186,6 @@ class RadixTree:
         uses: int,
     ) -> tuple[Node, int, list[Node]]:
         """Place ``key[:end]`` below ``top``. Returns the last node, blocks held before, and nodes gained."""
-        if not holder.closed:
-            raise ValueError(f"{holder!r} does not hold prefixes: use place() for each of its nodes")
         node = self._descend(top, key, end, priority, uses)
         usage = self._usage_of(holder)
         added: list[Node] = []
@@ -246,20 +235,16 @@ class RadixTree:
 
         Raises:
             ValueError: the holder already has the node or lacks the prefix before it, or the node is no
-                longer in the tree. For a window or a state: the tier lacks the full component of the node.
+                longer in the tree.
         """
         if holder in node.placements:
             raise ValueError(f"{holder!r} already has {node!r}")
         parent = node.parent
-        if holder.full is not None:
-            if holder.full not in node.placements:
-                raise ValueError(f"{holder.full!r} lacks {node!r}")
-            self._has_parts = True
-        elif parent is None or (parent.parent is not None and holder not in parent.placements):
+        if parent is None or (parent.parent is not None and holder not in parent.placements):
             raise ValueError(f"{holder!r} lacks the prefix before {node!r}")
         if not node.placements:
             raise ValueError(f"{node!r} is no longer in the tree")
-        if address is not None and holder.divides:
+        if address is not None:
             address_unit(address, node.blocks)
         self._place(node, holder, address, self._usage_of(holder))
 
@@ -275,27 +260,8 @@ class RadixTree:
             raise ValueError(f"cannot cut {node!r} after {blocks} blocks")
         return self._split(node, blocks)
 
-    def tail(self, node: Node, blocks: int) -> list[Node]:
-        """The nodes that hold the last ``blocks`` blocks of the path to ``node``, from the top; at least
-        ``node`` itself. If the first of them begins before these blocks, it is split there. For 0 blocks,
-        nothing is split.
-        """
-        found: list[Node] = []
-        left = blocks
-        current = node
-        while (parent := current.parent) is not None and (left > 0 or not found):
-            found.append(current)
-            if 0 < left < current.blocks:
-                self._split(current, current.blocks - left)
-                break
-            left -= current.blocks
-            current = parent
-        found.reverse()
-        return found
-
     def remove(self, node: Node, holder: Holder) -> list[Evicted]:
-        """Remove ``node`` and all its continuations from ``holder``, and with them the tier's windows and
-        states there. From a holder of a window or a state, remove ``node`` alone. Locks do not prevent it.
+        """Remove ``node`` and all its continuations from ``holder``. Locks do not prevent it.
 
         Returns:
             The removed placements, continuations first.
@@ -304,16 +270,13 @@ class RadixTree:
         if parent is None or holder not in node.placements:
             return []
         doomed = [node]
-        if holder.closed:
-            for current in doomed:
-                doomed.extend(child for child in current.children.values() if holder in child.placements)
+        for current in doomed:
+            doomed.extend(child for child in current.children.values() if holder in child.placements)
         usage = self._usage[holder]
-        removed: list[Evicted] = []
-        for current in reversed(doomed):
-            if self._has_parts:
-                self._displace_parts(current, holder, removed)
-            count = current.blocks_of(holder)
-            removed.append(Evicted(current, count, self._displace(current, holder, usage), holder))
+        removed = [
+            Evicted(current, current.blocks, self._displace(current, holder, usage))
+            for current in reversed(doomed)
+        ]
         self._offer(parent, holder, usage)
         return removed
 
@@ -328,9 +291,6 @@ class RadixTree:
         for root in list(self._roots.values()) if usage.nodes else ():
             for child in list(root.children.values()):
                 self.remove(child, holder)
-        # A window or a state may also lie at nodes further down.
-        for node in list(self.nodes()) if usage.nodes else ():
-            self.remove(node, holder)
         usage.queue.clear()
         del self._usage[holder]
         return dropped
@@ -345,8 +305,6 @@ class RadixTree:
         look_past: int = 64,
     ) -> list[Evicted]:
         """Take up to ``blocks`` blocks from ``holder``, by policy, ends of prefixes first, never locked ones.
-        A window or a state may be evicted at any node. Where blocks of the full component are evicted, the
-        tier's windows and states at their nodes go too, and do not count.
 
         Takes exactly ``blocks`` where that many can go: the last node is split, and its tail is evicted.
 
@@ -376,16 +334,12 @@ class RadixTree:
             if only is not None and not only(node):
                 passed.append(node)
                 continue
-            count = node.blocks if holder.divides else 1
-            if count > missing:
-                self._split(node, count - missing)
-                count = missing
-            missing -= count
+            if node.blocks > missing:
+                self._split(node, node.blocks - missing)
+            missing -= node.blocks
             parent = node.parent
             assert parent is not None
-            if self._has_parts:
-                self._displace_parts(node, holder, evicted)
-            evicted.append(Evicted(node, count, self._displace(node, holder, usage), holder))
+            evicted.append(Evicted(node, node.blocks, self._displace(node, holder, usage)))
             self._offer(parent, holder, usage)
         for node in passed:
             usage.queue.offer(node, usage.nodes)
@@ -398,19 +352,12 @@ class RadixTree:
     # -- locks ----------------------------------------------------------------------------------
 
     def lock(self, node: Node, holder: Holder) -> int:
-        """Keep ``holder``'s copies that a request needs to resume after ``node``: of the full component,
-        those of ``node`` and everything before it; of a window, those of its last blocks; of a state, the one
-        at ``node``. Returns blocks newly locked.
+        """Keep ``holder``'s copies of ``node`` and of everything before it. Returns blocks newly locked.
 
         Raises:
             ValueError: the node is no longer in the tree.
         """
-        if holder.closed:
-            newly = locks.take(node, holder)
-        elif node.parent is not None and not node.placements:
-            raise ValueError(f"{node!r} is no longer in the tree")
-        else:
-            newly = locks.take_tail(self._tail_of(node, holder), holder)
+        newly = locks.take(node, holder)
         if newly:
             self._usage[holder].locked += newly
         return newly
@@ -421,29 +368,12 @@ class RadixTree:
         Raises:
             ValueError: it is not locked.
         """
-        if not holder.closed:
-            return self._unlock_tail(node, holder)
         freed, last = locks.release(node, holder)
         if freed:
             usage = self._usage[holder]
             usage.locked -= freed
             if last is not None:
                 usage.queue.offer(last, usage.nodes)
-        return freed
-
-    def _tail_of(self, node: Node, holder: Holder) -> list[Node]:
-        """The nodes that a lock on ``node`` keeps for a holder of a window or a state."""
-        return self.tail(node, holder.component.coverage.locked_blocks(self.block_size) or 0)
-
-    def _unlock_tail(self, node: Node, holder: Holder) -> int:
-        freed, unlocked = locks.release_tail(self._tail_of(node, holder), holder)
-        if freed:
-            self._usage[holder].locked -= freed
-        for each in unlocked:
-            for owner in (holder, holder.full):
-                if owner is not None and each.can_go(owner):
-                    usage = self._usage[owner]
-                    usage.queue.offer(each, usage.nodes)
         return freed
 
     # -- counters -------------------------------------------------------------------------------
@@ -507,21 +437,14 @@ class RadixTree:
 
     def _place(self, node: Node, holder: Holder, address: Address, usage: Usage) -> None:
         node.placements[holder] = address
-        blocks = node.blocks if holder.divides else 1
         usage.nodes += 1
-        usage.blocks += blocks
+        usage.blocks += node.blocks
         if node.locks.get(holder):
-            usage.locked += blocks
+            usage.locked += node.blocks
         else:
             usage.queue.offer(node, usage.nodes)
         if self.observer is not None:
             self.observer.placed(node, holder)
-
-    def _displace_parts(self, node: Node, holder: Holder, gone: list[Evicted]) -> None:
-        """Displace the windows and states of ``holder``'s tier from a node, and add them to ``gone``."""
-        for other in [each for each in node.placements if each.full is holder]:
-            count = node.blocks_of(other)
-            gone.append(Evicted(node, count, self._displace(node, other, self._usage[other]), other))
 
     def _displace(self, node: Node, holder: Holder, usage: Usage) -> Address:
         """Remove ``holder`` from a node of which it has no child; drop the node when no holder is left.
@@ -529,11 +452,10 @@ class RadixTree:
         The caller offers the parent for eviction.
         """
         address = node.placements.pop(holder)
-        blocks = node.blocks if holder.divides else 1
         usage.nodes -= 1
-        usage.blocks -= blocks
+        usage.blocks -= node.blocks
         if node.locks.get(holder):
-            usage.locked -= blocks
+            usage.locked -= node.blocks
         if self.observer is not None:
             self.observer.displaced(node, holder)
         if not node.placements:
@@ -554,10 +476,7 @@ class RadixTree:
         upper = cut_node(node, blocks, self._step)
         self.node_count += 1
         for holder in upper.placements:
-            usage = self._usage[holder]
-            usage.nodes += 1
-            if not holder.closed:
-                self._offer(upper, holder, usage)
+            self._usage[holder].nodes += 1
         if self.observer is not None:
             self.observer.split(upper, node)
         return upper

@@ -51,7 +51,7 @@ class Rig:
 
     @property
     def tier(self) -> StoreTier:
-        return self.store.ledger.tier_at(self.level)
+        return self.store.ledger.tiers[self.level]
 
     def reserve(self, key: bytes, use: Use = Use.FETCH, **how: Any) -> Reservation:
         """A reservation that there must be."""
@@ -211,10 +211,10 @@ class StoreContract(abc.ABC):
     def test_a_ledger_that_does_not_fit_is_found(self, rig: Rig) -> None:
         """The twin of every check above."""
         reservation = rig.reserve(prompt(1, 2))
-        rig.store.ledger._taken[rig.tier.holder][Use.FETCH] += 1
+        rig.store.ledger._taken[rig.level][Use.FETCH] += 1
         with pytest.raises(AssertionError, match=r"3 blocks of .* are taken for fetch, 2 reserved"):
             rig.store.ledger.check()
-        rig.store.ledger._taken[rig.tier.holder][Use.FETCH] -= 1
+        rig.store.ledger._taken[rig.level][Use.FETCH] -= 1
         stolen = rig.tier.take(1)
         if rig.tier.exclusive:
             with pytest.raises(AssertionError, match="index and ledger know of"):

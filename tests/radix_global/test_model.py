@@ -21,7 +21,6 @@ from tree_oracle import Lock, Oracle, Units, full_key, units_of
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree, policy_by_name
-from sglang_ext.radix_global.components import AtSnapshot, Component, LastWindow
 from sglang_ext.tiers import Tier
 from tests.support.sources import from_sources
 
@@ -32,16 +31,10 @@ HOLDERS = [
     Holder.of("a", 1, Tier.DRAM),
     Holder.of("b", 7, Tier.HBM),
 ]
-WINDOW = Component("window", LastWindow(5))
-STATE = Component("state", AtSnapshot())
-PARTS = [Holder.of("a", 1, tier, part) for tier in (Tier.HBM, Tier.DRAM) for part in (WINDOW, STATE)]
-EVERY_HOLDER = [*HOLDERS, *PARTS]
 NAMESPACES = ["plain", ("salted", 1)]
 EVERYTHING = 10**9
 
 holders = st.sampled_from(HOLDERS)
-every_holder = st.sampled_from([*HOLDERS, *EVERY_HOLDER])
-parts = st.sampled_from(PARTS)
 namespaces = st.sampled_from([NAMESPACES[0], *NAMESPACES])
 picks = st.integers(0, 10**6)
 Draw = tuple[int, int, list[str], int]
@@ -88,7 +81,7 @@ class TreeMachine(RuleBasedStateMachine):
     def done(self) -> None:
         type(self).steps += 1
         self.tree.check()
-        self.oracle.compare(self.tree, EVERY_HOLDER)
+        self.oracle.compare(self.tree, HOLDERS)
 
     def tokens(self, draw: Draw) -> list[int]:
         pick, keep, more, tail = draw
@@ -184,23 +177,6 @@ class TreeMachine(RuleBasedStateMachine):
         self.done()
 
     @at_least(1)
-    @rule(namespace=namespaces, prompt=prompts, pick=picks, part=parts, how=addresses)
-    def place_part(self, namespace: Any, prompt: Draw, pick: int, part: Holder, how: tuple[int, str]) -> None:
-        """Place a window that ends at a node of a path, or the state at that node."""
-        node = self.known_node(namespace, prompt, pick)
-        if node is None:
-            return
-        for each in self.tree.tail(node, self.oracle.lock_reach(part) if part.divides else 0):
-            address, units = self.address(each.blocks if part.divides else 1, *how)
-            if part in each.placements or part.full not in each.placements:
-                with pytest.raises(ValueError, match=r"already has|lacks"):
-                    self.tree.place(each, part, address)
-            else:
-                self.tree.place(each, part, address)
-                self.oracle.place(namespace, each, part, units)
-        self.done()
-
-    @at_least(1)
     @rule(namespace=namespaces, prompt=prompts, pick=picks, cut=st.integers(-1, 7))
     def split(self, namespace: Any, prompt: Draw, pick: int, cut: int) -> None:
         node = self.known_node(namespace, prompt, pick)
@@ -214,7 +190,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.done()
 
     @at_least(3)
-    @rule(namespace=namespaces, prompt=prompts, pick=picks, holder=every_holder)
+    @rule(namespace=namespaces, prompt=prompts, pick=picks, holder=holders)
     def remove(self, namespace: Any, prompt: Draw, pick: int, holder: Holder) -> None:
         node = self.known_node(namespace, prompt, pick)
         if node is None:
@@ -229,13 +205,13 @@ class TreeMachine(RuleBasedStateMachine):
         self.done()
 
     @at_least(2)
-    @rule(holder=every_holder)
+    @rule(holder=holders)
     def drop_holder(self, holder: Holder) -> None:
         self.oracle.drop(holder, self.tree.drop_holder(holder))
         self.done()
 
     @at_least(1)
-    @rule(holder=every_holder, blocks=st.integers(0, 8))
+    @rule(holder=holders, blocks=st.integers(0, 8))
     def evict(self, holder: Holder, blocks: int) -> None:
         gone = self.tree.evict(holder, blocks)
         self.oracle.evict(holder, blocks, None, True, gone)
@@ -243,7 +219,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @at_least(1)
     @rule(
-        holder=every_holder,
+        holder=holders,
         blocks=st.integers(1, 8),
         other=holders,
         look_past=st.sampled_from([0, 1, EVERYTHING]),
@@ -261,7 +237,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.done()
 
     @at_least(1)
-    @rule(namespace=namespaces, prompt=prompts, holder=every_holder)
+    @rule(namespace=namespaces, prompt=prompts, holder=holders)
     def lock(self, namespace: Any, prompt: Draw, holder: Holder) -> None:
         tokens = self.tokens(prompt)
         match = self.tree.match(namespace, encode_tokens(tokens))
@@ -286,7 +262,7 @@ class TreeMachine(RuleBasedStateMachine):
         """Once nothing is locked, everything can go, and nothing is left."""
         while self.oracle.locks:
             self.release(0)
-        for holder in EVERY_HOLDER:
+        for holder in HOLDERS:
             self.oracle.evict(holder, EVERYTHING, None, True, self.tree.evict(holder, EVERYTHING))
         self.done()
         assert self.tree.node_count == 0

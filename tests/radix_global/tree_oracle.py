@@ -15,7 +15,6 @@ from typing import Any
 
 from sglang_ext.keys import decode_tokens
 from sglang_ext.radix_global import Evicted, Holder, InsertResult, Match, Node, RadixTree
-from sglang_ext.radix_global.components import LastWindow
 
 Prefix = tuple[int, ...]
 """All tokens of a prompt up to the end of a block: the name of that block."""
@@ -126,27 +125,11 @@ class Oracle:
 
     def _children(self, namespace: Hashable, holder: Holder, prefix: Prefix) -> list[Prefix]:
         length = len(prefix)
-        if not holder.closed:
-            return []
         return [
             other
             for other in self._has(namespace, holder)
             if len(other) == length + self.block_size and other[:length] == prefix
         ]
-
-    def _parts_of(self, namespace: Hashable, holder: Holder) -> set[Holder]:
-        """The holders of windows and states in the tier of a holder of the full component."""
-        places = {owner for space, owner in self.held if space == namespace}
-        return {owner for owner in {*places, *(lock.holder for lock in self.locks)} if owner.full is holder}
-
-    def named(self, node: Node, holder: Holder) -> list[Prefix]:
-        """The blocks of a node under which a holder's rows are booked: of a state, the last one."""
-        names = self.prefixes(full_key(node))[-node.blocks :]
-        return names if holder.divides else names[-1:]
-
-    def units(self, node: Node, holder: Holder, address: Any) -> list[Units]:
-        """A holder's address of a node, divided among the blocks that `named` returns."""
-        return units_of(address, node.blocks if holder.divides else 1)
 
     # -- judging answers ------------------------------------------------------------------------
 
@@ -163,17 +146,16 @@ class Oracle:
         place = 0
         for node in match.path:
             for holder, address in node.placements.items():
-                blocks = self.named(node, holder)
-                assert set(blocks) <= set(known[place : place + node.blocks])
+                blocks = known[place : place + node.blocks]
                 held = self._has(namespace, holder)
-                assert self.units(node, holder, address) == [held[prefix] for prefix in blocks]
+                assert units_of(address, node.blocks) == [held[prefix] for prefix in blocks]
             place += node.blocks
 
     def holders(self, namespace: Hashable, tokens: Sequence[int], found: dict[Holder, int]) -> None:
         expected: dict[Holder, int] = {}
         for (space, holder), blocks in self.held.items():
             count = sum(prefix in blocks for prefix in self.prefixes(tokens))
-            if space == namespace and count and holder.closed:
+            if space == namespace and count:
                 expected[holder] = count * self.block_size
         assert found == expected
 
@@ -217,39 +199,35 @@ class Oracle:
             use.priority = max(use.priority, priority)
 
     def place(self, namespace: Hashable, node: Node, holder: Holder, units: list[Units]) -> None:
-        names = self.named(node, holder)
+        names = self.prefixes(full_key(node))[-node.blocks :]
         self.held.setdefault((namespace, holder), {}).update(zip(names, units, strict=True))
 
     def remove(self, namespace: Hashable, names: list[Prefix], holder: Holder, gone: list[Evicted]) -> None:
         """``names``: the blocks of the removed node."""
         first = names[0]
         doomed = {p for p in self._has(namespace, holder) if p[: len(first)] == first}
-        if not holder.closed:
-            doomed &= set(names)
         self._take(namespace, holder, gone)
         left = doomed & self._has(namespace, holder).keys()
         assert not left, "remove has left something behind"
-        assert sum(evicted.blocks for evicted in gone if evicted.holder is holder) == len(doomed)
+        assert sum(evicted.blocks for evicted in gone) == len(doomed)
 
     def drop(self, holder: Holder, dropped: int) -> None:
         mine = [(space, owner) for space, owner in self.held if owner is holder]
         assert dropped == sum(len(self.held[place]) for place in mine)
-        for namespace, owner in [place for place in self.held if holder in (place[1], place[1].full)]:
-            for prefix in list(self._has(namespace, owner)):
-                self._forget(namespace, owner, prefix)
+        for namespace, _ in mine:
+            for prefix in list(self.held[namespace, holder]):
+                self._forget(namespace, holder, prefix)
 
     def _take(self, namespace: Hashable, holder: Holder, gone: Iterable[Evicted]) -> None:
         """Take evicted blocks out of the books, ends of prefixes first."""
         for evicted in gone:
-            owner = evicted.holder
-            assert holder in (owner, owner.full)
-            names = self.named(evicted.node, owner)
+            names = self.prefixes(full_key(evicted.node))[-evicted.blocks :]
             assert len(names) == evicted.blocks > 0
-            assert not self._children(namespace, owner, names[-1]), "a prefix got a hole"
-            expected = [self._has(namespace, owner)[prefix] for prefix in names]
+            assert not self._children(namespace, holder, names[-1]), "a prefix got a hole"
+            expected = [self._has(namespace, holder)[prefix] for prefix in names]
             assert units_of(evicted.address, evicted.blocks) == expected
             for prefix in reversed(names):
-                self._forget(namespace, owner, prefix)
+                self._forget(namespace, holder, prefix)
 
     def may_go(self, holder: Holder, other: Holder | None) -> dict[tuple[Hashable, Prefix], bool]:
         """The blocks that can be evicted in time, each with whether it is the end of its prefix now.
@@ -261,15 +239,11 @@ class Oracle:
             if owner is not holder:
                 continue
             locked = self._locked(namespace, holder)
-            for part in self._parts_of(namespace, holder):
-                locked.update(self._locked(namespace, part))
             copied = self._has(namespace, other) if other else blocks
             stuck = [prefix for prefix in blocks if prefix in locked or prefix not in copied]
-            inner = {prefix[: -self.block_size] for prefix in blocks} if holder.closed else set()
+            inner = {prefix[: -self.block_size] for prefix in blocks}
             for prefix in blocks:
-                if not any(
-                    other[: len(prefix)] == prefix if holder.closed else other == prefix for other in stuck
-                ):
+                if not any(other[: len(prefix)] == prefix for other in stuck):
                     found[namespace, prefix] = prefix not in inner
         return found
 
@@ -278,14 +252,11 @@ class Oracle:
     ) -> None:
         """``exhaustive``: nothing but a lack of candidates was a reason to stop."""
         able = len(self.may_go(holder, other))
-        took = sum(evicted.blocks for evicted in gone if evicted.holder is holder)
+        took = sum(evicted.blocks for evicted in gone)
         assert took == min(blocks, able) if exhaustive else took <= min(blocks, able)
         for evicted in gone:
             namespace = evicted.node.namespace
-            names = self.named(evicted.node, evicted.holder)
-            if evicted.holder is not holder:
-                self._take(namespace, holder, [evicted])
-                continue
+            names = self.prefixes(full_key(evicted.node))[-evicted.blocks :]
             candidates = self.may_go(holder, other)
             assert all((namespace, prefix) in candidates for prefix in names), "a locked block went"
             lowest, _ = self.uses[namespace, names[-1]].bounds(self.policy)
@@ -294,16 +265,9 @@ class Oracle:
                 assert not (is_end and highest < lowest), f"{names[-1]} went before {name[1]}"
             self._take(namespace, holder, [evicted])
 
-    def lock_reach(self, holder: Holder) -> int:
-        """How many of the last blocks a lock keeps; 0 for all."""
-        coverage = holder.component.coverage
-        if isinstance(coverage, LastWindow):
-            return -(-coverage.tokens // self.block_size)
-        return 0 if holder.closed else 1
-
     def lock(self, lock: Lock, newly: int) -> None:
         before = self._locked(lock.namespace, lock.holder)
-        lock.covered = set(self.prefixes(full_key(lock.node))[-self.lock_reach(lock.holder) :])
+        lock.covered = set(self.prefixes(full_key(lock.node)))
         held = self._has(lock.namespace, lock.holder).keys()
         assert newly == len((lock.covered - before.keys()) & held)
         self.locks.append(lock)
@@ -320,10 +284,9 @@ class Oracle:
         """The tree has exactly the blocks in the books, and its counters agree."""
         found: dict[Place, dict[Prefix, Units]] = {}
         for node in tree.nodes():
+            names = self.prefixes(full_key(node))[-node.blocks :]
             for holder, address in node.placements.items():
-                names, units = self.named(node, holder), self.units(node, holder, address)
-                if holder.full is not None:
-                    assert holder.full in node.placements
+                units = units_of(address, node.blocks)
                 found.setdefault((node.namespace, holder), {}).update(zip(names, units, strict=True))
         assert found == {place: blocks for place, blocks in self.held.items() if blocks}
         for holder in holders:

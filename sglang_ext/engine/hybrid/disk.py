@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_ext.engine.hybrid.components import Flags
 from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
-from sglang_ext.radix_global.components import Flags
 from sglang_ext.tiered_store.dram.arena import BlockIds
 from sglang_ext.tiered_store.loading.loader import Load, Loader
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sglang_ext.radix_global.components import Flags
+from sglang_ext.engine.hybrid.components import Flags
 from sglang_ext.tiered_store.dram.arena import BlockIds, DramArena
 
 Name = bytes

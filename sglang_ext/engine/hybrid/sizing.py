@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_ext.radix_global.components import AtSnapshot, Component, LastWindow
+from sglang_ext.engine.hybrid.components import AtSnapshot, Component, LastWindow
 
 TURN_TOKENS = 1024
 """Tokens that a turn of a conversation adds, on average."""

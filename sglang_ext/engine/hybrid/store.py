@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.engine.hybrid.components import FULL, Component, Flags, resume_points
 from sglang_ext.engine.hybrid.disk import ComponentDisk, Read
 from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR, BlockIds, of_blocks
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.radix_global.components import FULL, Component, Flags, resume_points
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,10 +238,8 @@ class HybridStore:
 
     def _needed(self, component: Component, names: Sequence[Name]) -> Sequence[Name]:
         """The blocks of a component that a resume at the end of these needs."""
-        locked = component.coverage.locked_blocks(self.block_tokens)
-        if locked is None:
-            return names
-        return names[-max(1, locked) :]
+        needed = component.coverage.blocks(self.block_tokens)
+        return names if needed is None else names[-needed:]
 
     def ready(self, handle: Hashable) -> bool:
         """Whether nothing is read for a request any more, on every rank."""

@@ -437,12 +437,12 @@ class LayerGate:
 
     @property
     def consumer_index(self) -> int:
-        """The ticket, negative if the batch waits for nothing. SGLang reads it before it copies the recurrent
-        state of a request, and then waits for the last layer that has one."""
+        """The ticket, negative if the batch waits for nothing. SGLang reads it before it replays a prefill as
+        one CUDA graph."""
         return self._ticket
 
     def wait_until(self, layer: int) -> None:
-        """Return when ``layer`` may be read. Layers count from the rank's first (`components.LayerMap`)."""
+        """Return when ``layer`` may be read. Layers count from the rank's first."""
         if self._ticket != NOTHING_TO_WAIT_FOR:
             self._mover.wait_layer(self._ticket, layer)
 

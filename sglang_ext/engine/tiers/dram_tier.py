@@ -256,7 +256,7 @@ class DramTier:
     @property
     def evicted(self) -> int:
         """Blocks that were evicted, since the start."""
-        return self.ledger.evicted[self._dram]
+        return self.ledger.evicted[Tier.DRAM]
 
     # -- whole ----------------------------------------------------------------------------------
 

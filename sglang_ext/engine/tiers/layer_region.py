@@ -72,7 +72,7 @@ class LayerRegion:
         self.n_layers = layout.n_layers
         self._layout = layout
         self._tokens = layout.block_tokens
-        hbm_blocks = self._ledger.tier_at(Tier.HBM).n_blocks
+        hbm_blocks = self._ledger.tiers[Tier.HBM].n_blocks
         most = int(hbm_blocks * MOST_OF_HBM)
         self.limit = most if limit is None else min(limit // layout.block_bytes, most)
         """Blocks of HBM that it may take."""
@@ -81,7 +81,7 @@ class LayerRegion:
         """Layers of each session that are held even if loading them is fast."""
         self._lives = lives
         self._strips: list[Strip] = []
-        self.cells = CellIndex(self.strip_blocks, self._ledger.tier_at(Tier.DRAM).n_blocks)
+        self.cells = CellIndex(self.strip_blocks, self._ledger.tiers[Tier.DRAM].n_blocks)
         self.counters = RegionCounters()
 
     @staticmethod

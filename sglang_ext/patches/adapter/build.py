@@ -46,7 +46,7 @@ from sglang_ext.patches.adapter.build_transfers import (
 )
 from sglang_ext.patches.adapter.building import Builders, Building, uses_adapters
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead
-from sglang_ext.patches.adapter.hbm import EnginePool, layer_map
+from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.pd.pd_setup import settings_of
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import (
@@ -156,7 +156,7 @@ def _write_down(build: Building) -> WriteDown | None:
         observer=observer,
         pressure=pressure_policy_by_name(config.pressure_policy),
     )
-    gate = LayerGate(mover, layer_map([build.pool]).n_layers)
+    gate = LayerGate(mover, build.pool.geometry.n_layers)
     build.kvcache.register_layer_transfer_counter(gate)
     behind = build.kvcache.layer_num
     for pool in build.drafts.pools:
@@ -357,7 +357,7 @@ def _mover_for(ctx: TreeCacheBuildContext, pool: EnginePool, arena: DramArena) -
     device = pool.device
     if device.type == "cpu":
         warmup()
-        return ThreadMover(PoolCopier(pool.geometry, arena), layer_map([pool]).n_layers)
+        return ThreadMover(PoolCopier(pool.geometry, arena), pool.geometry.n_layers)
     if device.type == "cuda":
         return CudaMover(pool.planes, arena, ctx.tp_worker.model_runner.forward_stream)
     raise ConfigError(

@@ -1,8 +1,7 @@
 """SGLang's KV pools as planes: the engine's memory as tiers and transfers see it.
 
-A model has one pool per component (`radix_global.components`). The models served today have one component:
-the pool of the model, and those of its draft models, which use the same slots. The layers of the drafts are
-numbered after those of the model, and their KV is in the same blocks.
+These are the pool of the model, and those of its draft models, which use the same slots. The layers of the
+drafts are numbered after those of the model, and their KV is in the same blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from sglang_ext.geometry import (
     PlaneKind,
     Shard,
 )
-from sglang_ext.radix_global.components import FULL, Component, LayerMap, RowMap, slot_rows
 
 
 def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
@@ -103,17 +101,13 @@ class Drafts:
 
 @dataclass(frozen=True)
 class EnginePool:
-    """One rank's pool of a component: tiers have it in blocks, transfers in pages.
+    """One rank's pool: tiers have it in blocks, transfers in pages.
 
-    planes: as ``pool_planes`` returns them. geometry: in blocks. layers: the model layers, in the order of
-    the planes. rows: maps the engine's token slots to rows of this pool.
+    planes: as ``pool_planes`` returns them. geometry: in blocks.
     """
 
     planes: list[list[torch.Tensor]]
     geometry: Geometry
-    layers: tuple[int, ...]
-    component: Component = FULL
-    rows: RowMap = slot_rows
 
     @staticmethod
     def of(
@@ -141,8 +135,7 @@ class EnginePool:
             tp_size=parallel.attn_tp_size,
             model_kv_heads=model_config.get_total_num_kv_heads(),
         )
-        first = kvcache.start_layer
-        return EnginePool(planes, geometry, tuple(range(first, first + len(planes))))
+        return EnginePool(planes, geometry)
 
     @property
     def device(self) -> torch.device:
@@ -162,13 +155,6 @@ class EnginePool:
         tensors = [plane for layer in self.planes for plane in layer]
         memory = [MemoryRange(each.data_ptr(), each.nbytes, self.kind, keep=each) for each in tensors]
         return PoolSpec.of_geometry(name, self.pages, memory, lease_budget=self.geometry.slots)
-
-
-def layer_map(pools: Sequence[EnginePool]) -> LayerMap:
-    """The components of each of a rank's layers. Each layer is in at least one of the pools."""
-    named = [layer for pool in pools for layer in pool.layers]
-    layers = {pool.component: pool.layers for pool in pools}
-    return LayerMap.of(layers, min(named), max(named) - min(named) + 1)
 
 
 def _unsupported(what: str) -> ConfigError:

@@ -82,7 +82,7 @@ class GivesBackTheWrongHalf(Store):
 
     def _commit(self, reservation: Reservation, blocks: int, onward: bool) -> Committed | None:
         if 0 < blocks < reservation.blocks:
-            tier = self.ledger.tiers[reservation.holder]
+            tier = self.ledger.tiers[reservation.tier]
             places = reservation.places
             filled = tier.part(places, 0, blocks)
             reservation.places = tier.join([tier.part(places, blocks, reservation.blocks), filled])
@@ -94,7 +94,7 @@ class LocksAtTheEnd(Ledger):
 
     def close(self, reservation: Reservation, blocks: int) -> None:
         if reservation.parent is not None:
-            self.tree.lock(reservation.parent, reservation.holder)
+            self.tree.lock(reservation.parent, self.tiers[reservation.tier].holder)
         super().close(reservation, blocks)
 
 
@@ -109,7 +109,7 @@ class LosesWhatIsContinued(Store):
     def reserve_behind(self, level: Tier, *args: Any, **options: Any) -> Any:
         reservation = super().reserve_behind(level, *args, **options)
         if isinstance(reservation, Reservation) and reservation.parent is not None:
-            self.tree.unlock(reservation.parent, reservation.holder)
+            self.tree.unlock(reservation.parent, self.ledger.tiers[reservation.tier].holder)
         return reservation
 
 

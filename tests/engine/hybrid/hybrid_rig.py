@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_ext.engine.hybrid.components import FULL, Component, LastWindow
 from sglang_ext.engine.hybrid.disk import ComponentDisk
 from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
 from sglang_ext.engine.hybrid.store import HybridStore, Rows, StoredComponent
@@ -16,7 +17,6 @@ from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import ThreadMover
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.patches.adapter.hybrid.pools import STATE, ComponentPool
-from sglang_ext.radix_global.components import FULL, Component, LastWindow
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.loader import Loader

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hybrid_rig import COMPONENTS, PAGE, STATE, WINDOW, Rig, Tokens, names_of, pages
 
+from sglang_ext.engine.hybrid.components import FULL
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
-from sglang_ext.radix_global.components import FULL
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier

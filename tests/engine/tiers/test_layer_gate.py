@@ -88,8 +88,8 @@ def test_the_pools_of_sglang_ask_with_the_local_layer() -> None:
     check_pool_asks(mla, [mla.get_key_buffer, mla.get_value_buffer])
 
 
-def test_the_ticket_is_readable_where_states_are_copied() -> None:
-    """SGLang reads the ticket before it copies a recurrent state, and waits if it is not negative."""
+def test_the_ticket_is_readable_before_a_graph_is_replayed() -> None:
+    """SGLang reads the ticket then, and waits for the last layer if it is not negative."""
     gate = LayerGate(RecordingMover(), LAYERS)
     assert gate.consumer_index < 0
     gate.set_consumer(3)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component
 from sglang_ext.engine.hybrid.memory import Name
 from sglang_ext.engine.hybrid.store import HybridStore, Rows
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import BLOCK_KEY_BYTES
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
-from sglang_ext.radix_global.components import FULL, AtSnapshot, Component
 
 
 def page_names(hashes: Sequence[str]) -> list[Name]:

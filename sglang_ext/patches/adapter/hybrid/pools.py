@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, LastWindow
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.patches.adapter.admission import FLAG
 from sglang_ext.patches.adapter.hbm import pool_planes
-from sglang_ext.radix_global.components import FULL, AtSnapshot, Component, LastWindow
 
 STATE = Component("state", AtSnapshot())
 
