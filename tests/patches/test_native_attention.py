@@ -17,7 +17,10 @@ STOCK = {
     name: getattr(TorchNativeAttnBackend, name)
     for name in (native_attention._EXTEND, native_attention._DECODE)
 }
-BACKEND = SimpleNamespace(_make_sliding_window_mask=TorchNativeAttnBackend._make_sliding_window_mask)
+BACKEND = SimpleNamespace(
+    _make_sliding_window_mask=TorchNativeAttnBackend._make_sliding_window_mask,
+    use_sliding_window_kv_pool=False,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def test_the_results_are_sglangs_own(
     assert native_attention.applied()
     got = given.attend(sliding_window_size=window)
     assert not got.isnan().any()
-    if len(got) == len(given.lengths):
+    if len(got) == len(given.lengths) and window is None:
         assert torch.equal(got, expected), "decoding is the same product"
     bits = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}[shape.dtype]
     torch.testing.assert_close(got, expected, atol=bits, rtol=0.0)

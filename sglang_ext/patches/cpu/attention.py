@@ -7,6 +7,10 @@ hit is worth far less than on a GPU, whose backends do not do this. Ours attends
 And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing, which copies at a
 fifth of the rate that ``index_select`` reaches on a CPU.
 
+Layers with a sliding window may have a pool of their own, with slots of its own. SGLang's two methods read it
+at the slots of the other layers, though it was written at its own: they read other tokens' KV, or past its
+end, which ends the server. Ours read where it was written, and no token that the window has left behind.
+
 Keys, values and the mask of each query are the same; results differ by rounding at most (a few 1e-7 in
 float32: how many queries are multiplied at once decides that, as it does in SGLang between a hit and a miss).
 Encoders and cross-attention stay SGLang's own, and so does attention on other devices.
@@ -53,17 +57,19 @@ def _ours(stock: Method, *, extends: bool) -> Method:
             return stock(*args, **options)
         lengths = given.seq_lens.tolist()
         fresh = given.extend_seq_lens.tolist() if extends else [1] * len(lengths)
-        window = given.sliding_window_size
-        masks = extends or (window is not None and window > -1)
+        window = -1 if given.sliding_window_size is None else given.sliding_window_size
         start = 0
         for row, length, new in zip(given.req_pool_indices.tolist(), lengths, fresh, strict=True):
-            tokens, end = given.req_to_token[row, :length], start + new
+            prefix, end = length - new, start + new
+            # The first token that the first query sees.
+            first = max(prefix - window, 0) if window > -1 else 0
+            tokens = _slots(given.self, given.req_to_token[row, first:length], window)
             _attend(
                 given.query[start:end],
                 given.output[start:end],
                 _gathered(given.k_cache, tokens, given.query.dtype),
                 _gathered(given.v_cache, tokens, given.query.dtype),
-                _mask(given.self, new, length, length - new, window) if masks else None,
+                _mask(given.self, new, length - first, prefix - first, window) if extends else None,
                 given.scaling,
                 given.enable_gqa,
             )
@@ -74,14 +80,22 @@ def _ours(stock: Method, *, extends: bool) -> Method:
     return run
 
 
+def _slots(backend: Any, tokens: torch.Tensor, window: int) -> torch.Tensor:
+    """A request's slots in the pool of a layer, from those in the pool of layers without a window."""
+    if window > -1 and backend.use_sliding_window_kv_pool:
+        slots: torch.Tensor = backend.token_to_kv_pool.translate_loc_from_full_to_swa(tokens)
+        return slots
+    return tokens
+
+
 def _gathered(pool: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A request's tokens, gathered from a pool (slots, heads, size), as (heads, tokens, size)."""
     return pool.index_select(0, tokens).to(dtype).movedim(0, 1)
 
 
-def _mask(backend: Any, new: int, length: int, prefix: int, window: int | None) -> torch.Tensor | str | None:
-    """The keys that each new query sees: ``"causal"`` where the queries are all of the prompt's."""
-    if window is not None and window > -1:
+def _mask(backend: Any, new: int, length: int, prefix: int, window: int) -> torch.Tensor | str:
+    """The keys that each new query sees: ``"causal"`` where there are no keys before the first query's."""
+    if window > -1:
         mask: torch.Tensor = backend._make_sliding_window_mask(
             q_len=new,
             kv_len=length,
@@ -134,12 +148,14 @@ def applied() -> bool:
 
 PATCH = Patch(
     name=_NAME,
-    summary="torch_native attends with the new tokens' queries only, and gathers keys and values faster",
+    summary="torch_native attends with new tokens' queries only, and reads windows where they were written",
     scope=Scope.CPU,
     targets=(
         f"{_CLASS}.{_EXTEND}",
         f"{_CLASS}.{_DECODE}",
         f"{_CLASS}._make_sliding_window_mask",
+        f"{_CLASS}.init_forward_metadata",
+        "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
     ),
     apply=apply,
     applied=applied,
