@@ -1,5 +1,6 @@
-"""Further kinds of tiny models: experts (MoE), latent attention with experts, and sliding windows of which
-SGLang keeps all KV. Each is the part of a config.json that tells it from others, and its layers' weights.
+"""Further kinds of tiny models: experts (MoE), latent attention with experts, and sliding windows, of which
+SGLang keeps all KV, or that of the last tokens only. Each is the part of a config.json that tells it from
+others, and its layers' weights.
 """
 
 from __future__ import annotations
@@ -114,33 +115,62 @@ KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "olmo3",
         {**_WINDOWS, "rope_scaling": None},
     ),
+    "tiny-spark": (
+        "Spark 2.5, sliding windows of which SGLang keeps the last tokens' KV",
+        "Spark2_5ForCausalLM",
+        "spark2_5",
+        {
+            **_WINDOWS,
+            "sliding_window": 32,
+            "is_hybrid_swa": True,
+            "hybrid_layer_pattern": [1, 0] * 2,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10_000.0}
+                for kind in ("sliding_attention", "full_attention")
+            },
+            "headwise_attn_output_gate": True,
+        },
+    ),
 }
 """Name: summary, architecture, model type, and the fields of config.json that other models lack."""
 
-_FOUR_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+_FOUR_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 _NORMS = {
     "gemma2": _FOUR_NORMS,
     "gemma3_text": _FOUR_NORMS,
-    "olmo3": ("post_attention", "post_feedforward"),
-    "falcon_h1": ("input", "pre_ff"),
+    "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "falcon_h1": ("input_layernorm", "pre_ff_layernorm"),
+    "lfm2": ("operator_norm", "ffn_norm"),
 }
-FINAL_NORMS = {"falcon_h1": "model.final_layernorm"}
+FINAL_NORMS = {"falcon_h1": "model.final_layernorm", "lfm2": "model.embedding_norm"}
 """Model type: the norm in front of the output layer, where it is not ``model.norm``."""
 
 
 def norms(config: dict[str, Any], prefix: str) -> Shapes:
     """Weights of the norms around attention and feed-forward of a layer."""
     for name in _NORMS.get(config["model_type"], _FOUR_NORMS[:2]):
-        yield f"{prefix}{name}_layernorm.weight", (config["hidden_size"],)
+        yield f"{prefix}{name}.weight", (config["hidden_size"],)
 
 
 def head_norms(config: dict[str, Any], prefix: str) -> Shapes:
     """Weights of the norms of queries and keys, where a model has them."""
     head, model_type = config["head_dim"], config["model_type"]
     whole = model_type == "olmo3"  # over all heads at once
-    if whole or model_type in ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text"):
+    if whole or model_type in ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text", "lfm2"):
+        norm = "layernorm" if model_type == "lfm2" else "norm"
         for name, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
-            yield f"{prefix}{name}_norm.weight", (heads * head if whole else head,)
+            yield f"{prefix}{name}_{norm}.weight", (heads * head if whole else head,)
+
+
+def spark_attention(config: dict[str, Any], prefix: str) -> Shapes:
+    """Weights of an attention whose projections are one, with a gate for each head."""
+    hidden, head, heads = config["hidden_size"], config["head_dim"], config["num_attention_heads"]
+    yield prefix + "q_k_v_proj.weight", ((heads + 2 * config["num_key_value_heads"]) * head, hidden)
+    yield prefix + "g_proj.weight", (heads, hidden)
+    yield prefix + "out_proj.weight", (hidden, heads * head)
 
 
 def _dense(prefix: str, hidden: int, inner: int, names: tuple[str, str, str]) -> Shapes:
@@ -159,7 +189,9 @@ def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
         0,
     )
     if not experts or layer < config.get("first_k_dense_replace", 0):
-        part = "feed_forward." if config["model_type"] == "falcon_h1" else "mlp."
+        part = "feed_forward." if config["model_type"] in ("falcon_h1", "lfm2") else "mlp."
+        if config["model_type"] == "lfm2":
+            names = ("w1", "w3", "w2")
         yield from _dense(prefix + part, hidden, inner, names)
         return
     if config["model_type"] == "mixtral":

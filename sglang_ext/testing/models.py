@@ -26,7 +26,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +35,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.testing.encoders import CROSS_ENCODER, bert_shapes
-from sglang_ext.testing.model_kinds import FINAL_NORMS, KINDS, feed_forward, head_norms, norms
-from sglang_ext.testing.state_kinds import STATE_KINDS, has_attention, state_layer
+from sglang_ext.testing.model_kinds import (
+    FINAL_NORMS,
+    KINDS,
+    feed_forward,
+    head_norms,
+    norms,
+    spark_attention,
+)
+from sglang_ext.testing.state_kinds import CONVOLUTION, STATE_KINDS, has_attention, state_layer
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -52,6 +59,8 @@ DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 SEED = 20_240_613
 DEVIATION = 0.08
 RARE_TOKEN_FACTOR = 0.5
+CONVOLUTION_DEVIATION = 0.6
+"""Of weights that sum a few tokens only: with the usual one, a damaged state would go unseen."""
 CONTEXT_LENGTH = 32_768
 _EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -279,7 +288,7 @@ def _llama_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str,
     yield prefix + "q_proj.weight", (gated * queries, hidden)
     yield prefix + "k_proj.weight", (keys, hidden)
     yield prefix + "v_proj.weight", (keys, hidden)
-    yield prefix + "o_proj.weight", (hidden, queries)
+    yield f"{prefix}{'out' if config['model_type'] == 'lfm2' else 'o'}_proj.weight", (hidden, queries)
     if "vision_config" in config:  # Qwen2's attention has biases
         yield prefix + "q_proj.bias", (queries,)
         yield prefix + "k_proj.bias", (keys,)
@@ -328,6 +337,12 @@ def _mla_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, t
     yield prefix + "o_proj.weight", (hidden, heads * value)
 
 
+def _attention(config: dict[str, Any]) -> Callable[..., Iterator[tuple[str, tuple[int, ...]]]]:
+    if config["model_type"] == "spark2_5":
+        return spark_attention
+    return _mla_attention if "kv_lora_rank" in config else _llama_attention
+
+
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight, in the order of the layers. Empty for a recipe without weights."""
     if not recipe.has_weights:
@@ -336,7 +351,7 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     if config["model_type"] == "bert":
         return dict(bert_shapes(config))
     hidden = config["hidden_size"]
-    attention = _mla_attention if "kv_lora_rank" in config else _llama_attention
+    attention = _attention(config)
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDINGS: (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -368,7 +383,8 @@ def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     name = _EMBEDDINGS if name == _OUTPUT else name
     # A generator per weight: adding or reordering weights leaves the others as they are.
     generator = np.random.Generator(np.random.PCG64([SEED, zlib.crc32(name.encode())]))
-    values = generator.standard_normal(shape, np.float32) * np.float32(DEVIATION)
+    deviation = CONVOLUTION_DEVIATION if name.endswith(CONVOLUTION) else DEVIATION
+    values = generator.standard_normal(shape, np.float32) * np.float32(deviation)
     if name == _EMBEDDINGS:
         rare = np.ones(len(values), bool)
         rare[list(emitted_ids())] = False

@@ -99,15 +99,32 @@ STATE_KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             },
         },
     ),
+    "tiny-lfm2": (
+        "LFM2, grouped-query attention and short convolutions",
+        "Lfm2ForCausalLM",
+        "lfm2",
+        {
+            **_DENSE,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
 }
 """As `model_kinds.KINDS`."""
+
+CONVOLUTION = ".conv.conv.weight"
+"""How the names of LFM2's convolutions end."""
 
 
 def has_attention(config: dict[str, Any], layer: int) -> bool:
     """Whether a layer keeps KV of its tokens."""
     if "linear_attn_config" in config:
         return layer + 1 in config["linear_attn_config"]["full_attn_layers"]
-    return "layer_types" not in config or config["layer_types"][layer] != "linear_attention"
+    return "layer_types" not in config or config["layer_types"][layer] not in ("linear_attention", "conv")
 
 
 def state_layer(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
@@ -118,6 +135,8 @@ def state_layer(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
         return
     elif config["model_type"] == "kimi_linear":
         yield from _kda(config, prefix + "self_attn.")
+    elif config["model_type"] == "lfm2":
+        yield from _short_conv(config, prefix)
     else:
         yield from _gdn(config, prefix + "linear_attn.")
 
@@ -163,3 +182,11 @@ def _mamba2(config: dict[str, Any], prefix: str) -> Shapes:
         yield prefix + name, (heads,)
     yield prefix + "norm.weight", (inner,)
     yield prefix + "out_proj.weight", (config["hidden_size"], inner)
+
+
+def _short_conv(config: dict[str, Any], prefix: str) -> Shapes:
+    """A short convolution between two gates."""
+    hidden = config["hidden_size"]
+    yield prefix + "conv.in_proj.weight", (3 * hidden, hidden)
+    yield prefix.removesuffix(".") + CONVOLUTION, (hidden, 1, config["conv_L_cache"])
+    yield prefix + "conv.out_proj.weight", (hidden, hidden)

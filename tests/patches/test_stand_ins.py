@@ -101,6 +101,7 @@ def test_what_the_user_has_set_stays() -> None:
     environment = {"SGLANG_USE_CPU_ENGINE": "0"}
     runtime.prepare_process(environment)
     assert environment["SGLANG_USE_CPU_ENGINE"] == "0"
+    assert environment[runtime.CONVOLUTION_STATES] == "float32"
     assert runtime.active(environment)
     assert not runtime.active({})
 

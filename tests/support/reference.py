@@ -39,15 +39,16 @@ class Reference:
         """Greedy answer of `length` tokens to token ids: its ids and their log probabilities.
 
         Args:
-            state_factor: by which the recurrent states behind the prompt are multiplied, to damage them.
+            state_factor: by which all states behind the prompt are multiplied, to damage them.
         """
         tokens: list[int] = []
         logprobs: list[float] = []
         with self._torch.no_grad():
             out = self._model(self._torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
             for layer in out.past_key_values.layers:
-                for state in getattr(layer, "recurrent_states", {}).values():
-                    state.mul_(state_factor)
+                for kind in ("recurrent_states", "conv_states"):
+                    for state in filter(self._torch.is_tensor, getattr(layer, kind, {}).values()):
+                        state.mul_(state_factor)
             while True:
                 scores = self._torch.log_softmax(out.logits[0, -1], -1)
                 tokens.append(int(scores.argmax()))

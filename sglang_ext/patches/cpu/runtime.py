@@ -17,7 +17,16 @@ that request stopped all others for seconds, and ended the server where there is
 COMPILING_FLAG = "--enable-torch-compile"
 """SGLang's, with which it compiles the model before it is ready."""
 
-ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", COMPILING: "1"}
+CONVOLUTION_STATES = "SGLANG_MAMBA_CONV_DTYPE"
+"""The type of the states of short convolutions. SGLang's default is bfloat16 whatever the model's type is: a
+float32 model would answer otherwise behind a state from the cache than behind the same tokens computed. In
+float32 a state is exact for every type."""
+
+ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    COMPILING: "1",
+    CONVOLUTION_STATES: "float32",
+}
 """Environment of a CPU server; variables that the user has set stay."""
 
 NCCL_LIBRARY = "SGLANG_NCCL_SO_PATH"

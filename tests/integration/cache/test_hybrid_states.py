@@ -2,8 +2,8 @@
 was reused, on how a prompt was cut into chunks, or on the batch.
 
 SGLang keeps a state at the end of each request (``no_buffer``), so that the next turn of a conversation finds
-it. Convolutions keep their inputs in bfloat16 by default, so that a state that is taken up again differs by
-their rounding from one that was computed in one go; here they keep float32.
+it. The CPU runtime keeps the inputs of convolutions in float32: in SGLang's bfloat16, a state that is taken
+up again would differ by their rounding from one that was computed in one go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.integration
 
 CHUNK = 128
 ANSWER_TOKENS = 12
-MODELS = ("tiny-gdn", *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mamba2", "tiny-kda")))
+MODELS = (
+    *("tiny-gdn", "tiny-lfm2"),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mamba2", "tiny-kda")),
+)
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
@@ -37,7 +40,7 @@ def server(request: pytest.FixtureRequest, get_server: GetServer) -> ServerProce
                 *("--page-size", "1", "--max-total-tokens", "8192", "--max-running-requests", "8"),
                 *("--chunked-prefill-size", str(CHUNK)),
             ),
-            environment={"SGLANG_MAMBA_CONV_DTYPE": "float32", **STRICT},
+            environment=STRICT,
         )
     )
 
