@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.seams import current
 
 SMALL = Settings(new_token_ratio=0.05)
@@ -42,11 +43,30 @@ PAGED = Settings(chunk=48, new_token_ratio=0.05)
 MakeCache = Callable[[CacheInitParams], UnifiedRadixCache]
 
 
+class Below(Protocol):
+    """Memory below HBM."""
+
+    def settle(self) -> None:
+        """Wait for all copies."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+    def check(self, rank: HybridRank) -> None:
+        """Compare what it has with the oracle."""
+
+
+MakeBelow = Callable[[HybridPools, UnifiedRadixCache], Below]
+
+
 class HybridScheduler(SimulatedScheduler):
     """The scheduler's loop for models with windows or states."""
 
     def __init__(self, pools: Any, cache: Any, gate: Any, settings: Settings) -> None:
         super().__init__(pools, cache, gate, settings)
+        self.ours = isinstance(cache, HybridRadixCache)
+        if self.ours:
+            cache.meet(self)
         self.always_tries = bool(pools.kind.window)
         self._wrong: dict[Req, WrongKvError] = {}
         self.reused = 0
@@ -59,27 +79,43 @@ class HybridScheduler(SimulatedScheduler):
         processor |= {"tree_cache": cache, "req_to_token_pool": pools.requests}
         self._results_of_sglang = SchedulerBatchResultProcessor(**processor)
 
-    # What a cache of SGLang's kind has no calls for.
+    # What SGLang's own cache has no calls for.
 
     @property
     def _uses_storage(self) -> bool:
-        return False
+        return self.ours and super()._uses_storage
 
     def change_weights(self) -> None:
-        """SGLang flushes its caches for new weights; `flush` is drawn on its own."""
+        """Traffic does not change weights: SGLang flushes its own cache for new ones, and `flush` is drawn by
+        itself."""
 
     def _prefill_ended(self) -> None:
-        pass
+        if self.ours:
+            super()._prefill_ended()
 
     def _prefill_begins(self, batch: ScheduleBatch) -> None:
-        pass
+        if self.ours:
+            loads = batch.hicache_consumer_index != -1
+            lengths = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+            self.cache.prefill_begins(lengths, loads=loads)
+            self.cache.pass_begins(batch.reqs)
 
     def _wait_for_all_layers(self) -> None:
         for layer, _, _ in self.pools.layers:
             self.pools.read(layer)
 
     def _pass_counts(self, batch: ScheduleBatch) -> bool:
-        return True
+        return not self.ours or super()._pass_counts(batch)
+
+    # As SGLang names them.
+
+    @property
+    def running_batch(self) -> ScheduleBatch:
+        return self.running
+
+    @property
+    def chunked_req(self) -> Req | None:
+        return self.chunked
 
     # What SGLang does for states.
 
@@ -136,8 +172,7 @@ class HybridScheduler(SimulatedScheduler):
 
     def _run(self, batch: ScheduleBatch) -> list[int]:
         tokens = super()._run(batch)
-        failed = self.cache.finish_external_linker_loads(batch.reqs)
-        if self.chunked in failed:
+        if not self.ours and self.chunked in self.cache.finish_external_linker_loads(batch.reqs):
             self._pending_chunked_abort = self.chunked
         wrong, self._wrong = self._wrong, {}
         for req, error in wrong.items():
@@ -239,7 +274,7 @@ class HybridRank:
 
     Args:
         make_cache: makes the cache under test over the pools.
-        make_linker: makes SGLang's linker to memory below HBM; None without such memory.
+        make_below: attaches memory below HBM to the cache; None without such memory.
     """
 
     def __init__(
@@ -247,7 +282,7 @@ class HybridRank:
         scenario: HybridScenario,
         *,
         make_cache: MakeCache = UnifiedRadixCache,
-        make_linker: Callable[[HybridPools], Any] | None = None,
+        make_below: MakeBelow | None = None,
     ) -> None:
         self.scenario = scenario
         self._settings = ExitStack()
@@ -263,8 +298,8 @@ class HybridRank:
         )
         self.cache = make_cache(self.pools.params())
         gate = None
-        if make_linker is not None:
-            self.cache.init_cache_linker(make_linker(self.pools))
+        self.below = None if make_below is None else make_below(self.pools, self.cache)
+        if self.below is not None:
             gate = self.cache.linker.layer_done_counter
             self.pools.register(gate)
         self.look_inside = scenario.tree_core == "python"
@@ -317,6 +352,9 @@ class HybridRank:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.cache.release_host_resources()
+        if self.below is not None:
+            self.below.close()
         self._settings.close()
 
     def step(self) -> None:
@@ -340,6 +378,8 @@ class HybridRank:
 
     def settle(self) -> None:
         """Let everything end that is being copied below HBM."""
+        if self.below is not None:
+            self.below.settle()
         while self.cache.linker is not None and self.cache.linker.pending_offloads:
             self.cache.check_hicache_events()
 
@@ -367,6 +407,8 @@ class HybridRank:
         if self.look_inside:
             for node, chain in self.nodes():
                 self._compare(node, np.array(chain, np.uint64))
+            if self.below is not None:
+                self.below.check(self)
         # Free slots hold garbage from here on, so that a read of them cannot go unnoticed.
         for component, oracle in self.pools.oracles.items():
             oracle.spoil(self.pools.free(component))

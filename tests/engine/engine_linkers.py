@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import torch
 from engine_hybrid_pools import FULL, MAMBA, SWA, HybridPools
+from engine_hybrids import HybridRank, MakeBelow
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 COMPONENTS = {PoolName.KV: FULL, PoolName.SWA: SWA, PoolName.MAMBA: MAMBA}
 
@@ -160,3 +163,25 @@ class DictLinker(UnifiedCacheLinker):
         for name, _ in self.store:
             kept[name.value] = kept.get(name.value, 0) + 1
         return f"DictLinker({kept}, {len(self._offloads)} to save, {len(self._loading)} loading)"
+
+
+class DictBelow:
+    """A `DictLinker` below a cache."""
+
+    def __init__(self, pools: HybridPools, cache: UnifiedRadixCache, **options: Any) -> None:
+        self.linker = DictLinker(pools, **options)
+        cache.init_cache_linker(self.linker)
+
+    def settle(self) -> None:
+        """The cache waits for its offloads."""
+
+    def close(self) -> None:
+        """The cache closes its linker."""
+
+    def check(self, rank: HybridRank) -> None:
+        """What it has is compared when it is loaded."""
+
+
+def dictionary(**options: Any) -> MakeBelow:
+    """Puts a `DictLinker` below a cache."""
+    return lambda pools, cache: DictBelow(pools, cache, **options)

@@ -167,7 +167,7 @@ class SimulatedScheduler:
     def _prefetch_kvcache(self, req: Req) -> None:
         """With storage below the host."""
         if self._uses_storage:
-            req.init_next_round_input(self.cache)
+            req.init_next_round_input(self.cache, cow_mamba=False)
             matched = current.prefix_tokens(req) + req.host_hit_length
             tokens = req.full_untruncated_fill_ids
             self.cache.prefetch_from_storage(

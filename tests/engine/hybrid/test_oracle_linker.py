@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_hybrids import FULL, MAMBA, SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
-from engine_linkers import DictLinker
+from engine_linkers import DictLinker, dictionary
 from engine_pools import WrongKvError
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
@@ -28,7 +28,7 @@ PROMPT = [at % 5 for at in range(64)]
 
 
 def linked(scenario: HybridScenario, seed: int = 0, **options: Any) -> HybridRank:
-    return HybridRank(scenario, make_linker=lambda pools: DictLinker(pools, seed=seed, **options))
+    return HybridRank(scenario, make_below=dictionary(seed=seed, **options))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

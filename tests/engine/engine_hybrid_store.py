@@ -1,0 +1,133 @@
+"""Our store below SGLang's own tree: DRAM and a disk for each component of a model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from engine_hybrid_pools import FULL, MAMBA, SWA, HybridPools
+from engine_hybrids import HybridRank, MakeBelow
+from engine_movers import HandMover
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_ext.engine.hybrid.disk import ComponentDisk
+from sglang_ext.engine.hybrid.memory import ComponentMemory
+from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.mover import Mover, ThreadMover
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.weights import Weights
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_names
+from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
+from sglang_ext.testing.tiers import FaultyTier, MemoryTier
+from sglang_ext.tiered_store.copy import PoolCopier
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.loading.loader import Loader
+from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
+from sglang_ext.tiered_store.tier import BlockTier
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How our store is built.
+
+    Args:
+        full, other: blocks of DRAM for the KV of all tokens, and for each other component.
+        disk: blocks of a disk of each component; 0 without.
+        faults: the share of the disk's calls that fail.
+        threaded: copies by the real mover instead of one that copies when it has to.
+    """
+
+    full: int = 4000
+    other: int = 4000
+    disk: int = 0
+    faults: float = 0.0
+    threaded: bool = False
+    seed: int = 1
+    """How late copies are, without the real mover."""
+
+
+class StoreBelow:
+    """Our store below `HybridRadixCache`."""
+
+    def __init__(self, pools: HybridPools, cache: UnifiedRadixCache, sizes: Sizes) -> None:
+        assert isinstance(cache, HybridRadixCache)
+        self._sizes = sizes
+        self._ranks = Ranks()
+        self._weights = Weights("weights", lambda: f"weights {self._weights.generation}")
+        self._cache = cache
+        self._loader = Loader(1 << 20)
+        self.tiers: list[BlockTier] = []
+        found = component_pools(pools.params(), cache.sliding_window_size)
+        parts = [self._part(pool, sizes.other if at else sizes.full) for at, pool in enumerate(found)]
+        self.store = HybridStore(parts, pools.kind.page, self._ranks)
+        cache.serve(StoreLinker(self.store, found), self._weights, check=True)
+        self._of_names: dict[tuple[int, bytes], np.ndarray] = {}
+        """The hashes of a page's tokens, by weights and name."""
+
+    def _part(self, pool: ComponentPool, blocks: int) -> StoredComponent:
+        sizes, layout = self._sizes, pool.layout
+        arena = DramArena(layout, blocks * (layout.block_bytes + 8) + 8, pin=False, name=str(pool.component))
+        copier = PoolCopier(pool, arena)
+        mover: Mover = HandMover(copier, layout.n_layers, random.Random(sizes.seed))
+        if sizes.threaded:
+            mover = ThreadMover(copier, layout.n_layers)
+        memory = ComponentMemory(arena)
+        return StoredComponent(pool.component, memory, Copies(mover, self._ranks), self._disk(pool, memory))
+
+    def _disk(self, pool: ComponentPool, memory: ComponentMemory) -> ComponentDisk | None:
+        sizes = self._sizes
+        if not sizes.disk:
+            return None
+        tier: BlockTier = MemoryTier(pool.layout, sizes.disk)
+        if sizes.faults:
+            tier = FaultyTier(tier, seed=5, rate=sizes.faults)
+        self.tiers.append(tier)
+        writer = WriteBehind(tier, backlog_bytes=1 << 20, lag=LagPolicy.SKIP)
+        return ComponentDisk(memory, tier, self._loader, self._namespace, writer)
+
+    def _namespace(self) -> bytes | None:
+        return None if self._weights.moving else self._weights.generation.to_bytes(16, "big")
+
+    def settle(self) -> None:
+        self.store.settle()
+
+    def close(self) -> None:
+        """The store is closed by its cache."""
+        self._loader.close()
+
+    def check(self, rank: HybridRank) -> None:
+        """All blocks in DRAM of prefixes that the tree has had are right."""
+        self.store.check()
+        page, weights, known = rank.pools.kind.page, rank.scheduler.weights, self._of_names
+        for node, chain in rank.nodes():
+            names = page_names(node.hash_value or ())
+            for back, name in enumerate(reversed(names)):
+                end = len(chain) - back * page
+                known[weights, name] = np.array(chain[end - page : end], np.uint64)
+        for part in self.store.parts.values():
+            component = _PARTS[part.component.name]
+            names = [name for of, name in known if of == weights and name in part.memory]
+            if not names:
+                continue
+            ids = part.memory.take(names)
+            assert ids is not None
+            tokens = 1 if component is MAMBA else page
+            chain = np.concatenate([known[weights, name][-tokens:] for name in names])
+            arena, oracle = part.memory.arena, rank.pools.oracles[component]
+            for layer in range(oracle.layers):
+                for i, plane in enumerate(arena.layout.planes_of(layer)):
+                    what = f"{part.component!r} in DRAM"
+                    oracle.compare_blocks(arena.plane(plane)[ids], chain, layer, i, what)
+            part.memory.unlock(ids)
+
+
+_PARTS = {"full": FULL, "window": SWA, "state": MAMBA}
+
+
+def our_store(**sizes: Any) -> MakeBelow:
+    """Puts our store below `HybridRadixCache`; see `Sizes`."""
+    return lambda pools, cache: StoreBelow(pools, cache, Sizes(**sizes))

@@ -1,0 +1,188 @@
+"""Windows and states in our store below SGLang's own tree: DRAM and a disk for each component.
+
+After each pass, besides the checks of `test_oracle_hybrids`: every block in DRAM of a prefix that the tree
+has had equals the oracle's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_hybrid_store import StoreBelow, our_store
+from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
+from engine_pools import WrongKvError
+from engine_scheduler import SimulatedScheduler
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from test_oracle_matches import KINDS, same_matches
+
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
+
+WINDOW = HybridScenario("window", HybridKind(window=32), window_tokens=200)
+PAGED = HybridScenario("window, page 16", HybridKind(window=32, page=16), 480, window_tokens=256)
+STATES = HybridScenario("states", HybridKind(states=14))
+BOTH = HybridScenario("window and states", HybridKind(window=32, states=24), window_tokens=240)
+PROMPT = [at % 5 for at in range(64)]
+
+
+def stored(scenario: HybridScenario, **sizes: Any) -> HybridRank:
+    return HybridRank(scenario, make_cache=HybridRadixCache, make_below=our_store(**sizes))
+
+
+def store_of(rank: HybridRank) -> StoreBelow:
+    assert isinstance(rank.below, StoreBelow)
+    return rank.below
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_every_row_that_a_model_reads_is_right(scenario: HybridScenario) -> None:
+    with stored(scenario, full=600, other=400, disk=4000) as rank:
+        drive(rank, seed=2, steps=100)
+        assert len(rank.scheduler.finished) > 10
+        assert store_of(rank).store.counters.saved > 0
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "DRAM": {},
+    "little DRAM, a disk": {"full": 120, "other": 60, "disk": 4000},
+    "a small faulty disk, the real mover": {
+        "full": 200,
+        "other": 100,
+        "disk": 300,
+        "faults": 0.1,
+        "threaded": True,
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_every_row_that_a_model_reads_is_right_for_long(
+    scenario: HybridScenario, sizes: str, seed: int
+) -> None:
+    """180 runs, 54,000 passes of the loop."""
+    with stored(scenario, **SIZES[sizes]) as rank:
+        drive(rank, seed=300 + seed, steps=300)
+        assert len(rank.scheduler.finished) > 20
+
+
+def leave_hbm(rank: HybridRank) -> None:
+    """Have `PROMPT` in DRAM, and on disk, and not in HBM."""
+    rank.serve(PROMPT)
+    rank.settle()
+    rank.cache.check_hicache_events()
+    everything = rank.pools.tokens
+    rank.cache.evict(EvictParams(everything, swa_num_tokens=everything, mamba_num=everything))
+    assert not list(rank.nodes())
+
+
+@pytest.mark.parametrize("scenario", [WINDOW, PAGED, STATES, BOTH], ids=str)
+def test_a_prompt_is_found_in_dram(scenario: HybridScenario) -> None:
+    with stored(scenario) as rank:
+        leave_hbm(rank)
+        rank.serve([*PROMPT, 1, 2, 3])
+        assert rank.scheduler.loaded == 64
+
+
+@pytest.mark.parametrize("scenario", [WINDOW, PAGED, STATES, BOTH], ids=str)
+def test_a_prompt_is_found_on_disk(scenario: HybridScenario) -> None:
+    with stored(scenario, disk=4000) as rank:
+        leave_hbm(rank)
+        for part in store_of(rank).store.parts.values():
+            part.memory.clear()
+        rank.serve([*PROMPT, 1, 2, 3])
+        assert rank.scheduler.disk_tokens >= 64
+        assert rank.scheduler.loaded == 64
+
+
+@pytest.mark.parametrize("scenario", [WINDOW, PAGED, STATES, BOTH], ids=str)
+def test_a_prompt_that_was_flushed_is_computed_again(scenario: HybridScenario) -> None:
+    with stored(scenario, disk=4000) as rank:
+        rank.serve(PROMPT)
+        rank.settle()
+        assert rank.scheduler.flush()
+        rank.serve([*PROMPT, 1, 2, 3])
+        assert rank.scheduler.reused == 0
+
+
+def damage(rank: HybridRank, component: str, change: Callable[[np.ndarray], None]) -> None:
+    """Change the blocks of a component in DRAM, in the plane of its last layer.
+
+    change: takes bytes of shape (blocks, ...), the block that was saved last at the end.
+    """
+    part = next(p for p in store_of(rank).store.parts.values() if p.component.name == component)
+    arena = part.memory.arena
+    plane = arena.layout.planes_of(arena.layout.n_layers - 1)[0]
+    names = list(part.memory._blocks)
+    ids = part.memory.take(names)
+    assert ids is not None
+    part.memory.unlock(ids)
+    blocks = arena.plane(plane)[ids]
+    change(blocks)
+    arena.plane(plane)[ids] = blocks
+
+
+def flip_a_bit(blocks: np.ndarray) -> None:
+    blocks.reshape(len(blocks), -1)[0, 3] ^= 1
+
+
+def exchange(blocks: np.ndarray) -> None:
+    """Every block becomes its neighbour: a window row or a state of another time."""
+    blocks[:] = np.roll(blocks, 1, axis=0)
+
+
+DAMAGE: dict[str, tuple[HybridScenario, str, Callable[[np.ndarray], None]]] = {
+    "one bit": (WINDOW, "full", flip_a_bit),
+    "one bit of a model with states": (STATES, "full", flip_a_bit),
+    "stale window rows": (WINDOW, "window", exchange),
+    "stale window pages": (PAGED, "window", exchange),
+    "states of another chunk": (STATES, "state", exchange),
+    "one bit of a state": (BOTH, "state", lambda blocks: flip_a_bit(blocks[-1:])),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_in_dram_is_seen(what: str) -> None:
+    scenario, component, change = DAMAGE[what]
+    with stored(scenario) as rank:
+        leave_hbm(rank)
+        damage(rank, component, change)
+        rank.look_inside = False
+        with pytest.raises(WrongKvError, match="in forward"):
+            rank.serve([*PROMPT, 1, 2, 3])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_match_lengths_are_those_of_sglang(kind: HybridKind) -> None:
+    same_matches(kind, [UnifiedRadixCache, HybridRadixCache], ["python"] * 2, seed=3, operations=1000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_match_lengths_are_those_of_sglang_for_long(kind: HybridKind) -> None:
+    same_matches(kind, [UnifiedRadixCache, HybridRadixCache], ["python"] * 2, seed=4, operations=100_000)
+
+
+@pytest.mark.xfail(
+    raises=WrongKvError,
+    strict=True,
+    reason="`HybridRadixCache` leaves nodes that a request uses in the tree when the weights change",
+)
+@pytest.mark.parametrize("scenario", [WINDOW, STATES], ids=str)
+def test_kv_of_former_weights_is_not_found(scenario: HybridScenario) -> None:
+    """A request that decodes keeps its prompt in HBM while the weights change."""
+    with stored(scenario) as rank:
+        rank.look_inside = False
+        rank.scheduler.submit(list(PROMPT), new_tokens=30)
+        for _ in range(6):
+            rank.step()
+        SimulatedScheduler.change_weights(rank.scheduler)
+        rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=1)
+        rank.run_out()
