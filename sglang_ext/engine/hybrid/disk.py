@@ -101,6 +101,11 @@ class ComponentDisk:
         read.load.result()
         self._memory.unlock(read.ids)
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes in DRAM that wait to be written."""
+        return 0 if self._writer is None else self._writer.pending_bytes
+
     def settle(self) -> None:
         """Wait until everything is written."""
         if self._writer is not None:

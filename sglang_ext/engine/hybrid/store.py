@@ -94,6 +94,8 @@ class HybridCounters:
     """Not saved, because too much of DRAM was locked."""
     loaded: int = 0
     promoted: int = 0
+    unreadable: int = 0
+    """Found on disk, and not read."""
 
 
 class HybridStore:
@@ -276,6 +278,7 @@ class HybridStore:
                     assert part.disk is not None
                     count = part.disk.finish(read)
                     self.counters.promoted += count
+                    self.counters.unreadable += len(read.names) - count
                     if count < len(read.names):
                         promotion.blocks = 0  # one block less, and the resume point is another
         for part in self.parts.values():

@@ -313,9 +313,10 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         # Before the kinds that these are made of.
         (hybrids and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
-        # The keys of an unfinished group are in memory of the request, which no tier keeps.
+        # The keys of an unfinished group are in memory of the request, which no tier keeps. With states, a
+        # prompt is resumed after whole pages, and those after whole groups.
         (
-            facts.is_dsa and facts.index_group > 1,
+            facts.is_dsa and facts.index_group > 1 and (hybrids or not facts.is_hybrid_ssm),
             f"index keys (DSA) for groups of {facts.index_group} tokens",
         ),
         (facts.is_dsa and chosen == TRANSFER_FLAG, "sparse attention with an index cache (DSA)"),

@@ -72,6 +72,13 @@ def _server(test: str) -> Proof:
     return Proof("server", f"integration/{test}")
 
 
+def _resumed(model: str) -> dict[Column, Proof]:
+    """The cells that later turns of conversations prove for a model of the tests with windows or states."""
+    path = "integration/cache/test_hybrid_tiers.py"
+    turns = Proof("server", f"{path}::test_a_restart_goes_on_from_disk[{model}]")
+    return dict.fromkeys(TIERS, turns)
+
+
 # Below SGLang's own tree, which keeps windows and states in HBM.
 _TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys((*TIERS, "TP"), _READ)
 _LATENT_RETURNS: dict[Column, Proof] = {
@@ -165,15 +172,14 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | {"fetch": Proof("oracle", _DSA_FETCH)},
         ),
         "dsa-group": Family(
-            "Latents and an index with a key for several tokens",
-            "GLM-5.3-Flash, which has states too",
-            refusal="(DSA)",
-            way_out=_STOCK,
+            "Latents and an index with a key for several tokens, with states",
+            "GLM-5.3-Flash",
+            _TIERS_AND_TP,
         ),
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
-            _TIERS_AND_TP,
+            _TIERS_AND_TP | _resumed("tiny-gdn"),
         ),
         "dsv4": Family(
             "Compressed latents and windows",

@@ -28,13 +28,17 @@ from sglang_ext.geometry import (
 )
 
 
-def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
+def pool_planes(kvcache: Any, *, by_page: bool = False) -> list[list[torch.Tensor]]:
     """The pool's tensors by local layer: [[k, v], ...] for MHA and GQA, [[latent], ...] for MLA, and
     [[latent, index keys], ...] for DSA, where layers that use the choice of another layer have no index keys.
 
     K and V have shape (slots, heads, head size), latents (slots, 1, latent size), in the dtype of their
     values: SGLang keeps float8 in tensors of bytes, and KV of one kind of float8 must not pass for another's.
     Index keys have shape (slots, bytes of a token); see `PlaneKind.INDEX`.
+
+    Args:
+        by_page: whether only prefixes of whole pages are kept. An index key for several tokens belongs to a
+            page then; otherwise the keys of an unfinished group are in memory of the request.
 
     Raises:
         ConfigError: the pool is of a kind whose rows do not hold the whole KV of a token.
@@ -54,15 +58,14 @@ def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
     if type(kvcache) is MLATokenToKVPool:
         return [[latent.view(dtype)] for latent in kvcache.kv_buffer]
     if type(kvcache) is DSATokenToKVPool:
-        index = _index_planes(kvcache)
+        index = _index_planes(kvcache, by_page=by_page)
         return [[latent.view(dtype), *keys] for latent, keys in zip(kvcache.kv_buffer, index, strict=True)]
     raise _unsupported(f"KV pools of the kind {type(kvcache).__name__}")
 
 
-def _index_planes(kvcache: Any) -> list[list[torch.Tensor]]:
+def _index_planes(kvcache: Any, *, by_page: bool) -> list[list[torch.Tensor]]:
     """The index keys of each layer of a DSA pool, as one row for each slot."""
-    if kvcache.index_kpool != 1:
-        # The keys of an unfinished group are in memory of the request, which no tier keeps.
+    if kvcache.index_kpool != 1 and not by_page:
         raise _unsupported(f"index keys for groups of {kvcache.index_kpool} tokens")
     slots = kvcache.kv_buffer[0].shape[0]
     found: list[list[torch.Tensor]] = []

@@ -27,7 +27,10 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "encoder": ({"is_bidirectional": True}, {"embeds": True}),
     "window": ({"is_hybrid_swa": True}, {"windows": True}),
     "dsa": ({"is_dsa": True, "kv_pool": "DSATokenToKVPool"}, {"latent": True, "experts": True}),
-    "dsa-group": ({"is_dsa": True, "index_group": 4}, {"latent": True, "experts": True}),
+    "dsa-group": (
+        {"is_dsa": True, "index_group": 4, "is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool"},
+        {"latent": True, "experts": True},
+    ),
     "state": ({"is_hybrid_ssm": True}, {"experts": True}),
     "dsv4": ({"is_deepseek_v4": True, "is_hybrid_swa": True}, {"experts": True}),
     "msa": ({"is_minimax_sparse": True, "is_multimodal": True}, {"experts": True}),

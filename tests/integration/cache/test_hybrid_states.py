@@ -38,6 +38,7 @@ def server(request: pytest.FixtureRequest, get_server: GetServer) -> ServerProce
             flags=(
                 *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
                 *("--page-size", "1", "--max-total-tokens", "8192", "--max-running-requests", "8"),
+                *("--max-mamba-cache-size", "32"),
                 *("--chunked-prefill-size", str(CHUNK)),
             ),
             environment=STRICT,

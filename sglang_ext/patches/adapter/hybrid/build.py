@@ -13,6 +13,7 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.numa import place_arena
 from sglang_ext.engine.hybrid.disk import ComponentDisk
 from sglang_ext.engine.hybrid.memory import ComponentMemory
+from sglang_ext.engine.hybrid.metrics import HybridMetrics
 from sglang_ext.engine.hybrid.sizing import shares
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
 from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
@@ -62,7 +63,8 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
     ctx.tp_worker.register_hicache_layer_transfer_counter(counter)
     if hasattr(ctx.params.req_to_token_pool, "register_layer_transfer_counter"):
         ctx.params.req_to_token_pool.register_layer_transfer_counter(counter)
-    cache.serve(linker, build.weights, check=config.check)
+    publish = HybridMetrics(ctx.tp_rank).update if ctx.params.enable_metrics else lambda store, faults: None
+    cache.serve(linker, build.weights, publish=publish, check=config.check)
     logger.info(
         "Cache of a model with windows or states: pages of %d tokens, %s, %s",
         ctx.params.page_size,

@@ -8,7 +8,7 @@ a disk, weight updates, and the calls of `patches/hooks`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -49,13 +49,21 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._promoted_from: dict[CacheRequestHandle, int] = {}
         """Tokens that a request had in memory when its promotion began."""
 
-    def serve(self, linker: StoreLinker, weights: Weights, *, check: bool = False) -> None:
+    def serve(
+        self,
+        linker: StoreLinker,
+        weights: Weights,
+        *,
+        publish: Callable[[HybridStore, Mapping[str, int]], None] = lambda store, faults: None,
+        check: bool = False,
+    ) -> None:
         """Reach a store below HBM. Once, before requests come."""
         self.init_cache_linker(linker)
         self.store, self.weights = linker.store, weights
         self.uses_storage = linker.store.has_disk
         self.faults = CacheFaults(strict=check)
         self._check_when_idle = check
+        self._publish = publish
 
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there."""
@@ -73,6 +81,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.store.ranks.each_pass()
         ended = self.linker.num_completed_offloads()
         self.linker.commit_completed_offloads(self.linker.take_completed_offloads(ended))
+        self._publish(self.store, self.faults.counts)
 
     def ready_to_load_host_cache(self) -> int:
         """Start the loads of a batch; the number that its forward pass waits for."""

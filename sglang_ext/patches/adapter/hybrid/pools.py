@@ -108,7 +108,8 @@ def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPoo
 
 
 def _kv(component: Component, pool: Any, page: int) -> ComponentPool:
-    return ComponentPool(component, [[_bytes(plane) for plane in layer] for layer in pool_planes(pool)], page)
+    layers = [[_bytes(plane) for plane in layer] for layer in pool_planes(pool, by_page=True)]
+    return ComponentPool(component, layers, page)
 
 
 def _state(req_to_token_pool: Any) -> ComponentPool:
