@@ -31,6 +31,7 @@ from sglang_ext.patches.cpu import (
     mamba2,
     mla_attention,
     mla_rope,
+    qwen_operators,
     short_conv,
 )
 from sglang_ext.patches.cpu import (
@@ -96,6 +97,7 @@ PATCHES: tuple[Patch, ...] = (
     gated_norms.PATCH,
     mamba2.PATCH,
     kda.PATCH,
+    qwen_operators.PATCH,
     early_send.PATCH,
     fork_children.PATCH,
     flags.PATCH,

@@ -155,11 +155,14 @@ def norms(config: dict[str, Any], prefix: str) -> Shapes:
         yield f"{prefix}{name}.weight", (config["hidden_size"],)
 
 
+_HEAD_NORMS = ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text", "qwen3_next", "lfm2")
+
+
 def head_norms(config: dict[str, Any], prefix: str) -> Shapes:
     """Weights of the norms of queries and keys, where a model has them."""
     head, model_type = config["head_dim"], config["model_type"]
     whole = model_type == "olmo3"  # over all heads at once
-    if whole or model_type in ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text", "lfm2"):
+    if whole or model_type in _HEAD_NORMS:
         norm = "layernorm" if model_type == "lfm2" else "norm"
         for name, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
             yield f"{prefix}{name}_{norm}.weight", (heads * head if whole else head,)
@@ -203,5 +206,8 @@ def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
         yield prefix + "gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
         yield from _dense(f"{prefix}experts.{expert}.", hidden, width, names)
+    if width := config.get("shared_expert_intermediate_size"):
+        yield from _dense(prefix + "shared_expert.", hidden, width, names)
+        yield prefix + "shared_expert_gate.weight", (1, hidden)
     if config.get("n_shared_experts"):
         yield from _dense(prefix + "shared_experts.", hidden, width * config["n_shared_experts"], names)

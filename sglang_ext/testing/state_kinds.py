@@ -15,6 +15,16 @@ _DENSE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "attn_output_gate": True,
+}
 
 STATE_KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "tiny-gdn": (
@@ -23,19 +33,33 @@ STATE_KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "qwen3_5_text",
         {
             **_DENSE,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "attn_output_gate": True,
+            **_DELTA,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10_000.0,
                 "partial_rotary_factor": 0.25,
             },
+        },
+    ),
+    "tiny-gdn-moe": (
+        "Qwen3-Next, the same layers with shared and routed experts",
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        {
+            **_DENSE,
+            **_DELTA,
+            # The file has the output layer too, equal to the embeddings.
+            "tie_word_embeddings": False,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "partial_rotary_factor": 0.25,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "norm_topk_prob": True,
         },
     ),
     "tiny-mamba2": (
@@ -145,10 +169,14 @@ def _gdn(config: dict[str, Any], prefix: str) -> Shapes:
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = heads * config["linear_value_head_dim"]
-    yield prefix + "in_proj_qkv.weight", (2 * keys + values, hidden)
-    yield prefix + "in_proj_z.weight", (values, hidden)
-    yield prefix + "in_proj_b.weight", (heads, hidden)
-    yield prefix + "in_proj_a.weight", (heads, hidden)
+    if config["model_type"] == "qwen3_next":
+        yield prefix + "in_proj_qkvz.weight", (2 * keys + 2 * values, hidden)
+        yield prefix + "in_proj_ba.weight", (2 * heads, hidden)
+    else:
+        yield prefix + "in_proj_qkv.weight", (2 * keys + values, hidden)
+        yield prefix + "in_proj_z.weight", (values, hidden)
+        yield prefix + "in_proj_b.weight", (heads, hidden)
+        yield prefix + "in_proj_a.weight", (heads, hidden)
     yield prefix + "conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"])
     yield prefix + "dt_bias", (heads,)
     yield prefix + "A_log", (heads,)

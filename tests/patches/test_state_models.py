@@ -11,6 +11,9 @@ import torch
 
 from sglang_ext.patches.cpu import gated_norms
 from sglang_ext.patches.cpu.qwen_operators import (
+    PATCH,
+    fused_gate_sigmoid_mul,
+    fused_gate_sigmoid_mul_add,
     fused_qk_gemma_rmsnorm_cpu,
     fused_qk_gemma_rmsnorm_with_gate_cpu,
     fused_qkvzba_split_reshape_cat_contiguous_cpu,
@@ -74,3 +77,17 @@ def test_the_projections_of_a_gated_delta_layer_are_cut_at_the_heads() -> None:
     assert torch.equal(torch.cat([qkv, z.flatten(1)], dim=1), qkvz)
     assert z.shape == (6, v_heads, v_size)
     assert torch.equal(torch.cat([b, a], dim=1), ba)
+
+
+def test_a_shared_experts_output_is_gated_and_added() -> None:
+    PATCH.apply()
+    PATCH.apply()
+    assert PATCH.applied()
+    hidden, shared, others = torch.randn(3, 5, 16)
+    weight, expected = torch.randn(16), others.clone()
+    for token in range(5):
+        expected[token] += shared[token] * (hidden[token] @ weight).sigmoid()
+    gated = fused_gate_sigmoid_mul(hidden, weight, shared)
+    torch.testing.assert_close(gated, expected - others)
+    fused_gate_sigmoid_mul_add(hidden, weight, shared, others)
+    torch.testing.assert_close(others, expected)

@@ -1,4 +1,13 @@
-"""Operators of ``torch.ops.sgl_kernel`` that SGLang's Qwen3.5 calls on a CPU, in plain torch."""
+"""Operators that SGLang's Qwen models call on a CPU, in plain torch.
+
+Change: a shared expert with a gate (Qwen2-MoE, Qwen3-Next, Qwen3.5-MoE) launches two Triton kernels, which
+refuse without a GPU driver; ours take their place. Those that Qwen3.5 calls in ``torch.ops.sgl_kernel`` are
+in the stand-in (`kernels`).
+
+Why no extension point serves: SGLang calls Triton's on every device but CPUs with AMX.
+
+Can go: when SGLang has a torch form for CPUs without AMX.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, resolve
+
+_NAME = "shared_experts"
+_MODULE = "sglang.srt.models.qwen2_moe"
+_ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
 
 
 def fused_qk_gemma_rmsnorm_cpu(
@@ -67,3 +82,51 @@ QWEN_OPERATORS: dict[str, Callable[..., Any]] = {
         fused_sigmoid_mul_cpu,
     )
 }
+
+
+def fused_gate_sigmoid_mul(
+    hidden_states: torch.Tensor, gate_weight: torch.Tensor, shared_output: torch.Tensor
+) -> torch.Tensor:
+    """The shared expert's output (tokens, hidden) times the sigmoid of its gate; gate_weight: (hidden,)."""
+    gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
+    return (shared_output.float() * gate).to(shared_output.dtype)
+
+
+def fused_gate_sigmoid_mul_add(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """Add the same to the output of the other experts, in place."""
+    final_hidden_states += fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output)
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "fused_gate_sigmoid_mul": fused_gate_sigmoid_mul,
+    "fused_gate_sigmoid_mul_add": fused_gate_sigmoid_mul_add,
+}
+
+
+def apply() -> None:
+    """Put both in the place of SGLang's."""
+    for name, ours in _OURS.items():
+        put_in_place(resolve(_MODULE), name, ours, _NAME)
+
+
+def applied() -> bool:
+    """Whether SGLang's shared experts call ours."""
+    return all(is_in_place(resolve(_MODULE), name, _NAME) for name in _OURS)
+
+
+PATCH = Patch(
+    name=_NAME,
+    summary="shared experts with a gate run without Triton",
+    scope=Scope.CPU,
+    targets=(
+        f"{_ELEMENTWISE}.fused_gate_sigmoid_mul",
+        f"{_ELEMENTWISE}.fused_gate_sigmoid_mul_add",
+    ),
+    apply=apply,
+    applied=applied,
+)

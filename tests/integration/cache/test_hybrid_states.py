@@ -23,10 +23,8 @@ pytestmark = pytest.mark.integration
 
 CHUNK = 128
 ANSWER_TOKENS = 12
-MODELS = (
-    *("tiny-gdn", "tiny-lfm2"),
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mamba2", "tiny-kda")),
-)
+LONG = ("tiny-gdn-moe", "tiny-mamba2", "tiny-kda")
+MODELS = ("tiny-gdn", "tiny-lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG))
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
