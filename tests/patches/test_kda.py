@@ -34,18 +34,21 @@ def test_decays_are_those_of_the_formula_whatever_the_chunk(lower_bound: float |
         assert torch.equal(alone[0, 0], decays[0, token])
 
 
-def test_decode_gives_the_bits_of_prefill() -> None:
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "activated"])
+def test_decode_gives_the_bits_of_prefill(raw: bool) -> None:
+    """SGLang 0.5.21 activates beta before prefill, later releases leave it to the kernel."""
     count = 12
     q, k, v, gate = (draw(1, count, HEADS, SIZE, seed=seed) for seed in range(3, 7))
     beta = draw(1, count, HEADS, seed=7)
     prefilled = draw(4, HEADS, SIZE, SIZE, seed=8)
     decoded = prefilled.clone()
     output = kda.chunk_kda(
-        **{"q": q, "k": k, "v": v, "g": gate, "beta": beta, **GATES},
+        **{"q": q, "k": k, "v": v, "g": gate, **GATES},
+        beta=beta if raw else beta.double().sigmoid().float(),
         initial_state=prefilled,
         initial_state_indices=torch.tensor([2]),
         cu_seqlens=torch.tensor([0, count]),
-        beta_is_raw=True,
+        beta_is_raw=raw,
     )
     for token in range(count):
         one = slice(token, token + 1)

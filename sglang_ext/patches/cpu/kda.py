@@ -52,10 +52,12 @@ def _run(
     bounds: torch.Tensor,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     decay: torch.Tensor,
-    raw_beta: torch.Tensor,
+    beta: torch.Tensor,
+    beta_is_raw: bool,
 ) -> torch.Tensor:
-    beta = raw_beta.double().sigmoid().float().view(decay.shape[:3])
-    return advance(states, slots, bounds, *qkv, decay, beta)
+    if beta_is_raw:
+        beta = beta.double().sigmoid().float()
+    return advance(states, slots, bounds, *qkv, decay, beta.view(decay.shape[:3]))
 
 
 def chunk_kda(
@@ -71,11 +73,12 @@ def chunk_kda(
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     lower_bound: float | None = None,
+    beta_is_raw: bool = False,
     **_options: Any,
 ) -> torch.Tensor:
-    """Prefill: ``g`` and ``beta`` as projected, the rest as for `delta_rule.advance`."""
+    """Prefill: ``g`` as projected, and ``beta`` too where it is raw; the rest as for `delta_rule.advance`."""
     decay = decays(g, A_log, dt_bias, lower_bound)
-    return _run(initial_state, initial_state_indices, cu_seqlens, (q, k, v), decay, beta)
+    return _run(initial_state, initial_state_indices, cu_seqlens, (q, k, v), decay, beta, beta_is_raw)
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -101,7 +104,9 @@ def fused_sigmoid_gating_delta_rule_update(
     if options.get("disable_state_update"):
         raise NotImplementedError("speculative decoding of a model with KDA layers on a CPU")
     decay = decays(a, A_log, dt_bias, lower_bound)
-    return _run(initial_state_source, initial_state_indices, cu_seqlens, (q, k, v), decay, b)
+    return _run(
+        initial_state_source, initial_state_indices, cu_seqlens, (q, k, v), decay, b, beta_is_raw=True
+    )
 
 
 _OURS: dict[tuple[str, str], Callable[..., Any]] = {
