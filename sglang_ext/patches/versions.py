@@ -65,7 +65,7 @@ class Supported:
 
 SUPPORTED: Final = (
     Supported("0.5.21", Status.TESTED, "v0_5_21", hybrids=False),
-    Supported("0.5.22", Status.TESTED, "v0_5_22"),
+    Supported("0.5.22", Status.TESTED, "v0_5_22", hybrids=False),
     Supported("0.5.23", Status.TESTED, "v0_5_22"),
 )
 

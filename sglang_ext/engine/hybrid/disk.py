@@ -89,16 +89,17 @@ class ComponentDisk:
         return [Read(names, ids, load)]
 
     def finish(self, read: Read) -> int:
-        """Enter what a read that is over has brought; returns its blocks."""
+        """Enter the blocks that a read has brought; returns how many. They stay locked until `release`."""
         count = read.load.result().blocks
         self._memory.enter(read.names[:count], read.ids[:count])
-        self._memory.unlock(read.ids)
         return count
 
-    def cancel(self, read: Read) -> None:
-        """Give up a read, and wait until nothing writes to its memory."""
-        self._loader.cancel(read.load)
-        read.load.result()
+    def release(self, read: Read) -> None:
+        """The request needs the blocks no more. A read under way is given up, once nothing writes to its
+        memory."""
+        if not read.load.over:
+            self._loader.cancel(read.load)
+            read.load.result()
         self._memory.unlock(read.ids)
 
     @property

@@ -179,6 +179,16 @@ class HybridStore:
         """The caller has taken note of the end of the oldest save."""
         self._saves.popleft()
 
+    @property
+    def saving(self) -> bool:
+        """Whether copies to DRAM are under way, or their end was not taken note of."""
+        return bool(self._saves)
+
+    def end_copies(self) -> None:
+        """Wait for every copy under way. On all ranks in the same pass."""
+        for part in self.parts.values():
+            part.copies.settle()
+
     # -- lookup ---------------------------------------------------------------------------------------
 
     def lookup(self, names: Sequence[Name]) -> list[int]:
@@ -255,14 +265,9 @@ class HybridStore:
     def release(self, handle: Hashable) -> None:
         """A request needs its promotion no more."""
         promotion = self._promotions.pop(handle, None)
-        if promotion is not None and not promotion.over:
-            self._cancel(promotion)
-
-    @staticmethod
-    def _cancel(promotion: Promotion) -> None:
-        for part, read in promotion.reads:
+        for part, read in () if promotion is None else promotion.reads:
             assert part.disk is not None
-            part.disk.cancel(read)
+            part.disk.release(read)
 
     def propose(self) -> Sequence[int]:
         """For each promotion under way, in the order of the requests, whether it has arrived here."""
@@ -331,8 +336,8 @@ class HybridStore:
 
     def settle(self) -> None:
         """Wait for every copy under way, and for the disk."""
+        self.end_copies()
         for part in self.parts.values():
-            part.copies.settle()
             if part.disk is not None:
                 part.disk.settle()
 

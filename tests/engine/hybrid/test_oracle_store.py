@@ -170,11 +170,6 @@ def test_match_lengths_are_those_of_sglang_for_long(kind: HybridKind) -> None:
     same_matches(kind, [UnifiedRadixCache, HybridRadixCache], ["python"] * 2, seed=4, operations=100_000)
 
 
-@pytest.mark.xfail(
-    raises=WrongKvError,
-    strict=True,
-    reason="`HybridRadixCache` leaves nodes that a request uses in the tree when the weights change",
-)
 @pytest.mark.parametrize("scenario", [WINDOW, STATES], ids=str)
 def test_kv_of_former_weights_is_not_found(scenario: HybridScenario) -> None:
     """A request that decodes keeps its prompt in HBM while the weights change."""

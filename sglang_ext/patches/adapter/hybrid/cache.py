@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.engine.cache.faults import CacheFaults
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+
+_BOUND = "_sglang_ext_weights"
+"""Attribute of a request: its own extra key, and the weights to which its KV belongs."""
+_LEAST_FREE = 4
+"""Copies to DRAM lock their nodes in HBM. The scheduler waits for them while less than one slot in so many is
+free or can be evicted."""
 
 
 class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -46,6 +54,8 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.listeners = Listeners()
         self.scheduler: Any = None
         self._check_when_idle = False
+        self._weights_in_use = ""
+        """Distinguishes the weights from those of the start; empty while they are the same."""
         self._promoted_from: dict[CacheRequestHandle, int] = {}
         """Tokens that a request had in memory when its promotion began."""
 
@@ -72,6 +82,67 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def find(self, kind: type) -> None:
         """None of the plain cache's planners is here."""
 
+    # -- looking up and making room --------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        if params.req is not None:
+            self._bind(params.req, params.key)
+        return super().match_prefix(params)
+
+    def _bind(self, req: Req, key: RadixKey) -> None:
+        """Have a request find and leave KV of the weights that compute it. A node that a running request
+        holds stays in the tree when the weights change; its extra key is another one from then on."""
+        own, weights = getattr(req, _BOUND, (req.extra_key, ""))
+        if weights != self._weights_in_use and not (req.kv is not None and req.kv.holds_kv):
+            weights = self._weights_in_use
+            setattr(req, _BOUND, (own, weights))
+            req.extra_key = f"{weights}\0{'' if own is None else 'k' + own}" if weights else own
+        if weights:
+            key.extra_key = req.extra_key
+
+    def _evict(self, params: EvictParams, *args: Any, **options: Any) -> EvictResult:
+        """Evict. Nodes whose copies to DRAM are under way are locked: where nothing else is left, their end
+        is waited for."""
+        result = super()._evict(params, *args, **options)
+        lacking = EvictParams(
+            num_tokens=max(0, params.num_tokens - result.num_tokens_evicted),
+            swa_num_tokens=max(0, params.swa_num_tokens - result.swa_num_tokens_evicted),
+            mamba_num=max(0, params.mamba_num - result.mamba_num_evicted),
+        )
+        lacks = lacking.num_tokens or lacking.swa_num_tokens or lacking.mamba_num
+        if not lacks or not self._end_saves():
+            return result
+        more = super()._evict(lacking, *args, **options)
+        return EvictResult(
+            num_tokens_evicted=result.num_tokens_evicted + more.num_tokens_evicted,
+            swa_num_tokens_evicted=result.swa_num_tokens_evicted + more.swa_num_tokens_evicted,
+            mamba_num_evicted=result.mamba_num_evicted + more.mamba_num_evicted,
+        )
+
+    def _end_saves(self) -> bool:
+        """Wait for all copies to DRAM; whether there were any."""
+        if self.store is None or not self.store.saving:
+            return False
+        self.store.end_copies()
+        self._take_note()
+        return True
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether little of a pool is free or can be evicted."""
+        allocator: Any = self.token_to_kv_pool_allocator  # of one pool or two
+        if self.is_swa_enabled:
+            pools = [
+                (allocator.full_available_size() + self.full_evictable_size(), allocator.size_full),
+                (allocator.swa_available_size() + self.swa_evictable_size(), allocator.size_swa),
+            ]
+        else:
+            pools = [(allocator.available_size() + self.full_evictable_size(), allocator.size)]
+        if self.is_mamba_enabled:
+            states = self.req_to_token_pool.mamba_allocator
+            pools.append((states.available_size() + self.mamba_evictable_size(), states.size))
+        return any(_LEAST_FREE * free < size for free, size in pools)
+
     # -- each pass ------------------------------------------------------------------------------
 
     def check_hicache_events(self) -> None:
@@ -79,9 +150,16 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.store is None or self.linker is None:
             return
         self.store.ranks.each_pass()
+        self._take_note()
+        if self.store.saving and self._is_short:
+            self._end_saves()
+        self._publish(self.store, self.faults.counts)
+
+    def _take_note(self) -> None:
+        """Unlock the nodes whose copies to DRAM have ended."""
+        assert self.linker is not None
         ended = self.linker.num_completed_offloads()
         self.linker.commit_completed_offloads(self.linker.take_completed_offloads(ended))
-        self._publish(self.store, self.faults.counts)
 
     def ready_to_load_host_cache(self) -> int:
         """Start the loads of a batch; the number that its forward pass waits for."""
@@ -176,11 +254,16 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """
         if not self.weights.moving:
             self.weights.begin()
+            self._weights_in_use = f"moving {self.weights.generation}"
             self._forget()
 
     def weights_changed(self) -> None:
         """The weights stay as they are now. Every rank is called at once."""
         self.weights.settle()
+        generation = self.weights.generation
+        self._weights_in_use = self.weights.version(generation) or f"{generation}"
+        if self.weights.as_started:
+            self._weights_in_use = ""
         self._forget()
 
     def _forget(self) -> None:

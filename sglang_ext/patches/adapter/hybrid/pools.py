@@ -163,7 +163,13 @@ def _pages(component: Component, entries: Sequence[Any], params: Any) -> Compone
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes, without a copy."""
+    """Rows of bytes, without a copy.
+
+    Raises:
+        ConfigError: a row is not contiguous, as states on a CPU with AMX.
+    """
+    if len(tensor) and not tensor[0].is_contiguous():
+        raise _unsupported("rows of a pool that are not contiguous, as states on a CPU with AMX")
     rows = tensor.view(len(tensor), -1)
     return rows.view(torch.uint8)
 
