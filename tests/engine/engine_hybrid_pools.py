@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
-from engine_pools import Oracle
+from engine_pools import Oracle, Planes
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -70,6 +70,8 @@ class HybridPools:
         rows: requests that may run.
     """
 
+    model_layers: Mapping[ComponentType, Sequence[int]] = MODEL_LAYERS
+
     def __init__(
         self,
         kind: HybridKind,
@@ -89,18 +91,23 @@ class HybridPools:
         self.requests = self._requests(context, overlap)
         self.kvcache = self._kvcache()
         self.allocator = self._allocator()
-        self.planes = {FULL: pool_planes(self.kvcache.full_kv_pool)}
-        """The tensors of each component by its local layers; the first dim is the slot."""
-        if kind.window:
-            self.planes[SWA] = pool_planes(self.kvcache.swa_kv_pool)
-        if kind.states:
-            self.planes[MAMBA] = _state_planes(self.requests.mamba_pool.mamba_cache)
-        self.oracles = {part: Oracle(planes, MODEL_LAYERS[part]) for part, planes in self.planes.items()}
+        self.planes = self._planes()
+        """The planes of each component by its local layers; the first dim of a tensor is the slot."""
+        names = self.model_layers
+        self.oracles = {part: Oracle(planes, names[part]) for part, planes in self.planes.items()}
         self.full, self.window, self.state = map(self.oracles.get, MODEL_LAYERS)
         self.layers = sorted(
-            (layer, part, local) for part in self.oracles for local, layer in enumerate(MODEL_LAYERS[part])
+            (layer, part, local) for part in self.oracles for local, layer in enumerate(names[part])
         )
         """(model layer, component, local layer) in the order of the model's layers."""
+
+    def _planes(self) -> dict[ComponentType, Planes]:
+        found: dict[ComponentType, Planes] = {FULL: pool_planes(self.kvcache.full_kv_pool)}
+        if self.kind.window:
+            found[SWA] = pool_planes(self.kvcache.swa_kv_pool)
+        if self.kind.states:
+            found[MAMBA] = state_planes(self.requests.mamba_pool.mamba_cache)
+        return found
 
     def _requests(self, context: int, overlap: bool) -> Any:
         kind = self.kind
@@ -246,7 +253,7 @@ class HybridPools:
         return np.arange(self.kind.page, size + self.kind.page)
 
 
-def _state_planes(states: Any) -> list[list[torch.Tensor]]:
+def state_planes(states: Any) -> list[list[torch.Tensor]]:
     """The state pool's tensors by local layer, each with a row for a slot."""
     found = []
     for layer in range(len(STATE_LAYERS)):

@@ -38,6 +38,7 @@ class Sizes:
         full, other: blocks of DRAM for the KV of all tokens, and for each other component.
         disk: blocks of a disk of each component; 0 without.
         faults: the share of the disk's calls that fail.
+        backlog: bytes that may wait to be written to the disk; what does not fit is left out.
         threaded: copies by the real mover instead of one that copies when it has to.
     """
 
@@ -45,6 +46,7 @@ class Sizes:
     other: int = 4000
     disk: int = 0
     faults: float = 0.0
+    backlog: int = 1 << 20
     threaded: bool = False
     seed: int = 1
     """How late copies are, without the real mover."""
@@ -86,7 +88,7 @@ class StoreBelow:
         if sizes.faults:
             tier = FaultyTier(tier, seed=5, rate=sizes.faults)
         self.tiers.append(tier)
-        writer = WriteBehind(tier, backlog_bytes=1 << 20, lag=LagPolicy.SKIP)
+        writer = WriteBehind(tier, backlog_bytes=sizes.backlog, lag=LagPolicy.SKIP)
         return ComponentDisk(memory, tier, self._loader, self._namespace, writer)
 
     def _namespace(self) -> bytes | None:

@@ -262,6 +262,9 @@ class HybridScenario:
     memory: int = 40
     tenants: bool = True
     prefetch: float = 0.0
+    make_pools: type[HybridPools] = HybridPools
+    stretch: int = 1
+    """How many times longer than other traffic's the prompts are."""
     tree_core: str = "python"
     """SGLang's tree in Python or in Rust. Only the first can be looked into."""
 
@@ -287,12 +290,12 @@ class HybridRank:
         self.scenario = scenario
         self._settings = ExitStack()
         self._settings.enter_context(process_settings(scenario.kind))
-        self.pools = HybridPools(
+        self.pools = scenario.make_pools(
             scenario.kind,
             tokens=scenario.hbm_tokens,
             window_tokens=scenario.window_tokens,
             rows=scenario.rows,
-            context=CONTEXT + 64,
+            context=CONTEXT * scenario.stretch + 64,
             overlap=scenario.settings.overlap,
             tree_core=scenario.tree_core,
         )
@@ -520,7 +523,7 @@ SCENARIOS = tuple(each for each in _ALL if KEEPS_ON_A_GRID or not each.kind.grid
 
 def drive(rank: HybridRank, seed: int, steps: int) -> Traffic:
     """Random traffic for so many passes, with all checks after each; then everything ends."""
-    traffic = Traffic(rank.scenario, seed)
+    traffic = Traffic(rank.scenario, seed, rank.scenario.stretch)
     for _ in range(steps):
         traffic.act(rank.scheduler)
         rank.step()

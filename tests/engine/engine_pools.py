@@ -227,12 +227,12 @@ class Oracle:
         names: the model layer of each, None for 0, 1, ...; rows of two layers differ in every word.
     """
 
-    def __init__(self, tensors: list[list[torch.Tensor]], names: Sequence[int] | None = None) -> None:
+    def __init__(self, tensors: Planes, names: Sequence[int] | None = None) -> None:
         self.layers = len(tensors)
         self._planes: list[list[_Plane]] = []
         self._salts: list[list[Rows]] = []
         for layer, planes in enumerate(tensors):
-            views = [_IndexPlane(plane) if plane.dim() == 2 else _Plane(plane) for plane in planes]
+            views = [_view(plane) for plane in planes]
             self._planes.append(views)
             name = layer if names is None else names[layer]
             self._salts.append([_salts(name, i, view.words) for i, view in enumerate(views)])
@@ -266,9 +266,8 @@ class Oracle:
         self, blocks: npt.NDArray[np.uint8], chain: Hashes, layer: int, plane: int, what: object
     ) -> None:
         """Check one plane of blocks that lie anywhere, shape (blocks, tokens, row bytes)."""
-        flat = np.ascontiguousarray(blocks).reshape(len(chain), -1)
-        view = self._planes[layer][plane]
-        self._compare_rows(view.over(flat).get(np.arange(len(chain))), chain, layer, plane, what)
+        view = self._planes[layer][plane].over(np.ascontiguousarray(blocks), len(chain))
+        self._compare_rows(view.get(np.arange(len(chain))), chain, layer, plane, what)
 
     def _compare_rows(self, rows: Rows, chain: Hashes, layer: int, plane: int, what: object) -> None:
         wrong = (rows != self.expected(chain, layer, plane)).any(axis=1)
@@ -301,9 +300,9 @@ class _Plane:
         assert np.shares_memory(self._rows, memory)
         self.words = self._rows.shape[1]
 
-    def over(self, rows: npt.NDArray[np.uint8]) -> _Plane:
-        """The same view of other memory."""
-        return type(self)(rows)
+    def over(self, blocks: npt.NDArray[np.uint8], tokens: int) -> _Plane:
+        """The same view of other memory, which has the rows of so many tokens."""
+        return type(self)(blocks.reshape(tokens, -1))
 
     def get(self, slots: npt.NDArray[np.int64]) -> Rows:
         return self._rows[slots]
@@ -334,6 +333,44 @@ class _IndexPlane(_Plane):
         pages = self._rows.reshape(-1, self.PAGE * self.words, copy=False)
         keys, scales = pages[:, : self.PAGE * self.KEY], pages[:, self.PAGE * self.KEY :]
         return keys.reshape(-1, self.PAGE, self.KEY, copy=False), scales.reshape(-1, self.PAGE, 1, copy=False)
+
+
+class PagePlane(_Plane):
+    """Rows of whole pages, from each of which every token has the same share as its row.
+
+    Args:
+        memory: bytes of shape (pages, row bytes).
+        page: tokens of a page.
+        most: bytes of the share that are written and compared; copies move whole rows.
+    """
+
+    dtype = np.uint8
+
+    def __init__(self, memory: torch.Tensor | npt.NDArray[np.uint8], page: int, most: int) -> None:
+        super().__init__(memory)
+        self._page, self._most = page, most
+        share = self.words // page
+        self._shares = self._rows[:, : page * share].reshape(-1, page, share, copy=False)[..., :most]
+        self.words = self._shares.shape[-1]
+
+    def over(self, blocks: npt.NDArray[np.uint8], tokens: int) -> PagePlane:
+        return PagePlane(blocks.reshape(tokens // self._page, -1), self._page, self._most)
+
+    def get(self, slots: npt.NDArray[np.int64]) -> Rows:
+        return self._shares[slots // self._page, slots % self._page]
+
+    def put(self, slots: npt.NDArray[np.int64], rows: Rows) -> None:
+        self._shares[slots // self._page, slots % self._page] = rows.astype(self.dtype)
+
+
+Planes = Sequence[Sequence[torch.Tensor | PagePlane]]
+"""The planes of each layer."""
+
+
+def _view(plane: torch.Tensor | PagePlane) -> _Plane:
+    if isinstance(plane, PagePlane):
+        return plane
+    return _IndexPlane(plane) if plane.dim() == 2 else _Plane(plane)
 
 
 def node_chains(root: Any, namespace: Hashable) -> list[tuple[Any, list[int]]]:

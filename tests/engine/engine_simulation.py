@@ -498,19 +498,23 @@ class Traffic:
 
     Prompts continue or fork earlier prompts, over a vocabulary of four, so that prefixes part in the middle
     of a block and come together again.
+
+    Args:
+        stretch: how many times longer than usual prompts are.
     """
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    def __init__(self, scenario: Scenario, seed: int, stretch: int = 1) -> None:
+        self._stretch = stretch
         self.random = random.Random(seed)
         self._hints = random.Random(seed + 1)
         self._scenario = scenario
-        self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
+        self._known: list[list[int]] = [[0] * 8 * stretch, self._words(40), self._words(90)]
         self._lull = False
         self._passes = 0
         self.counts: dict[str, int] = {}
 
     def _words(self, count: int) -> list[int]:
-        return [self.random.randrange(4) for _ in range(count)]
+        return [self.random.randrange(4) for _ in range(count * self._stretch)]
 
     def act(self, scheduler: SimulatedScheduler) -> None:
         """Do one thing from outside, or nothing, before a pass of the loop."""
@@ -564,7 +568,7 @@ class Traffic:
         rnd = self.random
         known = rnd.choice(self._known[-self._scenario.memory :])
         prompt = known[: rnd.choice((len(known), rnd.randrange(1, len(known) + 1)))]
-        prompt = (prompt + self._words(rnd.choice((0, 1, 5, 17, 40))))[: CONTEXT - 40]
+        prompt = (prompt + self._words(rnd.choice((0, 1, 5, 17, 40))))[: CONTEXT * self._stretch - 40]
         if len(prompt) < 2:
             prompt = prompt + self._words(2)
         extra_key, salt = None, None

@@ -79,6 +79,12 @@ def _resumed(model: str) -> dict[Column, Proof]:
     return dict.fromkeys(TIERS, turns)
 
 
+def _pages(pools: str) -> dict[Column, Proof]:
+    """The cells that SGLang's pools with a row for each page prove, with a function in place of the model."""
+    test = f"engine/hybrid/test_oracle_pages.py::test_every_row_from_dram_and_disk_is_right[{pools}]"
+    return dict.fromkeys(TIERS, Proof("oracle", test))
+
+
 # Below SGLang's own tree, which keeps windows and states in HBM.
 _TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys((*TIERS, "TP"), _READ)
 _LATENT_RETURNS: dict[Column, Proof] = {
@@ -174,7 +180,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "dsa-group": Family(
             "Latents and an index with a key for several tokens, with states",
             "GLM-5.3-Flash",
-            _TIERS_AND_TP,
+            _TIERS_AND_TP | _pages("grouped"),
         ),
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
@@ -184,7 +190,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "dsv4": Family(
             "Compressed latents and windows",
             "DeepSeek V4, V4.1 Flash",
-            _TIERS_AND_TP,
+            _TIERS_AND_TP | _pages("compressed"),
         ),
         "msa": Family("GQA and an index (MSA)", "MiniMax-M3", refusal="(MSA)", way_out=_STOCK),
     }

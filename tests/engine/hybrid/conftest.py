@@ -13,4 +13,4 @@ else:
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _EXTERNAL_LINKER_SUPPORTED_COMPONENTS
 
     if ComponentType.MAMBA not in _EXTERNAL_LINKER_SUPPORTED_COMPONENTS:
-        collect_ignore_glob += ["test_oracle_linker.py", "test_oracle_store.py"]
+        collect_ignore_glob += ["test_oracle_linker.py", "test_oracle_pages.py", "test_oracle_store.py"]

@@ -6,7 +6,7 @@ has had equals the oracle's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,9 +73,9 @@ def test_every_row_that_a_model_reads_is_right_for_long(
         assert len(rank.scheduler.finished) > 20
 
 
-def leave_hbm(rank: HybridRank) -> None:
-    """Have `PROMPT` in DRAM, and on disk, and not in HBM."""
-    rank.serve(PROMPT)
+def leave_hbm(rank: HybridRank, prompt: Sequence[int] = PROMPT) -> None:
+    """Have a prompt in DRAM, and on disk, and not in HBM."""
+    rank.serve(prompt)
     rank.settle()
     rank.cache.check_hicache_events()
     everything = rank.pools.tokens
@@ -112,14 +112,19 @@ def test_a_prompt_that_was_flushed_is_computed_again(scenario: HybridScenario) -
         assert rank.scheduler.reused == 0
 
 
-def damage(rank: HybridRank, component: str, change: Callable[[np.ndarray], None]) -> None:
-    """Change the blocks of a component in DRAM, in the plane of its last layer.
+def damage(
+    rank: HybridRank, component: str, change: Callable[[np.ndarray], None], plane: int | None = None
+) -> None:
+    """Change the blocks of a component in DRAM, in one plane.
 
-    change: takes bytes of shape (blocks, ...), the block that was saved last at the end.
+    Args:
+        change: takes bytes of shape (blocks, ...), the block that was saved last at the end.
+        plane: None for the first of the last layer.
     """
     part = next(p for p in store_of(rank).store.parts.values() if p.component.name == component)
     arena = part.memory.arena
-    plane = arena.layout.planes_of(arena.layout.n_layers - 1)[0]
+    if plane is None:
+        plane = arena.layout.planes_of(arena.layout.n_layers - 1)[0]
     names = list(part.memory._blocks)
     ids = part.memory.take(names)
     assert ids is not None

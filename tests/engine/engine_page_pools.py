@@ -1,0 +1,171 @@
+"""Pools whose tensors have a row for each page: DeepSeek V4, and index keys for several tokens with states.
+
+As in `engine_hybrid_pools` the pools and allocators are SGLang's. Pages have 256 tokens, and the oracle has
+each token write its share of each row of its page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from engine_hybrid_pools import (
+    FULL,
+    FULL_LAYERS,
+    MAMBA,
+    STATE_LAYERS,
+    SWA,
+    HybridKind,
+    HybridPools,
+    Planes,
+    state_planes,
+)
+from engine_hybrids import HybridScenario
+from engine_pools import PagePlane
+from engine_scheduler import Settings
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+PAGE = 256
+MOST = 8
+"""Bytes of a token's share that the oracle writes and compares at each step: pages of the window have 150 KB
+in a layer. `whole` compares all that SGLang uses."""
+
+
+class CompressedPools(HybridPools):
+    """DeepSeek V4 with a layer of each kind: with the window alone, compressed by 4 and by 128.
+
+    Compressed latents and index keys are `FULL`. The states of groups of 4 tokens lie beside the window.
+    """
+
+    model_layers = {FULL: (1, 3, 4), SWA: (0, 2, 5, 6, 7), MAMBA: ()}
+    """One "layer" for each tensor, in the order of `READS`."""
+    most = MOST
+
+    def _kvcache(self) -> DeepSeekV4TokenToKVPool:
+        return DeepSeekV4TokenToKVPool(
+            max_num_reqs=self.rows,
+            swa_size=self.window_tokens,
+            c4_size=self.tokens // 4,
+            c128_size=self.tokens // 128,
+            # A ring of 8 states for each page of the window.
+            c4_state_pool_size=self.window_tokens // PAGE * 8,
+            c128_state_pool_size=0,
+            page_size=PAGE,
+            swa_page_size=PAGE,
+            dtype=torch.float8_e4m3fn,
+            c4_state_dtype=torch.float32,
+            c128_state_dtype=torch.float32,
+            qk_nope_head_dim=448,
+            qk_rope_head_dim=64,
+            indexer_head_dim=128,
+            layer_num=3,
+            device="cpu",
+            enable_memory_saver=False,
+            compression_ratios=[0, 4, 128],
+            sliding_window=self.kind.window,
+            # Without them, SGLang leaves the last layer out of its list for external stores.
+            start_layer=0,
+            end_layer=3,
+        )
+
+    def _planes(self) -> dict[ComponentType, Planes]:
+        return {
+            part: [[PagePlane(reads(self.kvcache), PAGE, self.most)] for reads in of]
+            for part, of in READS.items()
+        }
+
+    def read(self, layer: int) -> None:
+        for part, of in READS.items():
+            if layer in self.model_layers[part]:
+                of[self.model_layers[part].index(layer)](self.kvcache)
+
+
+def _rings(states: Any) -> torch.Tensor:
+    """States as bytes with a row for each page of the window."""
+    rows = states.kv_score_buffer.kv_score
+    whole = len(rows) // states.ring_size
+    return rows[: whole * states.ring_size].view(whole, -1)
+
+
+READS: dict[ComponentType, list[Callable[[DeepSeekV4TokenToKVPool], torch.Tensor]]] = {
+    FULL: [
+        lambda pool: pool.get_extra_key_buffer(1),
+        lambda pool: pool.get_index_k_with_scale_buffer(1),
+        lambda pool: pool.get_extra_key_buffer(2),
+    ],
+    SWA: [
+        lambda pool: pool.get_swa_key_buffer_radix(0),
+        lambda pool: pool.get_swa_key_buffer_radix(1),
+        lambda pool: pool.get_swa_key_buffer_radix(2),
+        lambda pool: _rings(pool.get_attention_compress_states(1)),
+        lambda pool: _rings(pool.get_indexer_compress_states(1)),
+    ],
+}
+"""How a model gets each tensor."""
+
+
+class GroupedPools(HybridPools):
+    """Latents with an index key for 4 tokens each, and states."""
+
+    most = MOST
+
+    def _kvcache(self) -> HybridLinearKVPool:
+        return HybridLinearKVPool(
+            size=self.tokens,
+            dtype=torch.bfloat16,
+            page_size=PAGE,
+            head_num=1,
+            head_dim=12,
+            full_attention_layer_ids=list(FULL_LAYERS),
+            device="cpu",
+            mamba_pool=self.requests.mamba_pool,
+            use_mla=True,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            use_dsa=True,
+            index_head_dim=128,
+            kv_cache_dim=12,
+            index_kpool=4,
+        )
+
+    def _planes(self) -> dict[ComponentType, Planes]:
+        pool = self.kvcache.full_kv_pool
+        keys = [PagePlane(pages, PAGE, self.most) for pages in pool.index_k_with_scale_buffer]
+        latents = [rows.view(torch.bfloat16) for rows in pool.kv_buffer]
+        states = state_planes(self.requests.mamba_pool.mamba_cache)
+        return {FULL: list(zip(latents, keys, strict=True)), MAMBA: states}
+
+    def read(self, layer: int) -> None:
+        super().read(layer)
+        if layer not in STATE_LAYERS:
+            self.kvcache.get_index_k_with_scale_buffer(layer)
+
+
+_SETTINGS = Settings(chunk=2 * PAGE, max_prefill=8 * PAGE, new_token_ratio=0.05)
+COMPRESSED = HybridScenario(
+    "compressed",
+    HybridKind(window=128, page=PAGE),
+    hbm_tokens=20 * PAGE,
+    window_tokens=16 * PAGE,
+    settings=_SETTINGS,
+    make_pools=CompressedPools,
+    stretch=8,
+)
+GROUPED = HybridScenario(
+    "index keys of groups, states",
+    HybridKind(states=40, grid=PAGE, latents=True, page=PAGE),
+    hbm_tokens=20 * PAGE,
+    settings=_SETTINGS,
+    make_pools=GroupedPools,
+    stretch=8,
+)
+
+
+def whole(scenario: HybridScenario) -> HybridScenario:
+    """The same with every byte compared."""
+    every_byte = type("EveryByte", (scenario.make_pools,), {"most": 1 << 20})
+    return replace(scenario, make_pools=every_byte)
