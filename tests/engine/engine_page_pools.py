@@ -6,7 +6,7 @@ each token write its share of each row of its page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,15 +35,33 @@ MOST = 8
 in a layer. `whole` compares all that SGLang uses."""
 
 
+Reads = Callable[[DeepSeekV4TokenToKVPool], torch.Tensor]
+"""How a model gets a tensor."""
+WINDOWS: list[Reads] = [lambda pool, layer=layer: pool.get_swa_key_buffer_radix(layer) for layer in range(3)]
+
+
 class CompressedPools(HybridPools):
     """DeepSeek V4 with a layer of each kind: with the window alone, compressed by 4 and by 128.
 
     Compressed latents and index keys are `FULL`. The states of groups of 4 tokens lie beside the window.
     """
 
-    model_layers = {FULL: (1, 3, 4), SWA: (0, 2, 5, 6, 7), MAMBA: ()}
-    """One "layer" for each tensor, in the order of `READS`."""
     most = MOST
+    ratios = (0, 4, 128)
+    model_layers = {FULL: (1, 3, 4), SWA: (0, 2, 5, 6, 7), MAMBA: ()}
+    """One "layer" for each tensor, in the order of `reads`."""
+    reads: Mapping[ComponentType, Sequence[Reads]] = {
+        FULL: [
+            lambda pool: pool.get_extra_key_buffer(1),
+            lambda pool: pool.get_index_k_with_scale_buffer(1),
+            lambda pool: pool.get_extra_key_buffer(2),
+        ],
+        SWA: [
+            *WINDOWS,
+            lambda pool: _rings(pool.get_attention_compress_states(1)),
+            lambda pool: _rings(pool.get_indexer_compress_states(1)),
+        ],
+    }
 
     def _kvcache(self) -> DeepSeekV4TokenToKVPool:
         return DeepSeekV4TokenToKVPool(
@@ -65,7 +83,9 @@ class CompressedPools(HybridPools):
             layer_num=3,
             device="cpu",
             enable_memory_saver=False,
-            compression_ratios=[0, 4, 128],
+            compression_ratios=list(self.ratios),
+            kv_source_layers=[layer for layer, ratio in enumerate(self.ratios) if ratio in (1, 2)],
+            full_size=self.tokens,
             sliding_window=self.kind.window,
             # Without them, SGLang leaves the last layer out of its list for external stores.
             start_layer=0,
@@ -75,37 +95,39 @@ class CompressedPools(HybridPools):
     def _planes(self) -> dict[ComponentType, Planes]:
         return {
             part: [[PagePlane(reads(self.kvcache), PAGE, self.most)] for reads in of]
-            for part, of in READS.items()
+            for part, of in self.reads.items()
         }
 
     def read(self, layer: int) -> None:
-        for part, of in READS.items():
+        for part, of in self.reads.items():
             if layer in self.model_layers[part]:
                 of[self.model_layers[part].index(layer)](self.kvcache)
 
 
 def _rings(states: Any) -> torch.Tensor:
     """States as bytes with a row for each page of the window."""
-    rows = states.kv_score_buffer.kv_score
-    whole = len(rows) // states.ring_size
-    return rows[: whole * states.ring_size].view(whole, -1)
+    return _together(states.kv_score_buffer.kv_score, states.ring_size)
 
 
-READS: dict[ComponentType, list[Callable[[DeepSeekV4TokenToKVPool], torch.Tensor]]] = {
-    FULL: [
-        lambda pool: pool.get_extra_key_buffer(1),
-        lambda pool: pool.get_index_k_with_scale_buffer(1),
-        lambda pool: pool.get_extra_key_buffer(2),
-    ],
-    SWA: [
-        lambda pool: pool.get_swa_key_buffer_radix(0),
-        lambda pool: pool.get_swa_key_buffer_radix(1),
-        lambda pool: pool.get_swa_key_buffer_radix(2),
-        lambda pool: _rings(pool.get_attention_compress_states(1)),
-        lambda pool: _rings(pool.get_indexer_compress_states(1)),
-    ],
-}
-"""How a model gets each tensor."""
+def _together(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """So many rows as one."""
+    return rows[: len(rows) // count * count].view(len(rows) // count, -1)
+
+
+class LowRatioPools(CompressedPools):
+    """DeepSeek V4.1 with layers compressed by 1 and by 2, whose index keys have several rows for a page."""
+
+    ratios = (0, 1, 2)
+    model_layers = {FULL: (1, 2, 4, 5), SWA: (0, 3, 6), MAMBA: ()}
+    reads = {
+        FULL: [
+            lambda pool: pool.get_extra_key_buffer(1),
+            lambda pool: _together(pool.get_index_k_with_scale_buffer(1), 4),
+            lambda pool: pool.get_extra_key_buffer(2),
+            lambda pool: _together(pool.get_index_k_with_scale_buffer(2), 2),
+        ],
+        SWA: WINDOWS,
+    }
 
 
 class GroupedPools(HybridPools):
@@ -155,6 +177,7 @@ COMPRESSED = HybridScenario(
     make_pools=CompressedPools,
     stretch=8,
 )
+LOW_RATIO = replace(COMPRESSED, name="compressed by 1 and 2", make_pools=LowRatioPools)
 GROUPED = HybridScenario(
     "index keys of groups, states",
     HybridKind(states=40, grid=PAGE, latents=True, page=PAGE),

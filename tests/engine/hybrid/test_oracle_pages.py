@@ -9,19 +9,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_hybrids import HybridRank, HybridScenario, drive
-from engine_page_pools import COMPRESSED, GROUPED, PAGE, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
 from engine_pools import WrongKvError
 from test_oracle_store import damage, leave_hbm, store_of, stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
-BOTH = pytest.mark.parametrize("scenario", [COMPRESSED, GROUPED], ids=["compressed", "grouped"])
+EACH = pytest.mark.parametrize(
+    "scenario", [COMPRESSED, LOW_RATIO, GROUPED], ids=["compressed", "low-ratio", "grouped"]
+)
 PROMPT = [at % 5 for at in range(4 * PAGE)]
 MORE = [1, 2, 3]
 ROOM = {"full": 120, "other": 60}
 
 
-@BOTH
+@EACH
 def test_every_row_that_a_model_reads_is_right(scenario: HybridScenario) -> None:
     with HybridRank(scenario) as rank:
         drive(rank, seed=1, steps=80)
@@ -30,7 +32,7 @@ def test_every_row_that_a_model_reads_is_right(scenario: HybridScenario) -> None
         assert rank.evicted.num_tokens_evicted
 
 
-@BOTH
+@EACH
 def test_every_row_from_dram_and_disk_is_right(scenario: HybridScenario) -> None:
     with stored(scenario, full=16, other=8, disk=2000, backlog=1 << 26) as rank:
         drive(rank, seed=2, steps=100)
@@ -41,15 +43,15 @@ def test_every_row_from_dram_and_disk_is_right(scenario: HybridScenario) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
-@BOTH
+@EACH
 def test_every_row_is_right_for_long(scenario: HybridScenario, seed: int) -> None:
-    """16 runs, 4,800 passes of the loop."""
+    """24 runs, 7,200 passes of the loop."""
     with stored(scenario, full=16, other=8, disk=100, faults=0.1, threaded=True, backlog=1 << 26) as rank:
         drive(rank, seed=300 + seed, steps=300)
         assert len(rank.scheduler.finished) > 40
 
 
-@BOTH
+@EACH
 def test_a_prompt_is_found_in_dram(scenario: HybridScenario) -> None:
     with stored(whole(scenario), **ROOM) as rank:
         leave_hbm(rank, PROMPT)
@@ -57,7 +59,7 @@ def test_a_prompt_is_found_in_dram(scenario: HybridScenario) -> None:
         assert rank.scheduler.loaded == len(PROMPT)
 
 
-@BOTH
+@EACH
 def test_a_prompt_is_found_on_disk(scenario: HybridScenario) -> None:
     with stored(whole(scenario), **ROOM, disk=200, backlog=1 << 26) as rank:
         leave_hbm(rank, PROMPT)
@@ -68,7 +70,14 @@ def test_a_prompt_is_found_on_disk(scenario: HybridScenario) -> None:
         assert rank.scheduler.loaded == len(PROMPT)
 
 
-PLANES = ((COMPRESSED, "full", 3), (COMPRESSED, "window", 5), (GROUPED, "full", 4), (GROUPED, "state", 6))
+PLANES = (
+    (COMPRESSED, "full", 3),
+    (COMPRESSED, "window", 5),
+    (LOW_RATIO, "full", 4),
+    (LOW_RATIO, "window", 3),
+    (GROUPED, "full", 4),
+    (GROUPED, "state", 6),
+)
 
 
 def flip_a_late_bit(blocks: np.ndarray) -> None:
