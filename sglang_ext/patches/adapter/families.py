@@ -168,7 +168,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window": Family(
             "Sliding windows in a pool of their own",
             "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna",
-            _TIERS_AND_TP,
+            _TIERS_AND_TP | _resumed("tiny-spark"),
         ),
         "dsa": Family(
             "Latents and an index (DSA)",
