@@ -97,8 +97,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             weights = self._weights_in_use
             setattr(req, _BOUND, (own, weights))
             req.extra_key = f"{weights}\0{'' if own is None else 'k' + own}" if weights else own
-        if weights:
-            key.extra_key = req.extra_key
+        key.extra_key = req.extra_key
 
     def _evict(self, params: EvictParams, *args: Any, **options: Any) -> EvictResult:
         """Evict. Nodes whose copies to DRAM are under way are locked: where nothing else is left, their end
@@ -164,6 +163,8 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def ready_to_load_host_cache(self) -> int:
         """Start the loads of a batch; the number that its forward pass waits for."""
         return NOTHING_TO_WAIT_FOR if self.linker is None else super().ready_to_load_host_cache()
+
+    # Loads are not weighed against computing here, so the speed of prefills is not measured.
 
     def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         pass
