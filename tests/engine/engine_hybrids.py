@@ -117,7 +117,7 @@ class HybridScheduler(SimulatedScheduler):
     def chunked_req(self) -> Req | None:
         return self.chunked
 
-    # What SGLang does for states.
+    # SGLang's steps for states.
 
     def _withdraw(self, req: Req) -> None:
         self.cache.release_aborted_request(req.cache_request_handle)
@@ -309,7 +309,7 @@ class HybridRank:
         """Compare all rows that the tree lists after each step, not only those that a model reads."""
         self.scheduler = HybridScheduler(self.pools, self.cache, gate, scenario.settings)
         self.evicted = EvictResult()
-        """What the tree gave up to make room, of each component."""
+        """Slots of each component that the tree gave up to make room."""
         self._checker = self._sglang_checker()
         self._count_evictions()
 

@@ -5,7 +5,7 @@ for each component, blocks of a page by name, in DRAM and on disk. A prefix can 
 every component has what `components.resume_points` asks for, each in DRAM.
 
 save      when the tree takes new nodes: from HBM to DRAM, and on to disk
-promote   when a request enters the queue: from disk to DRAM what a longer resume needs
+promote   when a request enters the queue: from disk to DRAM, the blocks that a longer resume needs
 lookup    in each match: the lengths after which a prefix can be resumed
 load      when the request is admitted: from DRAM to HBM; the forward pass waits for it
 
@@ -274,7 +274,7 @@ class HybridStore:
         return [int(promotion.arrived) for promotion in self._promotions.values() if not promotion.over]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take over what has arrived on every rank."""
+        """Take over the promotions that have arrived on every rank."""
         waiting = [promotion for promotion in self._promotions.values() if not promotion.over]
         for promotion, arrived in zip(waiting, agreed, strict=False):
             if arrived:
@@ -328,7 +328,7 @@ class HybridStore:
         return self._batches - 1
 
     def wait(self, batch: int) -> None:
-        """Return when what a batch loads is in HBM; on a GPU, let its current stream wait for it."""
+        """Return when the loads of a batch are in HBM; on a GPU, let its current stream wait for it."""
         for part, ticket in self._loads.get(batch, ()):
             part.copies.mover.wait_layer(ticket, part.memory.arena.layout.n_layers - 1)
 
@@ -351,7 +351,7 @@ class HybridStore:
         self._saves.clear()
 
     def forget(self) -> None:
-        """Forget what is in DRAM: its names are those of former weights."""
+        """Forget all blocks in DRAM: their names are those of former weights."""
         self.drop_in_flight()
         for part in self.parts.values():
             part.memory.clear()
@@ -369,7 +369,7 @@ class HybridStore:
             part.memory.check()
 
     def close(self) -> None:
-        """Complete what is under way, down to the disk, and end."""
+        """Complete all copies and writes under way, and end."""
         self.drop_in_flight()
         for part in self.parts.values():
             part.copies.close()

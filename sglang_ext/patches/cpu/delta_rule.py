@@ -1,6 +1,6 @@
 """Gated delta rules (GDN, and KDA, which decays each key channel by itself), token by token in plain torch.
 
-Of each head, the state is a matrix (values, keys). A token first decays it, then corrects what it answers for
+Of each head, the state is a matrix (values, keys). A token first decays it, then corrects its answer for
 the token's key, and then answers the query::
 
     S = S * exp(decay)

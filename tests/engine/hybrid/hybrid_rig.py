@@ -144,7 +144,7 @@ class Rig:
                 self.store.forget_save()
 
     def load(self, tokens: Tokens, blocks: int) -> list[str]:
-        """Load the first blocks of a prompt; what of it is wrong."""
+        """Load the first blocks of a prompt; returns the rows that are wrong."""
         prefix, names = tokens[: blocks * PAGE], names_of(tokens)[:blocks]
         window = min(len(prefix), WINDOW.coverage.blocks(PAGE) * PAGE)  # type: ignore[attr-defined]
         wanted = {
@@ -172,7 +172,7 @@ class Rig:
         return wrong
 
     def promote(self, tokens: Tokens) -> int:
-        """Bring what a prompt lacks from disk; the blocks that came."""
+        """Bring blocks that a prompt lacks from disk; the blocks that came."""
         self.store.promote("waiting", names_of(tokens))
         while not self.store.ready("waiting"):
             self.store.ranks.each_pass()

@@ -131,7 +131,7 @@ def prompts(seed: int, page: int) -> Callable[[], RadixKey]:
 def same_matches(
     kind: HybridKind, caches: Sequence[MakeCache], cores: Sequence[str], seed: int, operations: int
 ) -> dict[str, int]:
-    """Do the same to two caches and compare what they find after each operation.
+    """Do the same to two caches and compare their matches after each operation.
 
     Returns how many operations of each kind there were, and the tokens found.
     """

@@ -173,7 +173,7 @@ def test_other_tenants_find_nothing(server: ServerProcess, played: Played) -> No
 
 
 def test_a_damaged_state_or_window_changes_the_answer(server: ServerProcess, played: Played) -> None:
-    """The twin: answers depend on what came from disk, also where it is no KV of a token."""
+    """The twin: answers depend on the bytes from disk, also where these are no KV of a token."""
     damaged = server.generate(played.thirds[-1], max_new_tokens=ANSWER_TOKENS)
     assert damaged.disk_tokens >= len(played.histories[-1]) - 17
     with pytest.raises(AssertionError):

@@ -145,7 +145,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # -- each pass ------------------------------------------------------------------------------
 
     def check_hicache_events(self) -> None:
-        """Once per pass of the scheduler: take note of what has ended on every rank."""
+        """Once per pass of the scheduler: take note of copies and reads that have ended on every rank."""
         if self.store is None or self.linker is None:
             return
         self.store.ranks.each_pass()
@@ -202,7 +202,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> None:
-        """Bring what a request lacks from disk to DRAM. SGLang has just matched it."""
+        """Bring blocks that a request lacks from disk to DRAM. SGLang has just matched it."""
         if self.store is None or not self.uses_storage or self.weights.moving:
             return
         names = self._linker.looked_up.get(request.rid)
