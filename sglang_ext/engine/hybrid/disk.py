@@ -75,18 +75,16 @@ class ComponentDisk:
         found = (self.tier.match(namespace, [name]) == 1 for name in names)
         return np.fromiter(found, np.bool_, len(names))
 
-    def read(self, names: Sequence[Name], priority: int = 0) -> list[Read]:
-        """Begin to read blocks, all of which are on disk; nothing where DRAM has no room."""
+    def read(self, names: Sequence[Name], priority: int = 0) -> Read | None:
+        """Begin to read blocks, all of which are on disk; None where DRAM has no room."""
         namespace = self._namespace()
-        if namespace is None or not names:
-            return []
-        ids = self._memory.reserve(len(names))
-        if ids is None:
-            return []
+        ids = None if namespace is None else self._memory.reserve(len(names))
+        if namespace is None or ids is None:
+            return None
         get = self.tier.prepare_get(namespace, list(names))
         wanted = min(get.blocks, len(names))
         load = self._loader.load(self.tier, get, self._bytes, ids[:wanted], priority=priority)
-        return [Read(names, ids, load)]
+        return Read(names, ids, load)
 
     def finish(self, read: Read) -> int:
         """Enter the blocks that a read has brought; returns how many. They stay locked until `release`."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -70,14 +70,14 @@ class _Save:
 
 @dataclass(eq=False)
 class Promotion:
-    """Blocks that a waiting request needs from disk.
+    """Blocks that a waiting request needs from disk. Those that it needs and DRAM has are locked meanwhile.
 
-    start, blocks: the blocks of its prefix that come, counted from the first that HBM lacks.
+    blocks: by so many the prefix gets longer that can be resumed from DRAM.
     """
 
-    reads: list[tuple[StoredComponent, Read]]
-    start: int = 0
     blocks: int = 0
+    reads: list[tuple[StoredComponent, Read]] = field(default_factory=list)
+    locked: list[tuple[StoredComponent, BlockIds]] = field(default_factory=list)
     over: bool = False
 
     @property
@@ -236,17 +236,27 @@ class HybridStore:
     def _promotion(self, names: Sequence[Name], priority: int) -> Promotion:
         now, later = self._points(names, on_disk=False), self._points(names, on_disk=True)
         start, end = (now or [0])[-1], (later or [0])[-1]
-        promotion = Promotion([], start, end - start)
-        if end - start < self._least_blocks:
-            promotion.blocks = 0
-            return promotion
-        for part in self.parts.values():
-            wanted = self._needed(part.component, names[:end])
-            lacking = [name for name in wanted if name not in part.memory]
-            part.memory.touch(wanted)
-            if part.disk is not None:
-                promotion.reads += [(part, read) for read in part.disk.read(lacking, priority)]
+        promotion = Promotion(end - start)
+        if promotion.blocks < self._least_blocks or not self._read(promotion, names[:end], priority):
+            self._unlock(promotion)
+            return Promotion()
         return promotion
+
+    def _read(self, promotion: Promotion, names: Sequence[Name], priority: int) -> bool:
+        """Lock or begin to read all that a resume after these blocks needs; False where DRAM has no room."""
+        wanted = [(part, self._needed(part.component, names)) for part in self.parts.values()]
+        for part, needed in wanted:
+            ids = part.memory.take([name for name in needed if name in part.memory])
+            assert ids is not None
+            promotion.locked.append((part, ids))
+        for part, needed in wanted:
+            lacking = [name for name in needed if name not in part.memory]
+            if lacking:
+                read = None if part.disk is None else part.disk.read(lacking, priority)
+                if read is None:
+                    return False
+                promotion.reads.append((part, read))
+        return True
 
     def _needed(self, component: Component, names: Sequence[Name]) -> Sequence[Name]:
         """The blocks of a component that a resume at the end of these needs."""
@@ -265,9 +275,16 @@ class HybridStore:
     def release(self, handle: Hashable) -> None:
         """A request needs its promotion no more."""
         promotion = self._promotions.pop(handle, None)
-        for part, read in () if promotion is None else promotion.reads:
+        if promotion is not None:
+            self._unlock(promotion)
+
+    @staticmethod
+    def _unlock(promotion: Promotion) -> None:
+        for part, read in promotion.reads:
             assert part.disk is not None
             part.disk.release(read)
+        for part, ids in promotion.locked:
+            part.memory.unlock(ids)
 
     def propose(self) -> Sequence[int]:
         """For each promotion under way, in the order of the requests, whether it has arrived here."""

@@ -132,6 +132,39 @@ def test_a_restart_finds_on_disk_what_a_resume_needs(tmp_path: Path) -> None:
     rig.close()
 
 
+def test_a_promotion_for_which_dram_has_no_room_is_none(tmp_path: Path) -> None:
+    rig = Rig(MUCH, disk_at(tmp_path))
+    rig.compute(pages(1, 7))
+    rig.close()
+    rig = Rig({FULL: 10, WINDOW: 10, STATE: 10}, disk_at(tmp_path))
+    memory = rig.store.parts[WINDOW].memory
+    taken = memory.reserve(9)
+    assert rig.promote(pages(1, 9)) == 0
+    memory.unlock(taken)
+    assert rig.store.parts[FULL].memory.arena.used_blocks == 0
+    assert rig.promote(pages(1, 9)) == 7
+    rig.store.check()
+    rig.close()
+
+
+def test_blocks_that_a_waiting_request_needs_stay(tmp_path: Path) -> None:
+    """Of a prompt, DRAM has the KV and disk the rest; other prompts come before the request is admitted."""
+    rig = Rig({FULL: 10, WINDOW: 10, STATE: 10}, disk_at(tmp_path))
+    rig.compute(pages(1, 7))
+    rig.store.settle()
+    rig.store.parts[STATE].memory.clear()
+    rig.store.promote("waiting", names_of(pages(1, 9)))
+    while not rig.store.ready("waiting"):
+        rig.store.ranks.each_pass()
+    for first in range(2, 6):
+        rig.compute(pages(first, 5))
+    assert rig.points(pages(1, 9)) == [7]
+    assert rig.load(pages(1, 9), 7) == []
+    rig.store.release("waiting")
+    rig.store.check()
+    rig.close()
+
+
 def test_a_damaged_state_on_disk_is_not_used(tmp_path: Path) -> None:
     rig = Rig(MUCH, disk_at(tmp_path))
     rig.compute(pages(1, 4))
