@@ -39,7 +39,14 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
     ),
     ("mla", RECIPES["tiny-mla"].config, (), 0, {"family": ("ok", "MLA, dense"), "PD": ("ok", "oracle")}),
     ("gemma", RECIPES["tiny-gemma3"].config, (), 0, {"family": ("ok", "keeps all KV")}),
-    ("window", RECIPES["tiny-swa"].config, (), 1, {"start": ("problem", "sliding-window")}),
+    (
+        "window",
+        RECIPES["tiny-swa"].config,
+        (),
+        0,
+        {"start": ("ok", "admitted"), "disk": ("ok", "proof: server"), "fetch": ("warning", "--kv-router"),
+         "PD": ("warning", "sliding-window")},
+    ),
     (
         "whole-windows",
         RECIPES["tiny-swa"].config,
@@ -47,7 +54,20 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         0,
         {"family": ("ok", "--disable-hybrid-swa-memory"), "DRAM": ("ok", "proof: reading")},
     ),
-    ("states", MAMBA, (), 1, {"start": ("problem", "Mamba"), "family": ("ok", "short convolution")}),
+    (
+        "states",
+        MAMBA,
+        (),
+        0,
+        {"start": ("ok", "admitted"), "family": ("ok", "short convolution"), "PD": ("warning", "Mamba")},
+    ),
+    (
+        "states and a router",
+        MAMBA,
+        ("--kv-router", "http://127.0.0.1:30000"),
+        1,
+        {"start": ("problem", "--kv-router"), "family": ("ok", "short convolution")},
+    ),
     ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("warning", "DSA")}),
     ("flag", RECIPES["tiny"].config, ("--dp-size", "2"), 1, {"start": ("problem", "--dp-size above 1")}),
     (
