@@ -191,7 +191,7 @@ def _kda(config: dict[str, Any], prefix: str) -> Shapes:
         yield f"{prefix}{name}_proj.weight", (heads * size, hidden)
         yield f"{prefix}{name}_conv1d.weight", (heads * size, 1, own["short_conv_kernel_size"])
     yield prefix + "b_proj.weight", (heads, hidden)
-    for name in "fg":  # the gates of what is forgotten and of what is put out
+    for name in "fg":  # the forget gate and the output gate
         yield f"{prefix}{name}_a_proj.weight", (size, hidden)
         yield f"{prefix}{name}_b_proj.weight", (heads * size, size)
     yield prefix + "dt_bias", (heads * size,)

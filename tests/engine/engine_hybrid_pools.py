@@ -39,7 +39,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HybridKind:
-    """What a model keeps besides the KV of all tokens.
+    """The state of a model besides the KV of all tokens.
 
     Args:
         window: how many tokens before its own a layer with a window reads; 0 without such layers.
@@ -265,8 +265,8 @@ def state_planes(states: Any) -> list[list[torch.Tensor]]:
 
 @contextmanager
 def process_settings(kind: HybridKind) -> Iterator[None]:
-    """SGLang's process-wide settings for such a model: which states it keeps, and how often a request that
-    decodes gives up rows that left its window."""
+    """SGLang's process-wide settings for such a model: the grid of its states, and how often a
+    request that decodes gives up rows that left its window."""
     args = get_server_args()
     args._mamba_cache_chunk_size = kind.grid or 1
     states = {"enable_mamba_extra_buffer": bool(kind.grid), "mamba_track_interval": kind.grid or 1}

@@ -38,8 +38,8 @@ class Sizes:
         full, other: blocks of DRAM for the KV of all tokens, and for each other component.
         disk: blocks of a disk of each component; 0 without.
         faults: the share of the disk's calls that fail.
-        backlog: bytes that may wait to be written to the disk; what does not fit is left out.
-        threaded: copies by the real mover instead of one that copies when it has to.
+        backlog: bytes that may wait to be written to the disk; blocks that do not fit are left out.
+        threaded: copies by the real mover instead of a mover that copies when it has to.
     """
 
     full: int = 4000

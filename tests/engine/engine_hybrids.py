@@ -53,7 +53,7 @@ class Below(Protocol):
         """End its threads."""
 
     def check(self, rank: HybridRank) -> None:
-        """Compare what it has with the oracle."""
+        """Compare its bytes with the oracle."""
 
 
 MakeBelow = Callable[[HybridPools, UnifiedRadixCache], Below]
@@ -74,12 +74,12 @@ class HybridScheduler(SimulatedScheduler):
         self.loaded = 0
         """How many of them were below HBM."""
         self.failed: list[Req] = []
-        """Requests that ended because what was loaded for them did not arrive."""
+        """Requests that ended because KV that was loaded for them did not arrive."""
         processor = dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
         processor |= {"tree_cache": cache, "req_to_token_pool": pools.requests}
         self._results_of_sglang = SchedulerBatchResultProcessor(**processor)
 
-    # What SGLang's own cache has no calls for.
+    # Calls that SGLang's own cache does not have.
 
     @property
     def _uses_storage(self) -> bool:
@@ -154,7 +154,7 @@ class HybridScheduler(SimulatedScheduler):
         if reason is None or over or req.inflight_middle_chunks > 0:
             super()._process_prefill(req, token, decoding=decoding)
             return
-        # What was loaded for it did not arrive.
+        # KV that was loaded for it did not arrive.
         req.to_finish = reason
         req.update_finish_state(0)
         current.release(req, self.cache, keep=False)
@@ -204,7 +204,7 @@ class HybridScheduler(SimulatedScheduler):
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
 
     def _compare(self, work: Computed, part: ComponentType, local: int) -> None:
-        """Compare what a layer reads of a request."""
+        """Compare the rows of a request that a layer reads."""
         oracle, start, slots = self.pools.oracles[part], work.start, self._slots(work, part)
         what = f"prefix of {work.req.rid} in forward"
         first = {FULL: 0, SWA: max(0, start - self.pools.kind.window), MAMBA: max(0, start - 1)}[part]
@@ -250,7 +250,7 @@ class HybridScheduler(SimulatedScheduler):
 
 @dataclass(frozen=True)
 class HybridScenario:
-    """One server with such a model under one load; the fields mean what they mean in
+    """One server with such a model under one load; the fields are those of
     `engine_simulation.Scenario`."""
 
     name: str

@@ -16,18 +16,18 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 COMPONENTS = {PoolName.KV: FULL, PoolName.SWA: SWA, PoolName.MAMBA: MAMBA}
 
 Page = list[list[torch.Tensor]]
-"""What is kept of a page, or of a state: tensors by local layer."""
+"""The saved bytes of a page, or of a state: tensors by local layer."""
 
 
 class DictLinker(UnifiedCacheLinker):
     """Keeps pages and states of every component by SGLang's keys.
 
     A row is saved as late as SGLang's lock on its node allows, and a layer is loaded when the model reads it,
-    not before: a read that does not wait finds what the slot had before.
+    not before: a read that does not wait finds the former bytes of the slot.
 
     Args:
         pools: of the rank.
-        seed: which offloads are late, which loads fail, and what is given up.
+        seed: draws late offloads, failing loads, and pages that are given up.
         most: entries that are kept.
         failing: the share of loads that fail.
     """
@@ -149,7 +149,7 @@ class DictLinker(UnifiedCacheLinker):
         return index not in self._failed
 
     def reset(self) -> None:
-        """Ends all transfers; what is kept stays."""
+        """Ends all transfers; saved pages stay."""
         self._offloads.clear()
         self._done.clear()
         self._queued.clear()
@@ -179,7 +179,7 @@ class DictBelow:
         """The cache closes its linker."""
 
     def check(self, rank: HybridRank) -> None:
-        """What it has is compared when it is loaded."""
+        """Saved pages are compared when they are loaded."""
 
 
 def dictionary(**options: Any) -> MakeBelow:

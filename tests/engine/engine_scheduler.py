@@ -47,7 +47,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Computed:
-    """What one pass computes of a request: ``row`` and ``chain`` have an entry for each of its tokens, and
+    """The work of one pass on a request: ``row`` and ``chain`` have an entry for each of its tokens, and
     those before ``start`` are there."""
 
     req: Req
@@ -472,7 +472,7 @@ class SimulatedScheduler:
         return self.retracting.add(PrefillAdder.add_one_req, adder, req, **about)
 
     def _admission_begins(self) -> None:
-        """What SGLang does for models with states before it takes requests from the queue."""
+        """SGLang's step for models with states before it takes requests from the queue."""
 
     def _admission_ends(self) -> None:
         """And afterwards."""

@@ -1,4 +1,4 @@
-"""What models with states call beside their recurrences: norms with a gate, and Qwen3.5's operators."""
+"""Operators of models with states beside their recurrences: norms with a gate, and Qwen3.5's operators."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ OTHER = [at % 3 for at in range(64)]
 
 
 class Kept:
-    """What a tree has of `PROMPT`: its slots in each pool, and the hashes of its tokens."""
+    """The part of `PROMPT` in a tree: its slots in each pool, and the hashes of its tokens."""
 
     def __init__(self, rank: HybridRank) -> None:
         self.pools: HybridPools = rank.pools

@@ -1,9 +1,9 @@
-"""Models of which layers keep states, served on a CPU with SGLang's own cache: answers do not depend on what
-was reused, on how a prompt was cut into chunks, or on the batch.
+"""Models of which layers keep states, served on a CPU with SGLang's own cache: answers do not depend on
+reuse, on how a prompt was cut into chunks, or on the batch.
 
 SGLang keeps a state at the end of each request (``no_buffer``), so that the next turn of a conversation finds
 it. The CPU runtime keeps the inputs of convolutions in float32: in SGLang's bfloat16, a state that is taken
-up again would differ by their rounding from one that was computed in one go.
+up again would differ by their rounding from a state that was computed in one go.
 """
 
 from __future__ import annotations

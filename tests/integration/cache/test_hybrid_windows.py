@@ -1,8 +1,8 @@
 """A model of which half the layers have a sliding window, and a pool for it that is smaller than the other
-layers', served on a CPU with SGLang's own cache: answers do not depend on what was reused.
+layers', served on a CPU with SGLang's own cache: answers do not depend on reuse.
 
-A token's two slots have nothing in common once the window's pool has been given out once. What attention
-reads by which slot is tested in `tests/patches/test_window_attention.py`, with twins.
+A token's two slots have nothing in common once the window's pool has been given out once. The slots by
+which attention reads are tested in `tests/patches/test_window_attention.py`, with twins.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_answers_in_a_batch_are_those_of_each_alone(server: ServerProcess) -> No
 
 @pytest.mark.long
 def test_one_pool_for_all_layers_gives_the_same_answers(server: ServerProcess, get_server: GetServer) -> None:
-    """The same model without a pool for the window: what is right does not depend on slots."""
+    """The same model without a pool for the window: right answers do not depend on slots."""
     server.flush()
     churn(server, seed=5)
     prompts = [random_prompt(length, seed=7 * length) for length in LENGTHS]
