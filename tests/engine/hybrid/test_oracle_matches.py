@@ -44,8 +44,8 @@ class BareTree:
         return self.cache.match_prefix(MatchPrefixParams(key=key))
 
     def lengths(self, key: RadixKey) -> tuple[int | None, ...]:
-        """The match of a request with this prompt: tokens, tokens by full attention alone, and the places where
-        windows or states would have made more of them useful."""
+        """The match of a request with this prompt: tokens, tokens by full attention alone, and the places
+        where windows or states would have made more of them useful."""
         found = self.find(key)
         branching = found.swa_branching_seqlen, found.mamba_branching_seqlen
         return (found.device_prefix_len, found.full_kv_hit_length, *branching)
