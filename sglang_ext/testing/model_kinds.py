@@ -206,8 +206,8 @@ def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
         yield prefix + "gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
         yield from _dense(f"{prefix}experts.{expert}.", hidden, width, names)
-    if width := config.get("shared_expert_intermediate_size"):
-        yield from _dense(prefix + "shared_expert.", hidden, width, names)
+    if shared := config.get("shared_expert_intermediate_size"):
+        yield from _dense(prefix + "shared_expert.", hidden, shared, names)
         yield prefix + "shared_expert_gate.weight", (1, hidden)
     if config.get("n_shared_experts"):
         yield from _dense(prefix + "shared_experts.", hidden, width * config["n_shared_experts"], names)
