@@ -172,6 +172,27 @@ def test_other_tenants_find_nothing(server: ServerProcess, played: Played) -> No
         assert server.generate(played.thirds[0], max_new_tokens=1, **fields).cached_tokens == 0
 
 
+def test_cold_hit_churn_host_and_host_again(server: ServerProcess) -> None:
+    """sglang#39830. Each turn is a later one: a state is kept at the end of a request."""
+    history: list[int] = []
+    below = []
+    for leg, new in enumerate((TURN, 20, 20, 21)):
+        if leg == 2:
+            for seed in range(HBM_TOKENS // TURN + 3):
+                server.generate(random_tokens(TURN, 400 + seed), max_new_tokens=1)
+        prompt = history + random_tokens(new, 300 + leg)
+        warm = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+        cold = server.generate(prompt, max_new_tokens=ANSWER_TOKENS, cache_salt=f"leg {leg}")
+        assert cold.cached_tokens == 0
+        assert warm.cached_tokens >= len(history) - 17
+        assert_same(cold, warm)
+        below.append(warm.dram_tokens + warm.disk_tokens)
+        if leg < 2:
+            history = [*prompt, *warm.tokens]
+    assert below[:2] == [0, 0], "the prompt was in HBM"
+    assert below[2] >= len(history) - 17, "the prompt left HBM"
+
+
 def test_a_damaged_state_or_window_changes_the_answer(server: ServerProcess, played: Played) -> None:
     """The twin: answers depend on the bytes from disk, also where these are no KV of a token."""
     damaged = server.generate(played.thirds[-1], max_new_tokens=ANSWER_TOKENS)
