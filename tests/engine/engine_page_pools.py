@@ -28,6 +28,7 @@ from engine_scheduler import Settings
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_exec
 
 PAGE = 256
 MOST = 8
@@ -130,6 +131,17 @@ class LowRatioPools(CompressedPools):
     }
 
 
+class ReplayedPools(LowRatioPools):
+    """The same where SGLang keeps windows by request only, and computes that of a resumed prompt again."""
+
+    model_layers = {FULL: (0, 1, 2, 3), SWA: (), MAMBA: ()}
+    reads = {FULL: LowRatioPools.reads[FULL]}
+
+    def _kvcache(self) -> DeepSeekV4TokenToKVPool:
+        with get_exec().features.override(enable_encoder_swa_bounded_replay=True):
+            return super()._kvcache()
+
+
 class GroupedPools(HybridPools):
     """Latents with an index key for 4 tokens each, and states."""
 
@@ -178,6 +190,9 @@ COMPRESSED = HybridScenario(
     stretch=8,
 )
 LOW_RATIO = replace(COMPRESSED, name="compressed by 1 and 2", make_pools=LowRatioPools)
+REPLAYED = replace(
+    COMPRESSED, name="windows computed again", kind=HybridKind(page=PAGE), make_pools=ReplayedPools
+)
 GROUPED = HybridScenario(
     "index keys of groups, states",
     HybridKind(states=40, grid=PAGE, latents=True, page=PAGE),

@@ -47,6 +47,7 @@ from sglang_ext.patches.adapter.build_transfers import (
 from sglang_ext.patches.adapter.building import Builders, Building, uses_adapters
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead
 from sglang_ext.patches.adapter.hbm import EnginePool
+from sglang_ext.patches.adapter.hybrid.pools import has_components
 from sglang_ext.patches.adapter.pd.pd_setup import settings_of
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import (
@@ -78,7 +79,7 @@ def create_global_radix_cache(
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
     _require(ctx, config)
-    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+    if has_components(ctx):
         from sglang_ext.patches.adapter.hybrid.build import create_hybrid_radix_cache
 
         return create_hybrid_radix_cache(ctx, config)
@@ -127,7 +128,7 @@ def _require(ctx: TreeCacheBuildContext, config: KvConfig) -> None:
         require_computing(ctx.server_args)
     if config.retract_wait is not None:
         require_retracting(ctx.server_args)
-    if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):  # where a page is a block
+    if not has_components(ctx):  # where a page is a block
         check_block_size(config, ctx.params.page_size)
     if config.dram_for_others and not may_fetch(config, adapters=uses_adapters()):
         raise ConfigError(

@@ -9,14 +9,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_hybrids import HybridRank, HybridScenario, drive
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, REPLAYED, whole
 from engine_pools import WrongKvError
 from test_oracle_store import damage, leave_hbm, store_of, stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 EACH = pytest.mark.parametrize(
-    "scenario", [COMPRESSED, LOW_RATIO, GROUPED], ids=["compressed", "low-ratio", "grouped"]
+    "scenario",
+    [COMPRESSED, LOW_RATIO, REPLAYED, GROUPED],
+    ids=["compressed", "low-ratio", "replayed", "grouped"],
 )
 PROMPT = [at % 5 for at in range(4 * PAGE)]
 MORE = [1, 2, 3]
@@ -34,7 +36,7 @@ def test_every_row_that_a_model_reads_is_right(scenario: HybridScenario) -> None
 
 @EACH
 def test_every_row_from_dram_and_disk_is_right(scenario: HybridScenario) -> None:
-    with stored(scenario, full=16, other=8, disk=2000, backlog=1 << 26) as rank:
+    with stored(scenario, full=10, other=8, disk=2000, backlog=1 << 26) as rank:
         drive(rank, seed=2, steps=100)
         assert len(rank.scheduler.finished) > 15
         assert rank.scheduler.loaded > PAGE
@@ -75,6 +77,7 @@ PLANES = (
     (COMPRESSED, "window", 5),
     (LOW_RATIO, "full", 4),
     (LOW_RATIO, "window", 3),
+    (REPLAYED, "full", 4),
     (GROUPED, "full", 4),
     (GROUPED, "state", 6),
 )

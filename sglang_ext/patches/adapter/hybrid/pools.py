@@ -75,6 +75,18 @@ class ComponentPool:
         return rows.numpy() if self.device.type == "cpu" else rows
 
 
+def has_components(ctx: Any) -> bool:
+    """Whether a model keeps other things than a row for each token, all in one pool.
+
+    Args:
+        ctx: SGLang's ``TreeCacheBuildContext``. A DeepSeek V4.1 that computes its windows again is no hybrid
+            there.
+    """
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    compressed = type(kvcache).__name__ == "DeepSeekV4TokenToKVPool"
+    return bool(ctx.is_hybrid_swa or ctx.is_hybrid_ssm or compressed)
+
+
 def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPool]:
     """The pools of a model's components, `FULL` first.
 
@@ -91,7 +103,6 @@ def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPoo
 
     pool, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     if type(pool) is DeepSeekV4TokenToKVPool:
-        assert window_tokens is not None
         return _compressed_pools(pool, params, window_tokens)
     found = []
     if type(pool) is SWAKVPool:
@@ -131,27 +142,32 @@ def _has_side_states(req_to_token_pool: Any) -> bool:
     return any(pool.enabled for pool in pools)
 
 
-def _compressed_pools(pool: Any, params: Any, window_tokens: int) -> list[ComponentPool]:
+def _compressed_pools(pool: Any, params: Any, window_tokens: int | None) -> list[ComponentPool]:
     """DeepSeek V4: compressed latents and their index keys by page, and the window with the states of
     unfinished groups by page of the window. SGLang's own list of its tensors for external stores is used.
+
+    Args:
+        window_tokens: None where SGLang keeps the windows of running requests only, and computes that of a
+            resumed prompt again (``--enable-encoder-swa-bounded-replay``).
     """
     from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+    sources = {FULL: PoolName.KV}
+    components = {ComponentType.FULL}
+    if window_tokens is not None:
+        sources[Component("window", LastWindow(window_tokens))] = PoolName.SWA
+        components.add(ComponentType.SWA)
     try:
         group = resolve_hybrid_device_pool_group(
-            kvcache=pool,
-            page_size=params.page_size,
-            params=params,
-            components={ComponentType.FULL, ComponentType.SWA},
+            kvcache=pool, page_size=params.page_size, params=params, components=components
         )
     except ValueError as error:
         raise _unsupported(f"this form of the pool of DeepSeek V4 ({error})") from None
-    window = Component("window", LastWindow(window_tokens))
     return [
         _pages(component, [entry for entry in group.entries if entry.indices_from_pool == source], params)
-        for component, source in ((FULL, PoolName.KV), (window, PoolName.SWA))
+        for component, source in sources.items()
     ]
 
 
