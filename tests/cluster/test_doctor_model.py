@@ -68,7 +68,7 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         1,
         {"start": ("problem", "--kv-router"), "family": ("ok", "short convolution")},
     ),
-    ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("warning", "DSA")}),
+    ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("ok", "proof: oracle")}),
     ("flag", RECIPES["tiny"].config, ("--dp-size", "2"), 1, {"start": ("problem", "--dp-size above 1")}),
     (
         "transfer",

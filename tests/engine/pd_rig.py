@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
+from sglang_ext.disagg.handover import (
+    HEARTBEAT_SECONDS,
+    LEASE_SECONDS,
+    VERDICT_SECONDS,
+    ReceiverState,
+    SenderState,
+)
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.control import CurveKeys
@@ -19,6 +25,7 @@ from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
@@ -234,3 +241,47 @@ def rig(
         stack.callback(servers.prefill.clear)
         stack.callback(servers.decode.clear)
         yield servers
+
+
+@contextmanager
+def pair(
+    prefill: Sequence[PoolSpec], decode: Sequence[PoolSpec], page: int, mode: str = "pull"
+) -> Iterator[tuple[Agent, Agent, str]]:
+    """A prefill and a decode server of a rank each over pools of the caller's, and prefill's address."""
+    with ExitStack() as stack:
+        bootstrap = BootstrapService("127.0.0.1", 0, None)
+        stack.callback(bootstrap.close)
+        agents = []
+        for name, pools, address in (("prefill", prefill, bootstrap.address), ("decode", decode, "")):
+            transfers = transfer_thread(name, pools)
+            stack.callback(transfers.close)
+            config = AgentConfig(Local(0, 1, page, METADATA, mode), "weights", bootstrap=address)
+            agents.append(Agent(config, transfers, Rows()))
+            stack.callback(agents[-1].close)
+        yield agents[0], agents[1], bootstrap.address
+        for agent in agents:
+            agent.endpoint.check()
+            agent.sender.check()
+        agents.clear()
+
+
+def hand_over(
+    prefill: Agent, decode: Agent, address: str, pages: Sequence[int], wanted: Wanted, number: int = 7
+) -> None:
+    """A request from prefill's pages into the wanted ones, up to its end. Pushing, prefill leaves out what
+    decode has."""
+    taken = decode.receiver.open(address, number)
+    given = prefill.sender.open(number)
+    if not taken.read:
+        wait_until(lambda: taken.state is ReceiverState.WAITING, seconds=20, what="a place")
+        decode.receiver.read(taken, wanted)
+        wait_until(lambda: given.granted() is not None, seconds=20, what="pages")
+        pages = pages[wanted.skip :]
+    prefill.sender.complete(given, np.array(pages), bytes(METADATA))
+    if taken.read:
+        wait_until(lambda: taken.state is ReceiverState.READY, seconds=20, what="an offer")
+        decode.receiver.read(taken, wanted)
+    wait_until(lambda: taken.over, seconds=20, what="the KV")
+    assert taken.state is ReceiverState.HELD, taken.reason
+    wait_until(lambda: given.state is SenderState.RELEASED, seconds=20, what="the release")
+    prefill.sender.forget(given)

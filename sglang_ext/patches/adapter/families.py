@@ -91,6 +91,7 @@ _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
 _DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
+_DSA_PD = "engine/pd/test_pd_pools.py::test_every_plane_of_a_page_is_handed_over"
 _DSA_FETCH = "engine/peers/test_peer_kv.py::test_every_plane_of_a_block_comes"
 _STOCK = "Start without `--radix-cache-backend global`"
 
@@ -173,9 +174,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "dsa": Family(
             "Latents and an index (DSA)",
             "DeepSeek V3.2, GLM-5 to 5.3, Hy4",
-            dict.fromkeys((*TIERS, "fetch", "hints", "speculation", "TP"), _READ)
+            _BY_READING
             | dict.fromkeys(TIERS, Proof("oracle", _DSA_TIERS))
-            | {"fetch": Proof("oracle", _DSA_FETCH)},
+            | {"fetch": Proof("oracle", _DSA_FETCH), "PD": Proof("oracle", _DSA_PD)},
         ),
         "dsa-group": Family(
             "Latents and an index with a key for several tokens, with states",

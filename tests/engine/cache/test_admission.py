@@ -55,7 +55,6 @@ INDEXED: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "DeepseekV32ForCausalLM", {"index_topk": 2048, "index_head_dim": 128}),
     ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {"index_topk": 2048}),
 ]
-"""Admitted with a cache, and not moved between prefill and decode."""
 WINDOWED: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_oss", "GptOssForCausalLM", {}),
     ("llama4", "Llama4ForConditionalGeneration", {}),
@@ -101,18 +100,19 @@ def test_models_with_states_are_refused_by_their_configuration(
 
 
 @pytest.mark.parametrize(("kind", "architecture", "more"), INDEXED, ids=[a for _, a, _ in INDEXED])
-def test_index_keys_are_kept_and_not_moved(
+def test_index_keys_are_kept_and_moved(
     kind: str, architecture: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     config = model(tmp_path, kind, architecture, more)
     assert admission(config, CACHE) is None
-    assert "DSA" in str(admission(config, TRANSFER))
+    assert admission(config, TRANSFER) is None
 
 
 def test_index_keys_of_groups_of_tokens_are_refused(tmp_path: Path) -> None:
     kind, architecture, more = INDEXED[0]
     config = model(tmp_path, kind, architecture, more | {"index_kpool": 4})
-    assert "groups of 4 tokens" in str(admission(config, CACHE))
+    for flags in (CACHE, TRANSFER):
+        assert "groups of 4 tokens" in str(admission(config, flags))
 
 
 @pytest.mark.parametrize("flags", [OLDER, TRANSFER], ids=["cache", "transfer"])

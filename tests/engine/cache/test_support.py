@@ -116,7 +116,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"caches": False, "transfers": True, **facts}, ("--disaggregation-transfer-backend global", word))
         for facts, word in (
             ({"is_hybrid_ssm": True}, "Use another transfer backend"),
-            ({"is_dsa": True}, "DSA"),
+            ({"is_dsa": True, "index_group": 4}, "index keys (DSA) for groups of 4"),
             ({"is_hybrid_swa": True, "kv_with_whole_windows": 2.0}, "--disable-hybrid-swa-memory"),
             ({"dp_size": 2}, "--dp-size above 1"),
             ({"attn_dp_size": 2}, "--attn-dp-size above 1"),
@@ -153,6 +153,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"speculative_algorithm": "DFLASH", "dram": True},
         {"speculative_algorithm": "DSPARK", "dram": True},
         {"is_dsa": True, "kv_pool": "DSATokenToKVPool", "dram": True},
+        {"is_dsa": True, "kv_pool": "DSATokenToKVPool", "caches": False, "transfers": True},
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "dram": True, "disk": True, "page_size": 64},
         {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "page_size": 1, "snapshots_at_ends": True},
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "kv_pool": "DeepSeekV4TokenToKVPool", "dram": True},
