@@ -272,4 +272,4 @@ def depends_on_parser(payload: Json) -> bool:
 def _is_opaque(block: Json) -> bool:
     if block["type"] == "tool_result":
         return any(_is_opaque(inner) for inner in blocks_of(block.get("content")))
-    return block["type"] in ("image", "thinking", "redacted_thinking", "tool_reference")
+    return block["type"] in ("thinking", "redacted_thinking", "tool_reference")

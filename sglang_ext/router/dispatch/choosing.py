@@ -129,12 +129,15 @@ class Chooser:
         """Place a request, carry out its plan, and note the decision in the index, metrics and records."""
         record = flight.record
         first, *others = flight.prompts
+        known = first.known
+        # Of a prompt with pictures, instances send each other what comes before the first one.
+        beyond = known is not first and any(m.tokens > known.units for m in matches.values())
         prompt = Prompt(
             flight.units,
             flight.admitted.session,
             record.priority,
             request_id=record.request_id,
-            movable=not others and is_movable(first.namespace),
+            movable=not others and not beyond and is_movable(known.namespace),
         )
         placed = place(prompt, fleet, matches, self._costs, self._routing.placing, announced)
         record.fetch = fetch = self._fetching.carry_out(placed.plan, flight.prompts)

@@ -164,6 +164,13 @@ class RequestLog:
         return f"RequestLog({len(self)}, bytes={self.size_bytes} of {self._max_bytes})"
 
 
+def _matched_by(prompts: Sequence[Encoded]) -> str:
+    if all(prompt.tokens is not None for prompt in prompts):
+        return "tokens"
+    before = any(prompt.known is not prompt for prompt in prompts)
+    return "tokens before the first picture, then text" if before else "text"
+
+
 def _common(logged: LoggedRequest, other: LoggedRequest) -> int:
     """Tokens that prompts of two requests have in common, where only the namespace keeps them apart."""
     most = 0
@@ -277,7 +284,7 @@ def as_json(
         "causes": [cause.value for cause in causes(logged, evictions, elsewhere, block_size)],
         "prompt": {
             "tokens": record.prompt_tokens,
-            "matched_by": "tokens" if all(p.tokens is not None for p in logged.prompts) else "text",
+            "matched_by": _matched_by(logged.prompts),
             "prompts": len(logged.prompts),
         },
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},

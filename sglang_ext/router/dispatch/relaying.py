@@ -334,8 +334,9 @@ class Relay:
                 self._trees.confirm(prompt.namespace, prompt.key, placement.instance)
                 moved = self._transfers.labels(placement.instance, answering, "hand-over")
                 moved.inc(len(prompt.key) // TOKEN_BYTES if prompt.tokens is not None else 0)
+            known = prompt.known
             for learn in self._on_learnt:
-                learn(flight, prompt.namespace, key)
+                learn(flight, known.namespace, key if known is prompt else known.key)
         if usage.response_id is not None:
             self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
 

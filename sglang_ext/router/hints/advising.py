@@ -212,7 +212,7 @@ class Advisor:
         request, without the decode instance if only that one cannot."""
         if not (len(self.book) or len(self.remote)) or len(prompts) != 1:
             return None
-        (prompt,) = prompts
+        prompt = prompts[0].known
         self._expire(self._clock.monotonic())
         place = self._claimed(scope, prompt.namespace, prompt.key, session)
         if place is None or not self._can_take(place.instance, first_targets(fleet)):

@@ -267,7 +267,7 @@ class Documents:
         entry = None if note is None else self.book.find(record.caller.scope, note.ids[0])
         if note is None or entry is None or entry.hint is None or len(prompts) != 1:
             return
-        (prompt,), hint = prompts, entry.hint
+        prompt, hint = prompts[0].known, entry.hint
         if (
             prompt.tokens is not None
             and prompt.namespace == hint.namespace

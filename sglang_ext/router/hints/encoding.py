@@ -60,7 +60,7 @@ class HintEncoder:
                 limits=None if model is None else model.limits,
                 budget=budget,
             )
-            key = encoded.key
+            encoded, key = encoded.known, encoded.known.key
             if advisory.job.prompts[0].text is not None:
                 # The last tokens may merge with the text that follows.
                 key = key[: -OPEN_END * TOKEN_BYTES]

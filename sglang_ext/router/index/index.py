@@ -14,7 +14,7 @@ is *awaited*: the index uses its reports so far, and the instance may hold more.
 
 Guesses, made when a request is routed, apply to all instances and live 2 s. Prompts that the router cannot
 map to the engine's tokens and namespaces (prompts matched by text; adapters, whose engine ids the router
-lacks) are inferred, never reported.
+lacks) are inferred, never reported. Of prompts with pictures, what comes before the first one is reported.
 
 Memory is bounded over the whole index. Above the bound, the index drops the coldest ends of prefixes of the
 instance with the most blocks, then names of its blocks below memory. The index of that instance is *partial*
@@ -46,7 +46,7 @@ from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
 from sglang_ext.radix_global.sync.runs import Piece, names_in
 from sglang_ext.router.index.history import Departure, History
 from sglang_ext.router.index.memory import TreeSize
-from sglang_ext.router.index.prompt_trees import MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
+from sglang_ext.router.index.prompt_trees import BEGINNING, MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
 from sglang_ext.router.index.stock_replica import StockReplica
 from sglang_ext.router.policies import Match
 from sglang_ext.router.policies.base import Role
@@ -346,13 +346,15 @@ class Index(PromptTrees):
             known.mixed.add(namespace[3] or None)
         super().guess(namespace, key, instance)
 
-    def learns_of(self, namespace: Hashable, instance: str) -> bool:
+    def learns_of(self, namespace: Any, instance: str) -> bool:
         """See ``PromptTrees.learns_of``."""
         if self.mode == "exact":
             return False
         known = self._known.get(instance)
         if known is None or self.mode == "approximate" or (tenant := tenant_of(namespace)) is None:
             return True
+        if namespace[0] == BEGINNING:
+            return True  # reports do not have the text behind the first picture
         return not known.covers(tenant) or (isinstance(known.replica, StockReplica) and known.replica.partial)
 
     # -- queries of routing ---------------------------------------------------------------------------
@@ -573,10 +575,10 @@ class Index(PromptTrees):
 
 def tenant_of(namespace: Any) -> Tenant | None:
     """The engine's tenant for a namespace of the router. ``None`` for prompts without a known one: prompts
-    that are matched by text, and prompts with an adapter.
+    that are matched by text alone, and prompts with an adapter.
     """
     kind, *rest = namespace
-    if kind != "tokens" or len(rest) not in (0, 3) or (rest and rest[0]):
+    if kind not in ("tokens", BEGINNING) or len(rest) not in (0, 3) or (rest and rest[0]):
         return None
     return (rest[1] or None, rest[2] or None) if rest else (None, None)
 

@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Final
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import InternalError
@@ -31,6 +32,10 @@ from sglang_ext.router.policies.base import NOTHING
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier
 
+BEGINNING: Final = "beginning"
+"""Kind of the namespace of a prompt with pictures. Its key begins with the tokens before the first picture,
+which instances report as they report those of any prompt. Behind them, the key has the text of the messages
+with digests of their pictures: only the server knows the tokens of a picture."""
 GUESS_TTL_S = 2.0
 GUESS_SPAN_S = 0.5
 """A guess lives at least ``GUESS_TTL_S`` and at most this much longer."""

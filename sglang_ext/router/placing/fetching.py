@@ -101,8 +101,10 @@ class Fetching:
             return note
         if len(prompts) != 1:
             return None
-        (prompt,) = prompts
-        if not movable(prompt.namespace, prompt.key[: note.tokens * TOKEN_BYTES]):
+        prompt = prompts[0].known
+        if note.tokens > prompt.units or not movable(
+            prompt.namespace, prompt.key[: note.tokens * TOKEN_BYTES]
+        ):
             return None
         if self._send(plan, note, prompt):
             self._fetches.labels("fetch" if plan.split is None else "split").inc()

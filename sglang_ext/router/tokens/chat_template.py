@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,14 @@ UNSUPPORTED_PARSERS = frozenset({
 })  # fmt: skip
 """Reasoning or tool parsers with which SGLang renders, or prepares, messages in its own way."""
 
-UNSUPPORTED_ARCHITECTURES = re.compile(r"DeepseekV(32|4)|GptOss|Inkling|KimiK3", re.IGNORECASE)
-"""Models whose messages SGLang encodes in Python instead of by a template."""
+UNSUPPORTED_ARCHITECTURES = re.compile(r"DeepseekV(32|4)|GptOss|Inkling|KimiK3|MossVL", re.IGNORECASE)
+"""Models whose messages SGLang encodes in Python instead of by a template, or always by a processor."""
 
 LONG_PART = 256
 """Bytes of a part of a message, as JSON, up to which it is matched as it is."""
+_SHOWN = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+"""Parts of a message by their type, and as the template sees them."""
+_MARK = "\x00"
 _GENERIC_FIELDS = ("content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
 
 
@@ -92,8 +95,6 @@ def unsupported(chat: ChatFacts, architecture: str, template: str | None = None)
     Args:
         template: of the model, if that is known.
     """
-    if chat.multimodal:
-        return "the model takes images or audio, whose tokens only the server knows"
     for parser in (chat.reasoning_parser, chat.tool_call_parser):
         if parser in UNSUPPORTED_PARSERS:
             return f"the server renders messages in its own way for the parser {parser}"
@@ -224,6 +225,8 @@ def _dump_message(message: Json) -> Json:
 def _dump_part(part: Json) -> Json:
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
+    if part["type"] in _SHOWN.values():
+        return part
     raise CannotRender(f"content of type {part['type']!r}")
 
 
@@ -264,7 +267,7 @@ def _for_template(message: Json, fmt: str) -> Json:
 
 
 def _join(parts: list[Json]) -> str:
-    return " ".join(part["text"] for part in parts)
+    return " ".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def _tools(payload: Json, as_given: bool) -> list[Json] | None:
@@ -341,6 +344,42 @@ def _reasoning(payload: Json) -> tuple[Any, bool | None]:
     return effort, thinking
 
 
+def first_picture(payload: Json) -> tuple[int, Json, Json] | None:
+    """Where the pictures, videos and sounds of a conversation begin; None if it has none.
+
+    Returns:
+        The number of the first message with one; the conversation as the template sees it; and the same with
+        a mark in place of the first picture. Up to there, the template renders both alike.
+    """
+    messages = payload["messages"]
+    found = next((n for n, message in enumerate(messages) if any(map(_is_picture, _parts(message)))), None)
+    if found is None:
+        return None
+    shown = [_with_parts(message, map(_shown, _parts(message))) for message in messages]
+    parts = _parts(shown[found])
+    place = next(n for n, part in enumerate(_parts(messages[found])) if _is_picture(part))
+    marked = [*parts[:place], {"type": "text", "text": _MARK}, *parts[place + 1 :]]
+    other = [*shown[:found], {**shown[found], "content": marked}, *shown[found + 1 :]]
+    return found, {**payload, "messages": shown}, {**payload, "messages": other}
+
+
+def _parts(message: Json) -> list[Json]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _with_parts(message: Json, parts: Iterable[Json]) -> Json:
+    return {**message, "content": list(parts)} if isinstance(message.get("content"), list) else message
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in {*_SHOWN, *_SHOWN.values()}
+
+
+def _shown(part: Json) -> Json:
+    return {"type": _SHOWN.get(part["type"], part["type"])} if _is_picture(part) else part
+
+
 def text_of(payload: Json) -> str:
     """A text form of a conversation; the text of its next turn starts with it.
 
@@ -348,14 +387,12 @@ def text_of(payload: Json) -> str:
     replaced by its digest: pictures stay distinct, and the prompt tree stores none.
     """
     head = orjson.dumps([payload.get("tools"), payload.get("chat_template_kwargs")])
-    return (head + orjson.dumps([_with_digests(each) for each in payload["messages"]])[:-1]).decode()
+    return (head + text_of_messages(payload["messages"])).decode()
 
 
-def _with_digests(message: Json) -> Json:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_part(each) for each in content]}
+def text_of_messages(messages: list[Json]) -> bytes:
+    """The part of ``text_of`` for messages, encoded."""
+    return orjson.dumps([_with_parts(each, map(_part, _parts(each))) for each in messages])[:-1]
 
 
 def _part(part: Any) -> Any:

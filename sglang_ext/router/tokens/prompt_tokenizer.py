@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 import threading
@@ -15,8 +16,10 @@ from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.tokens.chat_template import (
     CannotRender,
+    Rendering,
     TemplateFailed,
     content_format,
+    first_picture,
     prepare,
     reranking,
     shows_system_in_place,
@@ -56,6 +59,8 @@ class PromptTokenizer:
         self.segmenter = Segmenter(encode, special, vocabulary, cache)
         bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
         self._before, self._after = _wrapping(list(bare), list(whole))
+        if facts.chat.multimodal and (self._before or self._after) and self.by_server_only is None:
+            self.by_server_only = "the server puts special tokens around what its template makes"
         self._around_pair = _around_pair(tokenizer, encode)
         self._reranks = None if template is None else reranking(template)
 
@@ -111,19 +116,7 @@ class PromptTokenizer:
         """
         if self.by_server_only is not None:
             raise CannotRender(self.by_server_only)
-        payload = chat.seen(self.shows_in_place and (chat.long_in_place or self._chat.system_in_place))
-        rendering = prepare(payload, self._chat, self._format, answer_follows=answer_follows)
-        tools = rendering.tools
-        try:
-            text = self._render(rendering.messages, tools, rendering.kwargs, answer_follows)
-        except Exception as first:  # noqa: BLE001 - templates are programs, and fail in any way
-            # As SGLang does: some templates take functions without OpenAI's wrapper.
-            flat = None if tools is None else [tool["function"] for tool in tools]
-            try:
-                text = self._render(rendering.messages, flat, rendering.kwargs, answer_follows)
-            except Exception as second:  # noqa: BLE001
-                why = f"the chat template failed: {type(second).__name__}: {second}"
-                raise TemplateFailed(why) from first
+        rendering, text = self._rendered(self._seen(chat), answer_follows)
         key = self.segmenter.encode(text, most_new, salt, most)
         if rendering.assistant_prefix is not None:
             prefix = self.encode_text(rendering.assistant_prefix, salt=salt, most=most)
@@ -132,6 +125,44 @@ class PromptTokenizer:
                 prefix = prefix[TOKEN_BYTES:]
             key += prefix
         return key
+
+    def encode_beginning(
+        self, chat: Chat, most_new: int | None = None, salt: str | None = None, most: int | None = None
+    ) -> tuple[bytes, list[Json]] | None:
+        """The tokens of a conversation before its first picture, and the messages from there on; None for a
+        conversation without pictures.
+
+        Args:
+            most_new, salt, most: see ``Segmenter.encode``.
+
+        Raises:
+            TemplateFailed, CannotRender: as ``encode_chat``.
+        """
+        payload = self._seen(chat)
+        if self.by_server_only is not None or (found := first_picture(payload)) is None:
+            return None
+        number, *both = found
+        one, other = (self._rendered(each, answer_follows=True)[1] for each in both)
+        key = self.segmenter.encode(_common_beginning(one, other), most_new, salt, most)
+        return key, payload["messages"][number:]
+
+    def _seen(self, chat: Chat) -> Json:
+        return chat.seen(self.shows_in_place and (chat.long_in_place or self._chat.system_in_place))
+
+    def _rendered(self, payload: Json, answer_follows: bool) -> tuple[Rendering, str]:
+        """Arguments of the template, and its text."""
+        rendering = prepare(payload, self._chat, self._format, answer_follows=answer_follows)
+        messages, tools, kwargs = rendering.messages, rendering.tools, rendering.kwargs
+        try:
+            return rendering, self._render(messages, tools, kwargs, answer_follows)
+        except Exception as first:  # noqa: BLE001 - templates are programs, and fail in any way
+            # As SGLang does: some templates take functions without OpenAI's wrapper.
+            flat = None if tools is None else [tool["function"] for tool in tools]
+            try:
+                return rendering, self._render(messages, flat, kwargs, answer_follows)
+            except Exception as second:  # noqa: BLE001
+                why = f"the chat template failed: {type(second).__name__}: {second}"
+                raise TemplateFailed(why) from first
 
     def _render(
         self, messages: list[Json], tools: list[Json] | None, kwargs: Json, answer_follows: bool
@@ -182,6 +213,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
                 field="--tokenizer-path",
                 hint=hint,
             ) from second
+
+
+def _common_beginning(one: str, other: str) -> str:
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return one[: bisect.bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])]
 
 
 def _template(tokenizer: Any, facts: InstanceFacts) -> str | None:

@@ -6,7 +6,8 @@ report. Before its tokens are trusted, they are compared with a worker's own (``
 prompts and conversations.
 
 A prompt without trusted tokens is matched by its text instead, in units of 4 bytes: this finds the
-instance with the same beginning, but not the length in tokens.
+instance with the same beginning, but not the length in tokens. A conversation with pictures is matched by
+tokens up to the first of them, and by its text, with digests of the pictures, from there on.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.index.prompt_trees import BEGINNING
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.budgets import Budget
-from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, text_of
+from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, text_of, text_of_messages
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.fair_pool import FairPool
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
@@ -293,6 +295,10 @@ class TokenizerService:
         if fallback is None and tokenizer is not None:
             try:
                 if prompt.chat is not None:
+                    begins = tokenizer.encode_beginning(prompt.chat, most_new, prompt.salt, most)
+                    if begins is not None:
+                        self.fell_back(Fallback.OPAQUE)
+                        return _with_pictures(prompt.namespace, *begins)
                     key = tokenizer.encode_chat(
                         prompt.chat,
                         answer_follows=answer_follows,
@@ -451,6 +457,13 @@ def _size(prompt: PromptInput) -> int:
         for message in (messages if isinstance(messages, list) else ())
         if isinstance(message, dict)
     )
+
+
+def _with_pictures(namespace: tuple[str | None, ...], key: bytes, messages: list[Json]) -> Encoded:
+    """A conversation with the tokens ``key`` before its first picture, which is in the first message."""
+    text = text_of_messages(messages)
+    whole = key + text[: len(text) // TOKEN_BYTES * TOKEN_BYTES]
+    return Encoded((BEGINNING, *namespace), whole, None, len(key) // TOKEN_BYTES)
 
 
 def _from_ids(prompt: PromptInput) -> Encoded:

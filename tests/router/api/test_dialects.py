@@ -136,7 +136,7 @@ def test_thinking_goes_along() -> None:
         ({}, False),
         ({"thinking": {"type": "disabled"}}, True),
         ({"messages": [{"role": "system", "content": "x"}, HI]}, False),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]}, False),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, True),
     ],
 )

@@ -273,7 +273,6 @@ def test_the_last_answer_can_be_continued(own_tokenizer) -> None:
         ({"tools": [{"function": {"name": "f", "defer_loading": True}}]}, {}, "defer_loading"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, {}, "chat template of the request"),
         ({"reasoning_effort": 0.5}, {}, "number"),
-        ({}, {"multimodal": True}, "images or audio"),
         ({}, {"reasoning_parser": "hunyuan"}, "hunyuan"),
         ({}, {"chat_template": "vicuna_v1.1"}, "built-in chat template"),
         ({"messages": [{"role": "user", "content": "fail"}]}, {}, "template failed"),
