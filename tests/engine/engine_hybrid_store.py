@@ -17,7 +17,7 @@ from sglang_ext.engine.hybrid.memory import ComponentMemory
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import Mover, ThreadMover
-from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.weights import Weights
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_names
@@ -53,12 +53,18 @@ class Sizes:
 
 
 class StoreBelow:
-    """Our store below `HybridRadixCache`."""
+    """Our store below `HybridRadixCache`.
 
-    def __init__(self, pools: HybridPools, cache: UnifiedRadixCache, sizes: Sizes) -> None:
+    Args:
+        least: see `Ranks`.
+    """
+
+    def __init__(
+        self, pools: HybridPools, cache: UnifiedRadixCache, sizes: Sizes, least: Least | None = None
+    ) -> None:
         assert isinstance(cache, HybridRadixCache)
         self._sizes = sizes
-        self._ranks = Ranks()
+        self._ranks = Ranks(least, check=True)
         self._weights = Weights("weights", lambda: f"weights {self._weights.generation}")
         self._cache = cache
         self._loader = Loader(1 << 20)
@@ -78,7 +84,7 @@ class StoreBelow:
         if sizes.threaded:
             mover = ThreadMover(copier, layout.n_layers)
         memory = ComponentMemory(arena)
-        return StoredComponent(pool.component, memory, Copies(mover, self._ranks), self._disk(pool, memory))
+        return StoredComponent(pool.component, memory, Copies(mover, Ranks()), self._disk(pool, memory))
 
     def _disk(self, pool: ComponentPool, memory: ComponentMemory) -> ComponentDisk | None:
         sizes = self._sizes

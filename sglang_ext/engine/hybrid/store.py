@@ -10,6 +10,10 @@ lookup    in each match: the lengths after which a prefix can be resumed
 load      when the request is admitted: from DRAM to HBM; the forward pass waits for it
 
 KV that is in DRAM has been verified, and stays there while it is loaded: a load cannot fail.
+
+Each rank has DRAM and disks of its own, and what they hold may differ: a disk fails, DRAM is full. The ranks
+agree on what changes SGLang's trees: the saves that have ended, and the promotions that have arrived; and
+SGLang intersects the lengths that they look up.
 """
 
 from __future__ import annotations
@@ -44,7 +48,10 @@ class Rows:
 
 @dataclass(eq=False)
 class StoredComponent:
-    """One component: its memory, the copies between that and HBM, and its disk."""
+    """One component: its memory, the copies between that and HBM, and its disk.
+
+    copies: of this rank alone; each rank copies what its own memory lacks.
+    """
 
     component: Component
     memory: ComponentMemory
@@ -104,7 +111,7 @@ class HybridStore:
     Args:
         parts: the components, `FULL` first.
         block_tokens: tokens of a block.
-        ranks: agree on the copies and reads that have ended.
+        ranks: agree on the saves and promotions that have ended.
         least_tokens: a promotion must lengthen a prefix by as many.
     """
 
@@ -119,6 +126,8 @@ class HybridStore:
         self.counters = HybridCounters()
         self._least_blocks = -(-max(1, least_tokens) // block_tokens)
         self._saves: deque[_Save] = deque()
+        self._saves_ended = 0
+        """How many of the oldest have ended on every rank."""
         self._queued: dict[Hashable, list[_Queued]] = {}
         self._loads: dict[int, list[tuple[StoredComponent, int]]] = {}
         """For each batch that loads something, the tickets that its forward pass waits for."""
@@ -168,16 +177,15 @@ class HybridStore:
     @property
     def ended_saves(self) -> int:
         """How many of the oldest saves have ended, on every rank."""
-        count = 0
-        for save in self._saves:
-            if save.copying:
-                break
-            count += 1
-        return count
+        return self._saves_ended
+
+    def _saves_ended_here(self) -> int:
+        return next((count for count, save in enumerate(self._saves) if save.copying), len(self._saves))
 
     def forget_save(self) -> None:
         """The caller has taken note of the end of the oldest save."""
         self._saves.popleft()
+        self._saves_ended -= 1
 
     @property
     def saving(self) -> bool:
@@ -188,6 +196,7 @@ class HybridStore:
         """Wait for every copy under way. On all ranks in the same pass."""
         for part in self.parts.values():
             part.copies.settle()
+        self._saves_ended = len(self._saves)
 
     # -- lookup ---------------------------------------------------------------------------------------
 
@@ -287,13 +296,18 @@ class HybridStore:
             part.memory.unlock(ids)
 
     def propose(self) -> Sequence[int]:
-        """For each promotion under way, in the order of the requests, whether it has arrived here."""
-        return [int(promotion.arrived) for promotion in self._promotions.values() if not promotion.over]
+        """How many of the oldest saves have ended here; and for each promotion under way, in the order of the
+        requests, whether it has arrived here."""
+        for part in self.parts.values():
+            part.copies.look()
+        waiting = [int(promotion.arrived) for promotion in self._promotions.values() if not promotion.over]
+        return [self._saves_ended_here(), *waiting] if self._saves or waiting else ()
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Take over the promotions that have arrived on every rank."""
+        """Take over the saves and promotions that have ended on every rank."""
         waiting = [promotion for promotion in self._promotions.values() if not promotion.over]
-        for promotion, arrived in zip(waiting, agreed, strict=False):
+        self._saves_ended = agreed[0] if agreed else 0
+        for promotion, arrived in zip(waiting, agreed[1:], strict=False):
             if arrived:
                 promotion.over = True
                 for part, read in promotion.reads:
@@ -366,6 +380,7 @@ class HybridStore:
             self.release(handle)
         self.settle()
         self._saves.clear()
+        self._saves_ended = 0
 
     def forget(self) -> None:
         """Forget all blocks in DRAM: their names are those of former weights."""

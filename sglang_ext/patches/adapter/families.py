@@ -62,6 +62,9 @@ _BY_READING: dict[Column, Proof] = dict.fromkeys(
 )
 
 
+_RANKS = "engine/hybrid/test_oracle_ranks.py::test_ranks_keep_equal_trees_above_unlike_tiers"
+
+
 def _answers(model: str) -> dict[Column, Proof]:
     """The cells that the comparison of answers proves for a model of the tests."""
     test = f"integration/cache/test_same_answer.py::test_hits_of_every_kind_give_the_cold_answer[{model}]"
@@ -82,11 +85,11 @@ def _resumed(model: str) -> dict[Column, Proof]:
 def _pages(pools: str) -> dict[Column, Proof]:
     """The cells that SGLang's pools with a row for each page prove, with a function in place of the model."""
     test = f"engine/hybrid/test_oracle_pages.py::test_every_row_from_dram_and_disk_is_right[{pools}]"
-    return dict.fromkeys(TIERS, Proof("oracle", test))
+    return dict.fromkeys(TIERS, Proof("oracle", test)) | {"TP": Proof("oracle", f"{_RANKS}_of_large_pages")}
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
-_TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys((*TIERS, "TP"), _READ)
+_TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys(TIERS, _READ) | {"TP": Proof("oracle", _RANKS)}
 _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }

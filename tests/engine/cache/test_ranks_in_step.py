@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from engine_movers import DEADLINE_S
 from engine_pools import PoolKind
+from engine_ranks import RANKS, DriftedApart, Together
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, Traffic, finish
 
@@ -24,34 +24,6 @@ from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
-
-RANKS = 2
-
-
-class DriftedApart(AssertionError):
-    """The ranks no longer have the same tree, or no longer make the same calls."""
-
-
-class Together:
-    """The ranks' common operations: agree on the smallest number, and compare their views."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(RANKS, timeout=DEADLINE_S)
-        self._said: list[Any] = [None] * RANKS
-
-    def everyone(self, rank: int, what: Any) -> list[Any]:
-        """Each rank's value at the same point of its program."""
-        self._said[rank] = what
-        try:
-            self._barrier.wait()
-            said = list(self._said)
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise DriftedApart("the ranks do not make the same calls") from None
-        return said
-
-    def give_up(self) -> None:
-        self._barrier.abort()
 
 
 class TooManyComparisons(AssertionError):

@@ -110,7 +110,7 @@ class Rig:
                 tier = tiers(pool)
                 writer = WriteBehind(tier, backlog_bytes=1 << 30)
                 disk = ComponentDisk(memory, tier, self.loader, lambda: NAMESPACE, writer)
-            parts.append(StoredComponent(component, memory, Copies(mover, self.ranks), disk))
+            parts.append(StoredComponent(component, memory, Copies(mover, Ranks()), disk))
         self.store = HybridStore(parts, PAGE, self.ranks)
 
     def compute(self, tokens: Tokens, *, window_from: int = 0) -> None:

@@ -108,7 +108,7 @@ class _Building:
             place=partial(place_arena, self.config.numa, place),
         )
         memory = ComponentMemory(arena)
-        copies = Copies(self._mover(pool, arena), self.ranks)
+        copies = Copies(self._mover(pool, arena), Ranks())
         return StoredComponent(pool.component, memory, copies, self._disk(pool, memory))
 
     def _mover(self, pool: ComponentPool, arena: DramArena) -> Mover:
