@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,19 +21,22 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
+    MHATokenToKVPool,
     MLATokenToKVPool,
     ReqToTokenPool,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.runtime_context import get_exec, get_server_args
+from sglang.srt.runtime_context import get_exec, get_schedule, get_server_args, get_spec
 
-from sglang_ext.patches.adapter.hbm import pool_planes
+from sglang_ext.patches.adapter.hbm import Drafts, pool_planes
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 FULL_LAYERS, WINDOW_LAYERS, STATE_LAYERS = (0, 3), (1, 4), (2, 5)
 MODEL_LAYERS = {FULL: FULL_LAYERS, SWA: WINDOW_LAYERS, MAMBA: STATE_LAYERS}
 """Model layers of each component, where the model has it."""
+DRAFT_LAYER = 16
+"""Number of the draft model's first layer."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -47,6 +51,9 @@ class HybridKind:
         grid: tokens between the states that SGLang keeps (``extra_buffer``); 0 where it keeps those at the
             end of each chunk and request (``no_buffer``).
         latents: layers with full attention keep MLA latents.
+        verified: tokens that the model verifies in a decoding pass; 0 without speculation.
+        draft: which layers the draft model has: ``full``, ``window``, or both; none without a draft model.
+        bigrams: SGLang's keys are pairs of tokens (EAGLE): a draft's row also depends on the next token.
     """
 
     window: int = 0
@@ -54,11 +61,28 @@ class HybridKind:
     grid: int = 0
     latents: bool = False
     page: int = 1
+    verified: int = 0
+    draft: tuple[str, ...] = ()
+    bigrams: bool = True
+
+    @property
+    def algorithm(self) -> str:
+        """As SGLang names it."""
+        if not self.verified:
+            return "NONE"
+        return "NGRAM" if not self.draft else "EAGLE" if self.bigrams else "STANDALONE"
+
+    @property
+    def shifted(self) -> bool:
+        """Whether a draft's row belongs to its token and the next one. With states SGLang's keys are single
+        tokens, so that the row of the last token of a page may be that of another text's next token."""
+        return bool(self.draft) and self.bigrams and not self.states
 
     def __str__(self) -> str:
         parts = ["latents"] if self.latents else []
         parts += [f"window{self.window}"] if self.window else []
         parts += ["state" + (f"-grid{self.grid}" if self.grid else "")] if self.states else []
+        parts += [f"verified{self.verified}"] if self.verified else []
         return "-".join([*parts, f"page{self.page}"])
 
 
@@ -96,6 +120,13 @@ class HybridPools:
         names = self.model_layers
         self.oracles = {part: Oracle(planes, names[part]) for part, planes in self.planes.items()}
         self.full, self.window, self.state = map(self.oracles.get, MODEL_LAYERS)
+        self.drafts = Drafts((self._draft(),) if kind.draft else ())
+        self.draft_oracles = {
+            part: Oracle(planes, range(DRAFT_LAYER, DRAFT_LAYER + len(planes)))
+            for part, planes in (self._draft_planes() if kind.draft else {}).items()
+            if planes
+        }
+        """Of the draft model's planes, by the component whose slots they have."""
         self.layers = sorted(
             (layer, part, local) for part in self.oracles for local, layer in enumerate(names[part])
         )
@@ -108,6 +139,35 @@ class HybridPools:
         if self.kind.states:
             found[MAMBA] = state_planes(self.requests.mamba_pool.mamba_cache)
         return found
+
+    def _draft(self) -> Any:
+        """The runner of a draft model with a layer of each kind that the draft has."""
+        kind = self.kind
+        common = {"page_size": kind.page, "dtype": torch.float32, "head_num": 1, "head_dim": 4}
+        common |= {"device": "cpu", "enable_memory_saver": False}
+        if kind.window and "window" in kind.draft:
+            pool: Any = SWAKVPool(
+                size=self.tokens,
+                size_swa=self.window_tokens,
+                swa_attention_layer_ids=[1],
+                full_attention_layer_ids=[0] if "full" in kind.draft else [],
+                **common,
+            )
+            pool.register_mapping(self.allocator.full_to_swa_index_mapping)
+        elif kind.states:
+            pool = HybridLinearKVPool(
+                size=self.tokens, full_attention_layer_ids=[0], mamba_pool=self.requests.mamba_pool, **common
+            )
+        else:
+            pool = MHATokenToKVPool(size=self.tokens, layer_num=1, **common)
+        return runner_of(pool, self)
+
+    def _draft_planes(self) -> dict[ComponentType, Planes]:
+        """The draft model's planes, by the component whose slots they have."""
+        (pool,) = self.drafts.pools
+        if isinstance(pool, SWAKVPool):
+            return {FULL: pool_planes(pool.full_kv_pool), SWA: pool_planes(pool.swa_kv_pool)}
+        return {FULL: pool_planes(getattr(pool, "full_kv_pool", pool))}
 
     def _requests(self, context: int, overlap: bool) -> Any:
         kind = self.kind
@@ -137,6 +197,7 @@ class HybridPools:
                 layers=list(STATE_LAYERS),
             ),
             mamba_layer_ids=list(STATE_LAYERS),
+            speculative_num_draft_tokens=kind.verified or None,
             enable_mamba_extra_buffer=bool(kind.grid),
             enable_overlap_schedule=overlap,
         )
@@ -200,6 +261,7 @@ class HybridPools:
             token_to_kv_pool_allocator=self.allocator,
             page_size=kind.page,
             sliding_window_size=kind.window or None,
+            is_eagle=bool(kind.draft) and kind.bigrams,
             enable_mamba_extra_buffer=bool(kind.grid),
             tree_components=tuple(components),
             tree_core_backend=self.tree_core,
@@ -253,6 +315,14 @@ class HybridPools:
         return np.arange(self.kind.page, size + self.kind.page)
 
 
+def runner_of(pool: Any, pools: HybridPools) -> Any:
+    """The runner of a draft model with this KV pool."""
+    window = pools.kind.window or None
+    return SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=pools.requests, sliding_window_size=window
+    )
+
+
 def state_planes(states: Any) -> list[list[torch.Tensor]]:
     """The state pool's tensors by local layer, each with a row for a slot."""
     found = []
@@ -272,8 +342,21 @@ def process_settings(kind: HybridKind) -> Iterator[None]:
     states = {"enable_mamba_extra_buffer": bool(kind.grid), "mamba_track_interval": kind.grid or 1}
     # SGLang pins the mask of the states that a decode keeps, whatever the device.
     pinning = patch.object(torch.Tensor, "pin_memory", lambda own: own)
+    drafts: dict[str, Any] = {}
+    pages = {"page_size": kind.page} if kind.verified else {}
+    if kind.verified:
+        drafts = {"speculative_algorithm": kind.algorithm}
+        drafts |= {"speculative_num_steps": kind.verified - 1, "speculative_eagle_topk": 1}
+        drafts |= {"speculative_num_draft_tokens": kind.verified}
+    rare = envs.SGLANG_SWA_EVICTION_INTERVAL.override(4)
     try:
-        with get_exec().mamba.override(**states), envs.SGLANG_SWA_EVICTION_INTERVAL.override(4), pinning:
+        with (
+            get_exec().mamba.override(**states),
+            get_spec().override(**drafts),
+            get_schedule().override(**pages),
+            rare,
+            pinning,
+        ):
             yield
     finally:
         vars(args).pop("_mamba_cache_chunk_size", None)

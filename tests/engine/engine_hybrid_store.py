@@ -10,6 +10,7 @@ import numpy as np
 from engine_hybrid_pools import FULL, MAMBA, SWA, HybridPools
 from engine_hybrids import HybridRank, MakeBelow
 from engine_movers import HandMover
+from engine_pools import Oracle
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.engine.hybrid.disk import ComponentDisk
@@ -69,12 +70,12 @@ class StoreBelow:
         self._cache = cache
         self._loader = Loader(1 << 20)
         self.tiers: list[BlockTier] = []
-        found = component_pools(pools.params(), cache.sliding_window_size)
+        found = component_pools(pools.params(), cache.sliding_window_size, pools.drafts)
         parts = [self._part(pool, sizes.other if at else sizes.full) for at, pool in enumerate(found)]
         self.store = HybridStore(parts, pools.kind.page, self._ranks)
         cache.serve(StoreLinker(self.store, found), self._weights, check=True)
         self._of_names: dict[tuple[int, bytes], np.ndarray] = {}
-        """The hashes of a page's tokens, by weights and name."""
+        """The hashes of a page's tokens, and of a draft's rows of them, by weights and name."""
 
     def _part(self, pool: ComponentPool, blocks: int) -> StoredComponent:
         sizes, layout = self._sizes, pool.layout
@@ -112,10 +113,11 @@ class StoreBelow:
         self.store.check()
         page, weights, known = rank.pools.kind.page, rank.scheduler.weights, self._of_names
         for node, chain in rank.nodes():
-            names = page_names(node.hash_value or ())
+            names, hashes = page_names(node.hash_value or ()), np.array(chain, np.uint64)
+            both = np.stack([hashes, rank.draft_chain(node, hashes)])
             for back, name in enumerate(reversed(names)):
                 end = len(chain) - back * page
-                known[weights, name] = np.array(chain[end - page : end], np.uint64)
+                known[weights, name] = both[:, end - page : end]
         for part in self.store.parts.values():
             component = _PARTS[part.component.name]
             names = [name for of, name in known if of == weights and name in part.memory]
@@ -124,13 +126,25 @@ class StoreBelow:
             ids = part.memory.take(names)
             assert ids is not None
             tokens = 1 if component is MAMBA else page
-            chain = np.concatenate([known[weights, name][-tokens:] for name in names])
-            arena, oracle = part.memory.arena, rank.pools.oracles[component]
-            for layer in range(oracle.layers):
-                for i, plane in enumerate(arena.layout.planes_of(layer)):
-                    what = f"{part.component!r} in DRAM"
-                    oracle.compare_blocks(arena.plane(plane)[ids], chain, layer, i, what)
+            chains = np.concatenate([known[weights, name][:, -tokens:] for name in names], axis=1)
+            first = 0
+            for oracles, chain in zip((rank.pools.oracles, rank.pools.draft_oracles), chains, strict=True):
+                if component in oracles:
+                    self._compare(part, ids, oracles[component], chain, first)
+                    first += oracles[component].layers
+            assert first == part.memory.arena.layout.n_layers
             part.memory.unlock(ids)
+
+    @staticmethod
+    def _compare(
+        part: StoredComponent, ids: np.ndarray, oracle: Oracle, chain: np.ndarray, first: int
+    ) -> None:
+        """Compare blocks from their layer ``first`` on."""
+        arena = part.memory.arena
+        for layer in range(oracle.layers):
+            for i, plane in enumerate(arena.layout.planes_of(first + layer)):
+                what = f"{part.component!r} in DRAM"
+                oracle.compare_blocks(arena.plane(plane)[ids], chain, layer, i, what)
 
 
 _PARTS = {"full": FULL, "window": SWA, "state": MAMBA}

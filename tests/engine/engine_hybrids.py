@@ -201,7 +201,11 @@ class HybridScheduler(SimulatedScheduler):
             self.layer_written(layer)
         if pools.kind.grid:
             self._keep_states(batch, work)
+        self._target_ended(work)
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    def _target_ended(self, work: list[Computed]) -> None:
+        """The model has computed a batch."""
 
     def _compare(self, work: Computed, part: ComponentType, local: int) -> None:
         """Compare the rows of a request that a layer reads."""
@@ -267,6 +271,7 @@ class HybridScenario:
     """How many times longer than other traffic's the prompts are."""
     tree_core: str = "python"
     """SGLang's tree in Python or in Rust. Only the first can be looked into."""
+    make_scheduler: type[HybridScheduler] = HybridScheduler
 
     def __str__(self) -> str:
         return self.name
@@ -307,7 +312,7 @@ class HybridRank:
             self.pools.register(gate)
         self.look_inside = scenario.tree_core == "python"
         """Compare all rows that the tree lists after each step, not only those that a model reads."""
-        self.scheduler = HybridScheduler(self.pools, self.cache, gate, scenario.settings)
+        self.scheduler = scenario.make_scheduler(self.pools, self.cache, gate, scenario.settings)
         self.evicted = EvictResult()
         """Slots of each component that the tree gave up to make room."""
         self._checker = self._sglang_checker()
@@ -413,8 +418,9 @@ class HybridRank:
             if self.below is not None:
                 self.below.check(self)
         # Free slots hold garbage from here on, so that a read of them cannot go unnoticed.
-        for component, oracle in self.pools.oracles.items():
-            oracle.spoil(self.pools.free(component))
+        for oracles in (self.pools.oracles, self.pools.draft_oracles):
+            for component, oracle in oracles.items():
+                oracle.spoil(self.pools.free(component))
 
     def nodes(self) -> Iterator[tuple[Any, list[int]]]:
         """Every node of SGLang's tree with the hashes of all tokens up to its end."""
@@ -423,7 +429,7 @@ class HybridRank:
             node, before = stack.pop()
             chain = list(before)
             space = (self.scheduler.weights, node.key.extra_key, node.key.cache_salt)
-            extend_chain(chain, space, list(node.key))
+            extend_chain(chain, space, node.key.raw_token_ids()[: len(node.key)])
             yield node, chain
             stack.extend((child, chain) for child in node.children.values())
 
@@ -433,9 +439,20 @@ class HybridRank:
             value = node.component_data[component].value
             if value is None:
                 continue
-            rows = value.numpy()
+            rows, what = value.numpy(), f"{component.name} of node {node.id}"
             for layer in range(oracle.layers):
-                oracle.compare(rows, chain[-len(rows) :], layer, f"{component.name} of node {node.id}")
+                oracle.compare(rows, chain[-len(rows) :], layer, what)
+            draft = self.pools.draft_oracles.get(component)
+            for layer in range(0 if draft is None else draft.layers):
+                draft.compare(rows, self.draft_chain(node, chain)[-len(rows) :], layer, f"draft, {what}")
+
+    def draft_chain(self, node: Any, chain: Hashes) -> Hashes:
+        """The hashes of a draft model's rows of a node and of all before it."""
+        if not self.pools.kind.shifted:
+            return chain
+        after = chain[-1:].tolist()
+        extend_chain(after, None, node.key.raw_token_ids()[-1:])
+        return np.append(chain[1:], np.uint64(after[-1]))
 
     def _owned(self) -> dict[ComponentType, dict[str, Ids]]:
         """The owners of the slots of each component."""

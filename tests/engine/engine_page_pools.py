@@ -20,6 +20,7 @@ from engine_hybrid_pools import (
     HybridKind,
     HybridPools,
     Planes,
+    runner_of,
     state_planes,
 )
 from engine_hybrids import HybridScenario
@@ -44,7 +45,8 @@ WINDOWS: list[Reads] = [lambda pool, layer=layer: pool.get_swa_key_buffer_radix(
 class CompressedPools(HybridPools):
     """DeepSeek V4 with a layer of each kind: with the window alone, compressed by 4 and by 128.
 
-    Compressed latents and index keys are `FULL`. The states of groups of 4 tokens lie beside the window.
+    Compressed latents and index keys are `FULL`. The states of groups of 4 tokens lie beside the window. The
+    draft model has a layer with the window alone (MTP).
     """
 
     most = MOST
@@ -65,13 +67,17 @@ class CompressedPools(HybridPools):
     }
 
     def _kvcache(self) -> DeepSeekV4TokenToKVPool:
+        return self._compressed(self.ratios)
+
+    def _compressed(self, ratios: Sequence[int], **more: Any) -> DeepSeekV4TokenToKVPool:
+        rest = int(not more)
         return DeepSeekV4TokenToKVPool(
             max_num_reqs=self.rows,
             swa_size=self.window_tokens,
-            c4_size=self.tokens // 4,
-            c128_size=self.tokens // 128,
-            # A ring of 8 states for each page of the window.
-            c4_state_pool_size=self.window_tokens // PAGE * 8,
+            c4_size=self.tokens // 4 * rest,
+            c128_size=self.tokens // 128 * rest,
+            # A ring of 8 states for each page of the window, of 16 with drafts.
+            c4_state_pool_size=self.window_tokens // PAGE * (16 if self.kind.verified else 8) * rest,
             c128_state_pool_size=0,
             page_size=PAGE,
             swa_page_size=PAGE,
@@ -81,17 +87,27 @@ class CompressedPools(HybridPools):
             qk_nope_head_dim=448,
             qk_rope_head_dim=64,
             indexer_head_dim=128,
-            layer_num=3,
+            layer_num=len(ratios),
             device="cpu",
             enable_memory_saver=False,
-            compression_ratios=list(self.ratios),
-            kv_source_layers=[layer for layer, ratio in enumerate(self.ratios) if ratio in (1, 2)],
+            compression_ratios=list(ratios),
+            kv_source_layers=[layer for layer, ratio in enumerate(ratios) if ratio in (1, 2)],
             full_size=self.tokens,
             sliding_window=self.kind.window,
             # Without them, SGLang leaves the last layer out of its list for external stores.
             start_layer=0,
-            end_layer=3,
+            end_layer=len(ratios),
+            **more,
         )
+
+    def _draft(self) -> Any:
+        pool = self._compressed((0,), is_draft_worker=True)
+        pool.register_mapping(self.allocator.full_to_swa_index_mapping)
+        return runner_of(pool, self)
+
+    def _draft_planes(self) -> dict[ComponentType, Planes]:
+        (pool,) = self.drafts.pools
+        return {SWA: [[PagePlane(WINDOWS[0](pool), PAGE, self.most)]]}
 
     def _planes(self) -> dict[ComponentType, Planes]:
         return {
@@ -143,18 +159,21 @@ class ReplayedPools(LowRatioPools):
 
 
 class GroupedPools(HybridPools):
-    """Latents with an index key for 4 tokens each, and states."""
+    """Latents with an index key for 4 tokens each, and states. The draft model has a layer with such keys."""
 
     most = MOST
 
     def _kvcache(self) -> HybridLinearKVPool:
+        return self._grouped(FULL_LAYERS)
+
+    def _grouped(self, layers: Sequence[int]) -> HybridLinearKVPool:
         return HybridLinearKVPool(
             size=self.tokens,
             dtype=torch.bfloat16,
             page_size=PAGE,
             head_num=1,
             head_dim=12,
-            full_attention_layer_ids=list(FULL_LAYERS),
+            full_attention_layer_ids=list(layers),
             device="cpu",
             mamba_pool=self.requests.mamba_pool,
             use_mla=True,
@@ -167,11 +186,20 @@ class GroupedPools(HybridPools):
         )
 
     def _planes(self) -> dict[ComponentType, Planes]:
-        pool = self.kvcache.full_kv_pool
+        states = state_planes(self.requests.mamba_pool.mamba_cache)
+        return {FULL: self._latents(self.kvcache), MAMBA: states}
+
+    def _latents(self, of: HybridLinearKVPool) -> Planes:
+        pool = of.full_kv_pool
         keys = [PagePlane(pages, PAGE, self.most) for pages in pool.index_k_with_scale_buffer]
         latents = [rows.view(torch.bfloat16) for rows in pool.kv_buffer]
-        states = state_planes(self.requests.mamba_pool.mamba_cache)
-        return {FULL: list(zip(latents, keys, strict=True)), MAMBA: states}
+        return list(zip(latents, keys, strict=True))
+
+    def _draft(self) -> Any:
+        return runner_of(self._grouped([0]), self)
+
+    def _draft_planes(self) -> dict[ComponentType, Planes]:
+        return {FULL: self._latents(self.drafts.pools[0])}
 
     def read(self, layer: int) -> None:
         super().read(layer)

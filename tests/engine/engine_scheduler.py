@@ -84,6 +84,7 @@ class SimulatedScheduler:
         settings: as the server's flags.
     """
 
+    algorithm = SpeculativeAlgorithm.NONE
     always_tries = False
     """Whether requests are tried even if the last one did not fit, as SGLang does for models with windows."""
 
@@ -444,7 +445,7 @@ class SimulatedScheduler:
             self.cache,
             MODEL,
             self.settings.overlap,
-            SpeculativeAlgorithm.NONE,
+            self.algorithm,
             chunked_req=self.chunked,
         )
         for req in admitted:
@@ -576,13 +577,17 @@ class SimulatedScheduler:
             if batch.forward_mode.is_extend():
                 self._process_prefill(req, token, decoding=req in (batch.decoding_reqs or ()))
             elif not (req.finished() or req.is_retracted):
-                req.output_ids.append(token)
-                req.update_finish_state(1)
+                self._append(req, token)
                 self._decoded(req, batch, i)
         allocator.free_group_end()
         if batch.forward_mode.is_extend():
             self._prefill_ended()
         self._enqueue(self._restarting.pop(batch.forward_iter, []))
+
+    def _append(self, req: Req, token: int) -> None:
+        """A decoding pass has made a token."""
+        req.output_ids.append(token)
+        req.update_finish_state(1)
 
     def _decoded(self, req: Req, batch: ScheduleBatch, i: int) -> None:
         """The request at ``i`` of a batch has a new token."""

@@ -36,6 +36,7 @@ _WITHOUT_OWN_KV = frozenset({None, "NGRAM", "FROZEN_KV_MTP"})
 # With these, SGLang hands over the state from which the draft model goes on.
 _MOVED_DRAFTS = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 # The KV of these drafts is in the slots of the model's, and in the same blocks. SGLang calls NEXTN EAGLE.
+# With windows or states, `hybrid/pools.py` refuses drafts whose KV is elsewhere.
 _PACKED_DRAFTS = frozenset({"DFLASH", "DSPARK", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"})
 _WITHOUT_DRAFTS = f"Use one of {', '.join(sorted(_PACKED_DRAFTS))}, or leave that flag out"
 # Their attention runs eagerly, layer by layer, so that it waits for a layer that is being loaded. In a full
@@ -284,7 +285,6 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
         (facts.router, "--kv-router", _AS_WORKER),
         (facts.disaggregation_mode != "null", "--disaggregation-mode", _STOCK),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
-        (facts.speculative_algorithm is not None, "--speculative-algorithm", "Leave that flag out"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
     ):
         if present:

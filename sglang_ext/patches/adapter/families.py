@@ -85,7 +85,11 @@ def _resumed(model: str) -> dict[Column, Proof]:
 def _pages(pools: str) -> dict[Column, Proof]:
     """The cells that SGLang's pools with a row for each page prove, with a function in place of the model."""
     test = f"engine/hybrid/test_oracle_pages.py::test_every_row_from_dram_and_disk_is_right[{pools}]"
-    return dict.fromkeys(TIERS, Proof("oracle", test)) | {"TP": Proof("oracle", f"{_RANKS}_of_large_pages")}
+    draft = f"engine/hybrid/test_oracle_drafts.py::test_every_row_of_a_draft_with_pages_is_right[{pools}]"
+    return dict.fromkeys(TIERS, Proof("oracle", test)) | {
+        "TP": Proof("oracle", f"{_RANKS}_of_large_pages"),
+        "speculation": Proof("oracle", draft),
+    }
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
@@ -93,6 +97,7 @@ _TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys(TIERS, _READ) | {"TP": Proof(
 _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
+_STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
 _DSA_PD = "engine/pd/test_pd_pools.py::test_every_plane_of_a_page_is_handed_over"
 _DSA_FETCH = "engine/peers/test_peer_kv.py::test_every_plane_of_a_block_comes"
@@ -172,7 +177,13 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window": Family(
             "Sliding windows in a pool of their own",
             "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna",
-            _TIERS_AND_TP | _resumed("tiny-spark"),
+            _TIERS_AND_TP
+            | _resumed("tiny-spark")
+            | {
+                "speculation": _server(
+                    "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
+                )
+            },
         ),
         "dsa": Family(
             "Latents and an index (DSA)",
@@ -189,7 +200,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
-            _TIERS_AND_TP | _resumed("tiny-gdn"),
+            _TIERS_AND_TP | _resumed("tiny-gdn") | {"speculation": Proof("oracle", _STATE_DRAFTS)},
         ),
         "dsv4": Family(
             "Compressed latents and windows",

@@ -50,12 +50,19 @@ class DraftSteps:
         self.attn_backends = [_step(resolve(_BACKEND)(runner), ahead) for ahead in range(1, steps)]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before the first step of a batch. Slots of sliding windows are not translated by step."""
+        """Before the first step of a batch. Each step has slots of its own."""
 
 
 def _step(backend: Any, ahead: int) -> Any:
     """A backend whose requests are ``ahead`` tokens longer than SGLang says."""
-    decode = getattr(backend, _DECODE)
+    decode, forward = getattr(backend, _DECODE), backend.forward_decode
+
+    def forward_decode(
+        q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *more: Any, **options: Any
+    ) -> torch.Tensor:
+        backend.init_forward_metadata(forward_batch)  # translates the step's slots to those of windows
+        found: torch.Tensor = forward(q, k, v, layer, forward_batch, *more, **options)
+        return found
 
     def run(
         query: torch.Tensor,
@@ -73,6 +80,7 @@ def _step(backend: Any, ahead: int) -> Any:
         return attended
 
     setattr(backend, _DECODE, run)
+    backend.forward_decode = forward_decode
     return backend
 
 

@@ -53,7 +53,11 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"is_hybrid_ssm": True, "router": True}, ("--kv-router", "states", "--worker-urls")),
     ({"is_hybrid_ssm": True, "acked": True}, ("--kv-durability acked", "Use disk instead")),
     ({"is_hybrid_ssm": True, "disaggregation_mode": "prefill"}, ("--disaggregation-mode", "states")),
-    ({"is_hybrid_ssm": True, "speculative_algorithm": "EAGLE"}, ("--speculative-algorithm", "states")),
+    ({"is_hybrid_ssm": True, "speculative_algorithm": "UNO"}, ("--speculative-algorithm UNO", "Use one of")),
+    (
+        {"is_hybrid_swa": True, "speculative_algorithm": "DSPARK", "defers_draft_kv": True},
+        ("SGLANG_DSPARK_DEFER_CONTEXT_KV=1", "Unset"),
+    ),
     ({"is_hybrid_swa": True, "pp_size": 2}, ("--pp-size above 1", "sliding windows")),
     ({"is_hybrid_swa": True, "has_whole_layers": False}, ("layers all have sliding windows",)),
     (
@@ -148,6 +152,8 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {},
         {"kv_pool": "MLATokenToKVPool"},
         {"speculative_algorithm": "NGRAM"},
+        {"is_hybrid_ssm": True, "speculative_algorithm": "NGRAM", "dram": True, "page_size": 64},
+        {"is_hybrid_swa": True, "speculative_algorithm": "EAGLE", "dram": True, "page_size": 64},
         {"speculative_algorithm": "EAGLE", "dram": True, "disk": True},
         {"speculative_algorithm": "STANDALONE"},
         {"speculative_algorithm": "DFLASH", "dram": True},

@@ -24,11 +24,14 @@ from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Namespace
+from sglang_ext.patches.adapter.build_disk import models_of
 from sglang_ext.patches.adapter.build_transfers import accelerator_place
 from sglang_ext.patches.adapter.building import least_over, uses_adapters
+from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
+from sglang_ext.patches.process import PROCESS
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.loader import Loader
@@ -82,13 +85,15 @@ class _Building:
     def __init__(self, ctx: TreeCacheBuildContext, config: KvConfig, cache: HybridRadixCache) -> None:
         self.ctx, self.config = ctx, config
         self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-        self.pools = component_pools(ctx.params, cache.sliding_window_size)
+        self.drafts = Drafts(PROCESS.drafts)
+        self.pools = component_pools(ctx.params, cache.sliding_window_size, self.drafts)
         self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
-        model = ctx.tp_worker.model_runner.model
+        models = models_of(ctx, self.drafts)
         has_disk = config.disk_path is not None
         self.weights = Weights(
-            weights_digest(model) if has_disk else "", (lambda: weights_digest(model)) if has_disk else None
+            weights_digest(*models) if has_disk else "",
+            (lambda: weights_digest(*models)) if has_disk else None,
         )
         self._fresh = secrets.token_hex(8)
         self.loader = Loader(_LOAD_BYTES)
@@ -146,7 +151,7 @@ class _Building:
             # No later process can verify that it has the same weights.
             version = f"{version}+{self._fresh}.{self.weights.generation}"
         return Namespace(
-            model=config_digest(self.ctx.model_config.hf_config),
+            model=config_digest(self.ctx.model_config.hf_config, *self.drafts.configs),
             weights_version=version,
             dtype=kv_dtype(self.ctx.model_config, str(self.kvcache.dtype).removeprefix("torch.")),
             geometry=f"{pool.component}:{pool.layout.facts()}:{pool.facts}:{self._kernels}",

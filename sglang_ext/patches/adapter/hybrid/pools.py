@@ -3,6 +3,9 @@
 Components are those of SGLang's tree: `FULL` for all layers with attention to every token, a window for the
 layers with a sliding window, a state for recurrent layers. A block of `FULL` and of the window is a page, a
 block of the state is the state of one request at one place.
+
+Draft models have pools of their own with the model's slots. Their layers follow the model's in the component
+by whose slots they are indexed, so that a page brings its draft KV with it.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, Las
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.patches.adapter.admission import FLAG
-from sglang_ext.patches.adapter.hbm import pool_planes
+from sglang_ext.patches.adapter.hbm import Drafts, pool_planes
 
 STATE = Component("state", AtSnapshot())
+_NO_DRAFTS = Drafts()
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class ComponentPool:
         return rows.numpy() if self.device.type == "cpu" else rows
 
 
+Layers = list[list[torch.Tensor]]
+
+
 def has_components(ctx: Any) -> bool:
     """Whether a model keeps other things than a row for each token, all in one pool.
 
@@ -87,8 +94,10 @@ def has_components(ctx: Any) -> bool:
     return bool(ctx.is_hybrid_swa or ctx.is_hybrid_ssm or compressed)
 
 
-def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPool]:
-    """The pools of a model's components, `FULL` first.
+def component_pools(
+    params: Any, window_tokens: int | None, drafts: Drafts = _NO_DRAFTS
+) -> list[ComponentPool]:
+    """The pools of a model's components, `FULL` first, with the layers of its draft models.
 
     Args:
         params: SGLang's ``CacheInitParams``.
@@ -102,15 +111,18 @@ def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPoo
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
+    of_drafts = DraftLayers.of(drafts, params, window_tokens)
     if type(pool) is DeepSeekV4TokenToKVPool:
-        return _compressed_pools(pool, params, window_tokens)
-    found = []
+        return _compressed_pools(pool, params, window_tokens, of_drafts)
     if type(pool) is SWAKVPool:
         assert window_tokens is not None
         window = Component("window", LastWindow(window_tokens))
-        found = [_kv(FULL, pool.full_kv_pool, page), _kv(window, pool.swa_kv_pool, page)]
+        found = [
+            _kv(FULL, _layers(pool.full_kv_pool), of_drafts.full, page),
+            _kv(window, _layers(pool.swa_kv_pool), of_drafts.window, page),
+        ]
     elif type(pool) is HybridLinearKVPool:
-        found = [_kv(FULL, pool.full_kv_pool, page)]
+        found = [_kv(FULL, _layers(pool.full_kv_pool), of_drafts.full, page)]
     else:
         raise _unsupported(f"KV pools of the kind {type(pool).__name__}")
     if hasattr(params.req_to_token_pool, "mamba_pool"):
@@ -118,9 +130,66 @@ def component_pools(params: Any, window_tokens: int | None) -> list[ComponentPoo
     return found
 
 
-def _kv(component: Component, pool: Any, page: int) -> ComponentPool:
-    layers = [[_bytes(plane) for plane in layer] for layer in pool_planes(pool, by_page=True)]
-    return ComponentPool(component, layers, page)
+def _layers(pool: Any) -> Layers:
+    return [[_bytes(plane) for plane in layer] for layer in pool_planes(pool, by_page=True)]
+
+
+def _kv(component: Component, layers: Layers, of_drafts: Layers, page: int) -> ComponentPool:
+    rows = len(layers[0][0])
+    if any(len(plane) < rows for layer in of_drafts for plane in layer):
+        raise _unsupported("draft models that have fewer slots than the model")
+    return ComponentPool(component, layers + of_drafts, page)
+
+
+@dataclass(frozen=True)
+class DraftLayers:
+    """The planes of draft models, by the component whose slots they have."""
+
+    full: Layers
+    window: Layers
+
+    @staticmethod
+    def of(drafts: Drafts, params: Any, window_tokens: int | None) -> DraftLayers:
+        """The layers of these draft models; arguments and errors as for `component_pools`."""
+        found = DraftLayers([], [])
+        for runner in drafts.runners:
+            found._add(runner, params, window_tokens)
+        return found
+
+    def _add(self, runner: Any, params: Any, window_tokens: int | None) -> None:
+        from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+        from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        pool = runner.token_to_kv_pool
+        states = getattr(runner.req_to_token_pool, "mamba_pool", None)
+        if states is not getattr(params.req_to_token_pool, "mamba_pool", None):
+            raise _unsupported("draft models with states of their own")
+        if not isinstance(pool, BaseSWAKVPool):
+            self.full.extend(_layers(pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool))
+            return
+        of_window = self.window
+        if pool.swa_req_ring_size is not None or pool.request_window is not None:
+            raise _unsupported("draft models that keep the KV of their window by request")
+        if pool.swa_uses_full_indices:
+            of_window = self.full
+        elif not _has_windows_slots(pool, params):
+            raise _unsupported("draft models whose window has slots of its own")
+        elif window_tokens is None or (runner.sliding_window_size or 0) > window_tokens:
+            raise _unsupported("draft models with a longer window than the model's")
+        if type(pool) is SWAKVPool:
+            self.full.extend(_layers(pool.full_kv_pool))
+            of_window.extend(_layers(pool.swa_kv_pool))
+        elif any(pool.compression_ratios):
+            raise _unsupported("draft models with compressed KV")
+        else:
+            of_window.extend([_bytes(plane)] for plane in pool.swa_kv_pool.kv_buffer)
+
+
+def _has_windows_slots(pool: Any, params: Any) -> bool:
+    """Whether a draft's window is read and written at the slots of the model's window."""
+    mapping = getattr(params.token_to_kv_pool_allocator, "full_to_swa_index_mapping", None)
+    return mapping is not None and pool.full_to_swa_index_mapping is mapping
 
 
 def _state(req_to_token_pool: Any) -> ComponentPool:
@@ -142,7 +211,9 @@ def _has_side_states(req_to_token_pool: Any) -> bool:
     return any(pool.enabled for pool in pools)
 
 
-def _compressed_pools(pool: Any, params: Any, window_tokens: int | None) -> list[ComponentPool]:
+def _compressed_pools(
+    pool: Any, params: Any, window_tokens: int | None, of_drafts: DraftLayers
+) -> list[ComponentPool]:
     """DeepSeek V4: compressed latents and their index keys by page, and the window with the states of
     unfinished groups by page of the window. SGLang's own list of its tensors for external stores is used.
 
@@ -165,15 +236,25 @@ def _compressed_pools(pool: Any, params: Any, window_tokens: int | None) -> list
         )
     except ValueError as error:
         raise _unsupported(f"this form of the pool of DeepSeek V4 ({error})") from None
+    if of_drafts.full:
+        raise _unsupported("draft models of DeepSeek V4 that attend to every token")
+    of_windows = [plane for layer in of_drafts.window for plane in layer]
     return [
-        _pages(component, [entry for entry in group.entries if entry.indices_from_pool == source], params)
+        _pages(
+            component,
+            [entry for entry in group.entries if entry.indices_from_pool == source],
+            [] if component == FULL else of_windows,
+            params,
+        )
         for component, source in sources.items()
     ]
 
 
-def _pages(component: Component, entries: Sequence[Any], params: Any) -> ComponentPool:
+def _pages(
+    component: Component, entries: Sequence[Any], of_drafts: Sequence[torch.Tensor], params: Any
+) -> ComponentPool:
     """Tensors with one row for each page. Layers of a block are in the order of the tensors."""
-    planes = [_bytes(buffer) for entry in entries for buffer in entry.kv_buffer]
+    planes = [*(_bytes(buffer) for entry in entries for buffer in entry.kv_buffer), *of_drafts]
     rows = min(len(plane) for plane in planes)
     return ComponentPool(component, [[plane[:rows]] for plane in planes], 1, row_slots=params.page_size)
 
