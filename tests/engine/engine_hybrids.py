@@ -24,6 +24,7 @@ from engine_simulation import CONTEXT, Traffic
 from sglang.srt.layers.attention.mamba.prefill_track_metadata import build_prefill_track_plan
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
 from sglang.srt.managers.scheduler_components.pool_stats_observer import SchedulerPoolStatsObserver
@@ -59,8 +60,24 @@ class Below(Protocol):
 MakeBelow = Callable[[HybridPools, UnifiedRadixCache], Below]
 
 
+class HookedAdder(PrefillAdder):
+    """With the hooks of `patches/hooks/scheduler.py`."""
+
+    def _select_prefill_admission(self, req: Req, **about: Any) -> Any:
+        stock = PrefillAdder._select_prefill_admission
+        chunks = getattr(self.tree_cache, "chunks", None)
+        return stock(self, req, **about) if chunks is None else chunks.admit(stock, self, req, **about)
+
+    def add_chunked_req(self, req: Req) -> Req | None:
+        stock = PrefillAdder.add_chunked_req
+        chunks = getattr(self.tree_cache, "chunks", None)
+        return stock(self, req) if chunks is None else chunks.go_on(stock, self, req)
+
+
 class HybridScheduler(SimulatedScheduler):
     """The scheduler's loop for models with windows or states."""
+
+    adder_class = HookedAdder
 
     def __init__(self, pools: Any, cache: Any, gate: Any, settings: Settings) -> None:
         super().__init__(pools, cache, gate, settings)
@@ -73,6 +90,8 @@ class HybridScheduler(SimulatedScheduler):
         """Tokens that requests found when they were admitted."""
         self.loaded = 0
         """How many of them were below HBM."""
+        self.computed = self.passes = 0
+        """Tokens of prompts, and forward passes for them."""
         self.failed: list[Req] = []
         """Requests that ended because KV that was loaded for them did not arrive."""
         processor = dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
@@ -142,6 +161,8 @@ class HybridScheduler(SimulatedScheduler):
 
     def _prepare(self, batch: ScheduleBatch) -> None:
         batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
+        self.passes += 1
+        self.computed += sum(req.extend_len for req in batch.reqs)
         for req in batch.reqs:
             if req.extend_batch_idx == 0:
                 self.reused += req.prefix_len

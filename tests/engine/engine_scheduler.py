@@ -87,6 +87,7 @@ class SimulatedScheduler:
     algorithm = SpeculativeAlgorithm.NONE
     always_tries = False
     """Whether requests are tried even if the last one did not fit, as SGLang does for models with windows."""
+    adder_class: type[PrefillAdder] = PrefillAdder
 
     def __init__(
         self,
@@ -387,7 +388,7 @@ class SimulatedScheduler:
         if (running.batch_is_full or not self.waiting) and self.chunked is None:
             return None
         self.policy.calc_priority(self.waiting, running)
-        adder = PrefillAdder(
+        adder = self.adder_class(
             self.pools.kind.page,
             self.cache,
             self.pools.allocator,

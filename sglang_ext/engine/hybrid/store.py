@@ -215,6 +215,11 @@ class HybridStore:
                 part.memory.touch(names[: points[-1]])
         return points
 
+    def leading(self, names: Sequence[Name]) -> int:
+        """How many of the first of these blocks have their KV in DRAM, with or without a state."""
+        lacking = np.flatnonzero(~self.parts[FULL].memory.held(names))
+        return int(lacking[0]) if len(lacking) else len(names)
+
     def _points(self, names: Sequence[Name], *, on_disk: bool) -> list[int]:
         lacking = np.flatnonzero(~self._held(self.parts[FULL], names, on_disk=on_disk))
         names = names[: lacking[0]] if len(lacking) else names

@@ -70,6 +70,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         params: SGLang's; pools, page size and whether to collect metrics.
     """
 
+    chunks = None
+    """Of models with states."""
+
     def __init__(
         self,
         params: CacheInitParams,

@@ -12,6 +12,8 @@ idleness only when HiCache, LMCache, FlexKV or an external linker is on. These h
 - a prefill batch was formed (prefixes matched, ``init_load_back`` called, slots allocated and written to the
   request table, forward not started): ``ready_to_load_host_cache()``, whose result goes to
   ``batch.hicache_consumer_index`` and from there to the layer counter's ``set_consumer`` just before forward;
+- the length of a prompt's first chunk, or of the next one, is chosen: ``chunks`` may end it earlier, where
+  the cache wants a state;
 - an embedding batch is about to run: ``set_consumer`` with the same number. SGLang calls it only where tokens
   are generated, and the batch would read KV that is still being loaded;
 - a beam search request came: refused where there is a DRAM tier, as SGLang refuses it beside HiCache;
@@ -44,6 +46,7 @@ BEAMS_REFUSED = "Beam search is not supported with --kv-dram-size. Send it to a 
 
 _SPEC_WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 
 class CalledCache(Protocol):
@@ -82,6 +85,9 @@ class CalledCache(Protocol):
     def sanity_check(self) -> None:
         """Nothing runs and nothing waits. Every pass: about once a second with --sleep-on-idle, else
         thousands of times a second."""
+
+    chunks: Any
+    """Ends chunks of prefills where states are worth keeping (``patches/adapter/hybrid/chunks.py``)."""
 
     keeps_awake: bool
     """Whether the next passes have something to do though nothing runs and nothing waits."""
@@ -124,6 +130,22 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
         cache.pass_begins(batch.reqs)
     elif running_batch.is_empty():
         running_batch.batch_is_full = False
+
+
+def around_selection(stock: Callable[..., Any], adder: Any, req: Any, **about: Any) -> Any:
+    """Around ``_select_prefill_admission``: a request's first chunk."""
+    cache = called_cache(adder)
+    if cache is None or cache.chunks is None:
+        return stock(adder, req, **about)
+    return cache.chunks.admit(stock, adder, req, **about)
+
+
+def around_chunk(stock: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Around ``add_chunked_req``: the next chunk of a request, which is returned if more chunks follow."""
+    cache = called_cache(adder)
+    if cache is None or cache.chunks is None:
+        return stock(adder, req)
+    return cache.chunks.go_on(stock, adder, req)
 
 
 def after_draft_plan(_result: None, worker: Any) -> None:
@@ -181,6 +203,8 @@ PATCH = hook_patch(
     "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
     Hook(f"{_SCHEDULER}.ingest_requests", "after", after_ingest),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "after", after_prefill_batch),
+    Hook(f"{_ADDER}._select_prefill_admission", "around", around_selection),
+    Hook(f"{_ADDER}.add_chunked_req", "around", around_chunk),
     Hook(f"{_SCHEDULER}.init_running_status", "after", after_running_status),
     Hook(f"{_SCHEDULER}.process_batch_result", "after", after_batch_result),
     Hook("sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding", "before", before_embedding),

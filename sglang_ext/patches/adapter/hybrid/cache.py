@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _PendingOffload
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.engine.cache.faults import CacheFaults
@@ -19,6 +23,7 @@ from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.weights import Weights
+from sglang_ext.patches.adapter.hybrid.chunks import Chunks
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.faults = CacheFaults()
         self.listeners = Listeners()
         self.scheduler: Any = None
+        self.chunks = Chunks.of(params)
         self._check_when_idle = False
         self._weights_in_use = ""
         """Distinguishes the weights from those of the start; empty while they are the same."""
@@ -87,7 +93,39 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         if params.req is not None:
             self._bind(params.req, params.key)
-        return super().match_prefix(params)
+            if self.linker is not None:
+                self._linker.looked_up.pop(params.req.rid, None)
+        result = super().match_prefix(params)
+        if params.req is not None and self.chunks is not None:
+            self.chunks.matched(params.req, max(result.full_kv_hit_length, self._below(params.req, result)))
+        return result
+
+    def _below(self, req: Req, result: MatchResult) -> int:
+        """Up to where the KV of a prompt is in memory below HBM, on every rank."""
+        names = None if self.linker is None else self._linker.looked_up.get(req.rid)
+        if not names or self.store is None:
+            return 0
+        blocks = torch.tensor([self.store.leading(names)])
+        self._all_reduce_attn_groups(blocks, torch.distributed.ReduceOp.MIN)
+        return int(result.device_prefix_len + blocks.item() * self.page_size)
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        if self.chunks is None:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+        elif not self.chunks.ends_behind_state(req, up_to):
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            if self.linker is not None and up_to <= self.chunks.shared(req):
+                self._save_state(req.last_node)
+
+    def _save_state(self, node: Any) -> None:
+        """Copy the state of a node to DRAM. SGLang does so only with the KV of a new node."""
+        state = self.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+        name = self.get_last_hash_value(node)
+        if state is None or name is None:
+            return
+        lock = self.inc_lock_ref(node).to_dec_params()
+        self._linker.offload([PoolTransfer(name=PoolName.MAMBA, device_indices=state, keys=[name])])
+        self.linker.pending_offloads.append(_PendingOffload(node, lock, []))
 
     def _bind(self, req: Req, key: RadixKey) -> None:
         """Have a request find and leave KV of the weights that compute it. A node that a running request
