@@ -89,9 +89,7 @@ def test_reuse_is_near_that_of_a_plain_model(trace: str, capsys: pytest.CaptureF
     stock = reuse(trace, AT_ENDS, 2500, UnifiedRadixCache)
     ours = reuse(trace, AT_ENDS, 2500, forking(FORKS))
     with capsys.disabled():
-        print(
-            f"\n{trace}: SGLang {stock.share:.2f}, ours {ours.share:.2f} of a plain model's reuse", end="; "
-        )
+        print(f"\n{trace}: SGLang {stock.share:.2f}, ours {ours.share:.2f} of a plain model", end="; ")
         print(f"tokens computed {stock.computed} -> {ours.computed}, passes {stock.passes} -> {ours.passes}")
     assert ours.share >= 0.9
     assert ours.share > stock.share + 0.1

@@ -95,7 +95,7 @@ class Chunks:
             limits = [cut - start, adder.chunked_req_limit]
             adder.chunked_req_limit = min(limit for limit in limits if limit is not None)
         left = stock(adder, req)
-        if left is not None and cut == req.extend_end:
+        if left is not None and cut is not None and cut == req.extend_end:
             self.cuts += 1
             adder.memory_budget.total_offset += _rest(req, cut)
         return left
@@ -117,5 +117,5 @@ def _rest(req: Req, cut: int) -> int:
     """Tokens for which a request needs memory after a cut."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-    new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+    new_tokens: int = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
     return len(req.full_untruncated_fill_ids) - cut + new_tokens
