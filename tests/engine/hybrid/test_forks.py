@@ -1,12 +1,18 @@
-"""Where a prefill is cut for a state: the rule alone."""
+"""Where a prefill is cut for a state: the rule alone, and what becomes of SGLang's choice of a chunk."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_ext.engine.hybrid.forks import PASS_TOKENS, TAIL, Forks
+from sglang_ext.patches.adapter.hybrid.chunks import Chunks
 
 FORKS = Forks(known=100, ahead=800)
 LENGTHS = st.integers(0, 3000)
@@ -53,3 +59,51 @@ def test_a_state_that_takes_the_memory_of_many_tokens_must_save_more() -> None:
 @pytest.mark.parametrize(("start", "expected"), [(0, False), (80, False), (92, True), (99, True)])
 def test_a_state_shortly_before_the_end_stands_for_that_at_the_end(start: int, expected: bool) -> None:
     assert Forks.replaces_end(start, 100) == expected
+
+
+@dataclass(frozen=True)
+class Admission:
+    """SGLang's choice of a prompt's first chunk."""
+
+    prefix_len: int = 0
+    extend_len: int = 1000
+    max_new_tokens: int = 16
+    is_chunked: bool = False
+
+
+def admitted(admission: Any, *, chunk: int | None = 8192, busy: bool = False, grid: int | None = None) -> Any:
+    """What becomes of it for a prompt of 1000 tokens."""
+    chunks = Chunks(FORKS)
+    req = SimpleNamespace(
+        full_untruncated_fill_ids=range(1000),
+        sampling_params=SimpleNamespace(max_new_tokens=16),
+        skip_radix_cache_insert=False,
+        positional_embed_overrides=None,
+    )
+    adder: Any = SimpleNamespace(rem_chunk_tokens=chunk, new_chunked_req=None)
+    about = {"has_chunked_req": busy, "truncation_align_size": grid}
+    return chunks.admit(lambda *_, **__: admission, adder, req, **about)
+
+
+def test_a_cut_prompt_reserves_the_memory_of_its_rest() -> None:
+    assert admitted(Admission()) == Admission(0, 1000 - TAIL, TAIL + 16, is_chunked=True)
+
+
+def test_a_cut_is_aligned_as_other_chunks_are() -> None:
+    assert admitted(Admission(), grid=64).extend_len == 960
+    assert admitted(Admission(), grid=1024) == Admission()
+
+
+def test_a_chunk_that_ends_before_the_cut_stays() -> None:
+    chunk = Admission(extend_len=512, max_new_tokens=0, is_chunked=True)
+    assert admitted(chunk, chunk=512) == chunk
+
+
+def test_without_chunked_prefill_nothing_is_cut() -> None:
+    assert admitted(Admission(), chunk=None) == Admission()
+
+
+def test_one_prompt_at_a_time_is_in_chunks() -> None:
+    assert admitted(Admission(), busy=True) == Admission()
+    assert admitted(Admission(is_chunked=True), busy=True) is AddReqResult.OTHER
+    assert admitted(AddReqResult.NO_TOKEN) is AddReqResult.NO_TOKEN

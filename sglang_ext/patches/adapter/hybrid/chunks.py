@@ -28,6 +28,8 @@ class Chunks:
 
     def __init__(self, forks: Forks) -> None:
         self.forks = forks
+        self._grid = 1
+        """All chunks but a prompt's last have a multiple of so many tokens (``truncation_align_size``)."""
         self.cuts = 0
         """Chunks that ended for a state, each of which cost a forward pass."""
 
@@ -70,8 +72,9 @@ class Chunks:
             return admission
         if about.get("has_chunked_req") or adder.new_chunked_req is not None:
             return AddReqResult.OTHER if admission.is_chunked else admission
-        if adder.rem_chunk_tokens is None or about.get("truncation_align_size") is not None:
+        if adder.rem_chunk_tokens is None:
             return admission
+        self._grid = about["truncation_align_size"] or 1
         # A prompt that forked from another, or repeats it, is likely to have a successor that does so. And
         # SGLang computes a prompt once before it computes several answers.
         again = self.shared(req) > admission.prefix_len or req.sampling_params.max_new_tokens == 0
@@ -104,7 +107,9 @@ class Chunks:
         if req.skip_radix_cache_insert or req.positional_embed_overrides is not None:
             return None  # its KV enters no tree, or is its own
         prompt = len(req.full_untruncated_fill_ids)
-        return self.forks.cut(start, prompt, self.shared(req), forks=getattr(req, _FORKS, False))
+        cut = self.forks.cut(start, prompt, self.shared(req), forks=getattr(req, _FORKS, False))
+        tokens = 0 if cut is None else (cut - start) // self._grid * self._grid
+        return start + tokens if tokens else None
 
     @staticmethod
     def ends_behind_state(req: Req, up_to: int) -> bool:
