@@ -56,6 +56,14 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
 
     cache = create_unified_radix_cache(ctx, cache_class=HybridRadixCache)
     assert isinstance(cache, HybridRadixCache)
+    if cache.chunks is not None:
+        forks = cache.chunks.forks
+        logger.info(
+            "States are kept where prompts fork %d tokens behind the last one, and before a prompt ends "
+            "with %d tokens behind it",
+            forks.known,
+            forks.ahead,
+        )
     if not config.dram_size:
         logger.info("Cache of a model with windows or states: HBM only (--kv-dram-size)")
         return cache
