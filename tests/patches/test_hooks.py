@@ -424,6 +424,8 @@ def test_patches_of_hooks_list_their_targets() -> None:
     assert [target.rpartition(".")[2] for target in patch.targets] == [
         "ingest_requests",
         "_get_new_batch_prefill_raw",
+        "_select_prefill_admission",
+        "add_chunked_req",
         "init_running_status",
         "process_batch_result",
         "forward_batch_embedding",

@@ -212,7 +212,7 @@ class HybridStore:
         points = self._points(names, on_disk=False)
         if points:
             for part in self.parts.values():
-                part.memory.touch(names[: points[-1]])
+                part.memory.touch(self._needed(part.component, names[: points[-1]]))
         return points
 
     def leading(self, names: Sequence[Name]) -> int:

@@ -84,6 +84,16 @@ def test_what_was_used_least_recently_goes_first_from_its_end() -> None:
     rig.close()
 
 
+def test_a_state_that_no_resume_needs_goes_before_one_that_is_used() -> None:
+    rig = Rig({FULL: 64, WINDOW: 64, STATE: 2})
+    rig.compute(pages(1, 7))
+    rig.compute(pages(1, 3))
+    assert rig.points(pages(1, 9)) == [3, 7]
+    rig.compute(pages(2, 4))
+    assert rig.points(pages(1, 9)) == [7]
+    rig.close()
+
+
 def test_a_block_that_is_read_stays(rig: Rig) -> None:
     rig.compute(pages(1, 4))
     memory = rig.store.parts[FULL].memory

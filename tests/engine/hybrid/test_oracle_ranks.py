@@ -23,6 +23,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.hybrid.components import FULL
+from sglang_ext.engine.hybrid.forks import Forks
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
@@ -123,6 +124,8 @@ def traffic(seed: int, steps: int) -> Play:
 
     def play(ranked: Ranked) -> None:
         rank = ranked.rank
+        if rank.cache.chunks is not None:
+            rank.cache.chunks.forks = Forks(known=4, ahead=12)  # so that most prompts are cut
         drawn = Traffic(rank.scenario, seed, rank.scenario.stretch)
         for _ in range(steps):
             drawn.act(rank.scheduler)
