@@ -43,9 +43,10 @@ class Forks:
 
         Args:
             state_bytes: of all layers' states at one place.
-            kv_bytes_per_token: of all layers whose KV is kept for every token.
+            kv_bytes_per_token: of all layers whose KV is kept for every token; 0 if not known.
         """
-        known = max(PASS_TOKENS, state_bytes // (STATE_SHARE * max(1, kv_bytes_per_token)))
+        memory = state_bytes // (STATE_SHARE * kv_bytes_per_token) if kv_bytes_per_token else 0
+        known = max(PASS_TOKENS, memory)
         return cls(known, max(known, AHEAD * PASS_TOKENS))
 
     def cut(self, start: int, prompt: int, shared: int, *, forks: bool = False) -> int | None:
