@@ -26,6 +26,10 @@ WHOLE_WINDOWS = "--disable-hybrid-swa-memory"
 """SGLang's flag with which layers with a sliding window keep the KV of every token, in the one pool."""
 
 _STOCK = f"Start without {FLAG} to use SGLang's own cache"
+_STREAMING = (
+    "SGLang keeps the KV of a streaming session out of the tree until it ends, so that no tier has it. Drop "
+    "that flag"
+)
 _OTHER_TRANSFER = "Use another transfer backend"
 _POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"})
 _HYBRID_POOLS = frozenset({"DeepSeekV4TokenToKVPool", "HybridLinearKVPool", "SWAKVPool"})
@@ -360,7 +364,7 @@ def _unsupported_flags(facts: Facts) -> str | None:
         (facts.enable_flexkv, "--enable-flexkv", "Use --kv-dram-size instead"),
         (facts.enable_unified_cache_external_linker, "--enable-unified-cache-external-linker", _STOCK),
         (facts.enable_session_radix_cache, "--enable-session-radix-cache", "Drop that flag"),
-        (facts.enable_streaming_session, "--enable-streaming-session", "Drop that flag"),
+        (facts.enable_streaming_session, "--enable-streaming-session", _STREAMING),
         (facts.enable_unified_memory, "--enable-unified-memory", "Drop that flag"),
         (facts.enable_hisparse, "--enable-hisparse", "Drop that flag"),
         (facts.dcp_enabled, "--dcp-size above 1", "Use --tp-size instead"),

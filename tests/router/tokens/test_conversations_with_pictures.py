@@ -12,6 +12,7 @@ from test_tokenizing import FACTS, own_tokenizer  # noqa: F401 - a fixture
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api.job import Chat, Job, PromptInput
+from sglang_ext.router.dispatch.choosing import Chooser
 from sglang_ext.router.fleet.facts import ChatFacts
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.index.prompt_trees import BEGINNING
@@ -126,3 +127,19 @@ def test_what_comes_before_the_picture_is_fetched_and_no_more(end: int, is_sent:
     assert [name for name, _ in channels.sent] == (["b", "a"] if is_sent else [])
     for _, message in channels.sent:
         assert message.tokens == KEY  # type: ignore[union-attr]
+
+
+def test_text_behind_a_picture_counts_where_what_is_before_it_is_reported() -> None:
+    index = Index(FakeClock())
+    holder, _ = Reporter(index, "a"), Reporter(index, "b")
+    holder.insert(KEY)
+    rest: Any = None
+    chooser = Chooser(rest, rest, index, rest, rest, rest, rest)
+    whole = len(PROMPT.key) // 64 * 16
+    for name in "abc":  # the last does not report
+        index.confirm(PROMPT.namespace, PROMPT.key, name)
+    assert {name: match.tokens for name, match in chooser._match(PROMPT).items()} == {
+        "a": whole,
+        "b": 0,
+        "c": whole,
+    }
