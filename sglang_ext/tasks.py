@@ -7,6 +7,7 @@ And the exception of a task that is never awaited is logged when the task is col
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -64,6 +65,14 @@ class Tasks(set[asyncio.Task[Any]]):
             error = task.exception()
             if error is not None:
                 self._on_error(error)
+
+
+async def at_last(work: Coroutine[Any, Any, None]) -> None:
+    """Run something to its end, however often we are cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
 
 
 class Counts(Protocol):

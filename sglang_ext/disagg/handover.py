@@ -1,5 +1,8 @@
 """Hand-over: the passage of one request's KV from a prefill to a decode rank, as a table. No I/O, no clock.
 
+Slots are those of all pools that hold something of the request: of all tokens, of a window, of a state. They
+are pinned and freed together.
+
 Pull (KVDirect, section 4.3): prefill computes at once, nothing is held on decode meanwhile; decode allocates
 when the KV is complete, reads it one-sidedly, and its COMPLETE releases it. Push: decode allocates first, and
 prefill writes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.landing import Wanted
+from sglang_ext.engine.pd.landing import PoolRows, Wanted
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.transfer_thread import HBM_POOL, TransferThread
@@ -245,17 +245,29 @@ def rig(
 
 @contextmanager
 def pair(
-    prefill: Sequence[PoolSpec], decode: Sequence[PoolSpec], page: int, mode: str = "pull"
+    prefill: Sequence[PoolSpec],
+    decode: Sequence[PoolSpec],
+    page: int,
+    mode: str = "pull",
+    components: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Iterator[tuple[Agent, Agent, str]]:
-    """A prefill and a decode server of a rank each over pools of the caller's, and prefill's address."""
+    """A prefill and a decode server of a rank each over pools of the caller's, and prefill's address.
+
+    Args:
+        components: of prefill and decode, see `Local`.
+    """
     with ExitStack() as stack:
         bootstrap = BootstrapService("127.0.0.1", 0, None)
         stack.callback(bootstrap.close)
         agents = []
-        for name, pools, address in (("prefill", prefill, bootstrap.address), ("decode", decode, "")):
+        sides = zip(
+            ("prefill", "decode"), (prefill, decode), (bootstrap.address, ""), components, strict=True
+        )
+        for name, pools, address, described in sides:
             transfers = transfer_thread(name, pools)
             stack.callback(transfers.close)
-            config = AgentConfig(Local(0, 1, page, METADATA, mode), "weights", bootstrap=address)
+            local = Local(0, 1, page, METADATA, mode, components=described)
+            config = AgentConfig(local, "weights", bootstrap=address)
             agents.append(Agent(config, transfers, Rows()))
             stack.callback(agents[-1].close)
         yield agents[0], agents[1], bootstrap.address
@@ -266,7 +278,13 @@ def pair(
 
 
 def hand_over(
-    prefill: Agent, decode: Agent, address: str, pages: Sequence[int], wanted: Wanted, number: int = 7
+    prefill: Agent,
+    decode: Agent,
+    address: str,
+    pages: Sequence[int],
+    wanted: Wanted,
+    beside: tuple[PoolRows, ...] = (),
+    number: int = 7,
 ) -> None:
     """A request from prefill's pages into the wanted ones, up to its end. Pushing, prefill leaves out what
     decode has."""
@@ -277,7 +295,7 @@ def hand_over(
         decode.receiver.read(taken, wanted)
         wait_until(lambda: given.granted() is not None, seconds=20, what="pages")
         pages = pages[wanted.skip :]
-    prefill.sender.complete(given, np.array(pages), bytes(METADATA))
+    prefill.sender.complete(given, np.array(pages), bytes(METADATA), beside=beside)
     if taken.read:
         wait_until(lambda: taken.state is ReceiverState.READY, seconds=20, what="an offer")
         decode.receiver.read(taken, wanted)

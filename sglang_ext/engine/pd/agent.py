@@ -94,7 +94,8 @@ class Agent:
         self.transfers = transfers
         self.endpoint = transfers.endpoint
         self._rows = rows
-        self._leasing = (HBM_POOL,) if transfers.staging is None else (HBM_POOL, STAGING)
+        staging = () if transfers.staging is None else (STAGING,)
+        self._leasing = (HBM_POOL, *staging, *config.local.beside)
         """The pools that peers read hand-overs and returns from."""
         self._clock = clock or SystemClock()
         self.alarm = Alarm()
@@ -229,8 +230,8 @@ class Agent:
             self.transfers.watch_leases(name, self.sender.lease_ended)
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.joins = PrefillJoins(self._peers, self._clock)
-        epoch, pages = self.endpoint.epoch, self.endpoint.pools[HBM_POOL]
-        landing = Landing(self._rows, staging, pages.block_bytes)
+        epoch, pools = self.endpoint.epoch, self.endpoint.pools
+        landing = Landing(self._rows, staging, {name: pool.block_bytes for name, pool in pools.items()})
         self.receiver = DecodeReceiver(
             self._peers,
             epoch,
@@ -288,5 +289,6 @@ class Agent:
             local.mode,
             local.layout,
             dict(local.settings),
+            dict(local.components),
         )
         await keep_registered(me, endpoint.client(bootstrap), self._clock)

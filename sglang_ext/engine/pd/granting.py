@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from sglang_ext.engine.pd.landing import Landing, Wanted
 from sglang_ext.engine.pd.messages import Ready, Weights
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
+from sglang_ext.tasks import at_last
 from sglang_ext.wire import pack_ids
 
 
@@ -145,23 +145,15 @@ class Granting:
         except BaseException as error:
             # It has failed, but its slots are in use until no rank writes there any more.
             handover.stops(error)
-            removing = asyncio.ensure_future(_at_last(self._claims.remove(name)))
+            removing = asyncio.ensure_future(at_last(self._claims.remove(name)))
             # Where one of several refuses, the others have taken us for theirs.
             if not peer.gone and (len(peer.ranks) > 1 or not isinstance(error, RefusedError)):
                 await peer.abort(number, self._epoch, str(error) or "given up")
-            await _at_last(_wait_for(removing))
+            await at_last(_wait_for(removing))
             raise
-        await _at_last(self._claims.remove(name))
+        await at_last(self._claims.remove(name))
         return ready
 
 
 async def _wait_for(task: asyncio.Future[None]) -> None:
     await task
-
-
-async def _at_last(work: Coroutine[Any, Any, None]) -> None:
-    """Run something to its end, however often we are cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,15 +29,26 @@ class MetadataRows(Protocol):
 
 
 @dataclass(frozen=True)
+class PoolRows:
+    """Blocks of a pool of an endpoint that a hand-over moves beside the pages of all tokens: the window of a
+    request, in pages of the window's pool, or its state."""
+
+    pool: str
+    rows: Ids
+
+
+@dataclass(frozen=True)
 class Wanted:
     """The slots and the row that the engine has set aside. pages: ours, for the prompt after `skip` pages.
-    passed: whether the forward passes have ended that may still store a former request's KV there.
+    passed: whether the forward passes have ended that may still store a former request's KV there. beside:
+    blocks of further pools, all of which prefill hands over.
     """
 
     pages: Ids
     skip: int
     row: int
     passed: Passed = nothing_runs
+    beside: tuple[PoolRows, ...] = ()
 
 
 class Landing:
@@ -45,17 +56,18 @@ class Landing:
 
     Args:
         staging: where aggregated requests arrive.
-        page_bytes: of this rank's part of a page.
+        block_bytes: of this rank's part of a block, by pool.
     """
 
-    def __init__(self, rows: MetadataRows, staging: Staging | None, page_bytes: int) -> None:
+    def __init__(self, rows: MetadataRows, staging: Staging | None, block_bytes: Mapping[str, int]) -> None:
         self._rows = rows
         self._staging = staging
-        self._page_bytes = page_bytes
+        self._block_bytes = block_bytes
 
     def nbytes(self, wanted: Wanted) -> int:
-        """Bytes of the wanted pages in this rank."""
-        return wanted.pages.size * self._page_bytes
+        """Bytes of all that is wanted in this rank."""
+        moved = (PoolRows(HBM_POOL, wanted.pages), *wanted.beside)
+        return sum(each.rows.size * self._block_bytes[each.pool] for each in moved)
 
     @contextlib.asynccontextmanager
     async def filling(self, wanted: Wanted) -> AsyncIterator[tuple[str, Ids]]:
@@ -82,23 +94,25 @@ class Landing:
         return ready.logprobs
 
 
-def after_skip(offer: Offer, wanted: Wanted) -> Offer:
-    """The offer without the pages that decode has already.
+def after_skip(offer: Offer, skip: int, places: int) -> Offer:
+    """The offer without the first `skip` blocks, which decode has already.
+
+    Args:
+        places: how many blocks are set aside for the others.
 
     Raises:
-        PeerProtocolError: the remaining pages do not match the slots set aside; the two sides saw other
-            prompts.
+        PeerProtocolError: there are more or fewer others; the two sides saw other prompts.
     """
     blocks, generations = unpack_ids(offer.blocks), unpack_ids(offer.generations)
-    if blocks.size - wanted.skip != wanted.pages.size or generations.size != blocks.size:
+    if blocks.size - skip != places or generations.size != blocks.size:
         raise PeerProtocolError(
-            f"prefill has {blocks.size} pages, decode {wanted.skip} and room for {wanted.pages.size}"
+            f"prefill has {blocks.size} pages in {offer.pool}, decode {skip} and room for {places}"
         )
     return msgspec.structs.replace(
-        offer, blocks=pack_ids(blocks[wanted.skip :]), generations=pack_ids(generations[wanted.skip :])
+        offer, blocks=pack_ids(blocks[skip:]), generations=pack_ids(generations[skip:])
     )
 
 
 def pages_of(indices: object) -> Ids:
-    """SGLang's page indices as block ids."""
-    return np.asarray(indices, np.int64)
+    """SGLang's page or slot indices as block ids."""
+    return np.asarray(indices, np.int64).reshape(-1)

@@ -23,9 +23,11 @@ from sglang_ext.protocol.agent import ToAgent
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 11
+PROTOCOL: Final = 12
 
 MAX_NUMBER: Final = (1 << 63) - 1
+MAX_POOLS: Final = 16
+"""From which one hand-over moves blocks."""
 RETURN_SECONDS: Final = 10.0
 """For a small return to be answered; `moving_seconds` adds the time for the bytes of a large one."""
 
@@ -43,7 +45,8 @@ Settings = Annotated[dict[Name, Name], msgspec.Meta(max_length=1024)]
 
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank of a prefill server. endpoint: where it is asked. mode, layout: how KV travels. settings: of
-    the model, as `model_settings.model_settings` names them."""
+    the model, as `model_settings.model_settings` names them. components: of a model with windows or states,
+    how the blocks of each pool lie, by its name."""
 
     instance: Name
     epoch: Epoch
@@ -55,6 +58,7 @@ class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Name = "pull"
     layout: Name = "blocks"
     settings: Settings = msgspec.field(default_factory=dict)
+    components: Settings = msgspec.field(default_factory=dict)
     protocol: int = PROTOCOL
 
 
@@ -92,14 +96,14 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """The request is computed. offer: pages of the whole prompt, leased; None for a rank that reads nothing
-    here.
+    """The request is computed. offers: pages of the whole prompt, leased, and after these the blocks of other
+    pools, of each pool in one offer; none for a rank that reads nothing here.
 
     metadata: SGLang's metadata row (first token, log probabilities, counts), buffer after buffer. stages: how
     long the request took up to here. logprobs: of the prompt, where the request asks for them.
     """
 
-    offer: Offer | None
+    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_POOLS)]
     metadata: Blob
     stages: StageTimes = NO_STAGES
     logprobs: PromptLogprobs | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
+from sglang_ext.engine.pd.landing import PoolRows
 from sglang_ext.engine.pd.messages import Join, Meet, Ready, Weights, alike
 from sglang_ext.engine.transfer_thread import HBM_POOL
 
@@ -39,8 +40,8 @@ class Reader:
     """The weights with which decode will go on."""
     done: bool = False
     """Whether it needs nothing more."""
-    offer: Offer | None = None
-    """Its lease, as long as that lives."""
+    offers: dict[int, Offer] = field(default_factory=dict)
+    """Its leases by their numbers, as long as they live."""
     answer: asyncio.Future[Ready] | None = None
 
     def expect(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Ready]:
@@ -60,9 +61,9 @@ class Reader:
             self.answer.get_loop().call_soon_threadsafe(_fail, self.answer, error)
 
     def withdraw(self, endpoint: Endpoint) -> None:
-        """End the decode rank's lease, if it has one; its pages are open when this returns."""
-        offer, self.offer = self.offer, None
-        if offer is not None:
+        """End the decode rank's leases; their blocks are open when this returns."""
+        offers, self.offers = self.offers, {}
+        for offer in offers.values():
             endpoint.withdraw(offer.pool, offer.lease)
 
 
@@ -121,16 +122,18 @@ class Offering:
         self._staging = staging
         self.pages: Ids = np.empty(0, np.int64)
         """Of the whole prompt."""
-        self.ready = Ready(None, b"")
+        self.beside: tuple[PoolRows, ...] = ()
+        """Blocks of other pools."""
+        self.ready = Ready((), b"")
         """The answer to decode ranks, without a lease."""
         self._staged: Ids | None = None
         """Where the pages are packed, block by page; None before that, and where there was no room."""
         self._packed = staging is None
         self._packing: asyncio.Task[None] | None = None
 
-    def computed(self, pages: Ids, ready: Ready) -> None:
-        """The KV of the whole prompt is in these pages."""
-        self.pages, self.ready = pages, ready
+    def computed(self, pages: Ids, beside: tuple[PoolRows, ...], ready: Ready) -> None:
+        """The KV of the whole prompt is in these pages, and other state of it in blocks beside them."""
+        self.pages, self.beside, self.ready = pages, beside, ready
 
     @property
     def nbytes(self) -> int:
@@ -168,15 +171,18 @@ class Offering:
                     then()
 
     def offer(self, reader: Reader) -> None:
-        """Answer a decode rank, and lease the pages to it if it reads.
+        """Answer a decode rank, and lease the pages and the blocks beside them to it if it reads.
 
         Raises:
             RefusedError: the lease budget is spent.
         """
-        if reader.reads and self.pages.size:
-            pool, pages = (HBM_POOL, self.pages) if self._staged is None else (STAGING, self._staged)
-            reader.offer = self._endpoint.publish(pool, self._name, pages, LEASE_SECONDS, reader.epoch)
-        reader.answer_with(msgspec.structs.replace(self.ready, offer=reader.offer))
+        staged = self._staged
+        pages = PoolRows(HBM_POOL, self.pages) if staged is None else PoolRows(STAGING, staged)
+        for each in (pages, *self.beside) if reader.reads else ():
+            if each.rows.size:
+                offer = self._endpoint.publish(each.pool, self._name, each.rows, LEASE_SECONDS, reader.epoch)
+                reader.offers[offer.lease] = offer
+        reader.answer_with(msgspec.structs.replace(self.ready, offers=tuple(reader.offers.values())))
 
     def give_back(self) -> None:
         """The hand-over has ended: free the blocks in staging."""

@@ -40,6 +40,7 @@ from sglang_ext.engine.pd.messages import (
     Weights,
     other_protocol,
 )
+from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.protocol.compatibility import in_words, setting_differences
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import pack_ids
@@ -53,7 +54,8 @@ WATCH_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Local:
-    """This rank. metadata_bytes: of a row of SGLang's metadata buffers. settings: of the model, by name."""
+    """This rank. metadata_bytes: of a row of SGLang's metadata buffers. settings: of the model, by name.
+    components: of a model with windows or states, how the blocks of each pool lie; none for other models."""
 
     rank: int
     ranks: int
@@ -62,6 +64,12 @@ class Local:
     mode: str = "pull"
     layout: str = "blocks"
     settings: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The pools from which hand-overs move blocks beside the pages."""
+        return tuple(name for name in self.components if name != HBM_POOL)
 
 
 class PrefillPeer:
@@ -71,7 +79,8 @@ class PrefillPeer:
         self.ranks = tuple(ranks)
         self.instance = instance
         self._local = local
-        self._needed = {part.rank for part in instance.plan("hbm", "hbm").ranks}
+        pools = (HBM_POOL, *local.beside)
+        self._needed = {part.rank for pool in pools for part in instance.plan(pool, pool).ranks}
 
     def __repr__(self) -> str:
         return f"<PrefillPeer {self.instance!r}>"
@@ -330,6 +339,13 @@ def require_fit(ranks: Sequence[RankInfo], local: Local) -> None:
             "settings",
             f"the models' settings differ: {values}; start both with one model, and with one "
             "--json-model-override-args",
+        )
+    if differing := setting_differences(first.components, local.components):
+        values = in_words(differing, "there", "here")
+        raise RefusedError(
+            "components",
+            f"the memory of windows or states differs: {values}; start both with one model, one --page-size "
+            "and one --tp-size",
         )
     if first.metadata_bytes != local.metadata_bytes:
         raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")

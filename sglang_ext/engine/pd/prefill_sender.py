@@ -13,6 +13,7 @@ from sglang_ext.disagg.handover import JOIN_SECONDS, Event, SenderState
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.engine.pd.early_ranks import EarlyRanks
+from sglang_ext.engine.pd.landing import PoolRows
 from sglang_ext.engine.pd.messages import MAX_NUMBER, Join, Meet, Push, Ready, Weights
 from sglang_ext.engine.pd.prompt_logprobs import PromptLogprobs
 from sglang_ext.engine.pd.sending_handover import SendingHandover, SendingRank
@@ -87,15 +88,17 @@ class PrefillSender:
         metadata: bytes,
         stages: StageTimes = NO_STAGES,
         logprobs: PromptLogprobs | None = None,
+        beside: tuple[PoolRows, ...] = (),
     ) -> None:
         """The KV of the whole prompt is in `pages`, which stay as they are until the hand-over has ended.
 
         Args:
             stages: how long the request took up to here; sent to decode.
             logprobs: of the prompt, for decode's answer.
+            beside: blocks of other pools with further state of the prompt, which stay as the pages do.
         """
         self.computing(handover)
-        handover.complete(np.asarray(pages, np.int64), Ready(None, metadata, stages, logprobs))
+        handover.complete(np.asarray(pages, np.int64), Ready((), metadata, stages, logprobs), beside)
 
     def forget(self, handover: SendingHandover) -> None:
         """The engine is done with the request. A lost hand-over answers late decode ranks for a while
@@ -188,7 +191,7 @@ class PrefillSender:
         """Verify that leases belong to live hand-overs."""
         with self._lock:
             for handover in self._handovers.values():
-                leased = any(reader.offer for reader in handover.readers.values())
+                leased = any(reader.offers for reader in handover.readers.values())
                 assert not (leased and handover.over), "a lease of a hand-over that is over"
 
     # -- inside -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.leases import Ended, LeaseEnd
 from sglang_ext.disagg.transfer.staging import Staging
+from sglang_ext.engine.pd.landing import PoolRows
 from sglang_ext.engine.pd.messages import Join, Meet, Push, Ready, Weights, alike
 from sglang_ext.engine.pd.offering import Offering, Reader, Readers
 from sglang_ext.engine.pd.pushing import Filling, Writing
@@ -98,13 +99,13 @@ class SendingHandover:
         if theirs or not ours:
             self.give_up(unlike(ours, theirs[0] if theirs else ""), Event.FAULT)
 
-    def complete(self, pages: Ids, ready: Ready) -> None:
-        """The KV of the whole prompt is in `pages`, which stay as they are until this has ended. ready: for
-        decode, without a lease."""
+    def complete(self, pages: Ids, ready: Ready, beside: tuple[PoolRows, ...] = ()) -> None:
+        """The KV of the whole prompt is in `pages`, and other state of it in blocks of other pools; all stay
+        as they are until this has ended. ready: for decode, without a lease."""
         with self._lock:
             if self.over:
                 return
-            self._offering.computed(pages, ready)
+            self._offering.computed(pages, beside, ready)
             self._move(Event.COMPUTED)
             if self._filling.named:
                 self._move(Event.WRITE)
@@ -227,11 +228,10 @@ class SendingHandover:
         """A lease of this hand-over is over, and its pages are open. Ignores leases that were withdrawn
         here. Under the lock."""
         reader = self.readers.get(ended.lease.reader or b"")
-        if reader is None or reader.offer is None or reader.offer.lease != ended.lease.number:
+        if reader is None or reader.offers.pop(ended.lease.number, None) is None:
             return
-        reader.offer = None
         if ended.how is LeaseEnd.COMPLETED:
-            reader.done = True
+            reader.done = not reader.offers
             self._release_if_all_done()
             return
         event = Event.PEER_DEAD if ended.how is LeaseEnd.READER_DEAD else Event.FAULT

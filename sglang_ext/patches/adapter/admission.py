@@ -32,7 +32,7 @@ _STREAMING = (
 )
 _OTHER_TRANSFER = "Use another transfer backend"
 _POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"})
-_HYBRID_POOLS = frozenset({"DeepSeekV4TokenToKVPool", "HybridLinearKVPool", "SWAKVPool"})
+HYBRID_POOLS = frozenset({"DeepSeekV4TokenToKVPool", "HybridLinearKVPool", "SWAKVPool"})
 _SMALLEST_PAGE = 16
 """Tokens of a page below which blocks of a page cost more than their bytes."""
 # NGRAM drafts from the text, and FROZEN_KV_MTP reads the model's KV.
@@ -341,7 +341,7 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         )
     if found:
         return f"{chosen} does not serve models with {found[0]}. {way_out}"
-    if facts.kv_pool not in (_POOLS | _HYBRID_POOLS if facts.is_hybrid else _POOLS):
+    if facts.kv_pool not in (_POOLS | HYBRID_POOLS if facts.is_hybrid else _POOLS):
         return (
             f"{chosen} does not serve the KV pool {facts.kv_pool} of this model and --kv-cache-dtype "
             f"(it serves {', '.join(sorted(_POOLS))}). {way_out}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from zmq.error import ZMQError
@@ -19,6 +20,7 @@ from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
+from sglang_ext.engine.hybrid.components import FULL
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.pd.messages import MESSAGES
@@ -34,8 +36,9 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.admission import BACKEND
+from sglang_ext.patches.adapter.admission import BACKEND, HYBRID_POOLS
 from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
+from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
 from sglang_ext.patches.adapter.pd.pd_setup import keys_of, on_all_ranks
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.process import PROCESS
@@ -150,8 +153,32 @@ def staging_of(config: KvConfig, geometry: Geometry, kind: MemoryKind) -> Stagin
     return Staging(geometry, config.transfer_staging_size)
 
 
-def transfers_of(scheduler: Any, config: KvConfig, page_tokens: int) -> TransferThread:
-    """The transfer thread of a scheduler's rank; one of its own where its cache is SGLang's."""
+def components_of(scheduler: Any, page_tokens: int) -> dict[str, ComponentPool]:
+    """The pools of a model with windows or states, as endpoints call them; none of another model.
+
+    Raises:
+        ConfigError: see ``component_pools``.
+    """
+    allocator = scheduler.token_to_kv_pool_allocator
+    if type(allocator.get_kvcache()).__name__ not in HYBRID_POOLS:
+        return {}
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator,
+        page_size=page_tokens,
+        req_to_token_pool=scheduler.req_to_token_pool,
+    )
+    found = component_pools(params, scheduler.sliding_window_size)
+    return {HBM_POOL if each.component is FULL else str(each.component): each for each in found}
+
+
+def transfers_of(
+    scheduler: Any, config: KvConfig, page_tokens: int, components: Mapping[str, ComponentPool]
+) -> TransferThread:
+    """The transfer thread of a scheduler's rank; one of its own where its cache is SGLang's.
+
+    Args:
+        components: see `components_of`.
+    """
     cache = scheduler.tree_cache
     if isinstance(cache, GlobalRadixCache) and cache.transfers is not None:
         return cache.transfers
@@ -163,6 +190,10 @@ def transfers_of(scheduler: Any, config: KvConfig, page_tokens: int) -> Transfer
         epoch=secrets.token_bytes(16),
         rank=engine_rank(),
     )
+    if components:
+        rank, ranks = engine_rank(), engine_ranks()
+        pools = [pool.spec(name, rank, ranks) for name, pool in components.items()]
+        return TransferThread(endpoint, pools, messages=MESSAGES)
     pool = EnginePool.of(
         kvcache,
         scheduler.model_config,
@@ -178,6 +209,13 @@ def engine_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().attn_tp_rank)
+
+
+def engine_ranks() -> int:
+    """The number of ranks of this process's instance."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_tp_size)
 
 
 def start_fetching(endpoint: EndpointConfig, memory: Sequence[PoolSpec]) -> TransferThread | None:

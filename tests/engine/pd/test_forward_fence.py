@@ -167,6 +167,7 @@ def test_sglangs_slots_come_with_a_fence_that_is_set_when_they_come() -> None:
             kv_args=SimpleNamespace(page_size=servers.page),
             fence=lambda: gate.passed,
             store=None,
+            beside=lambda indices: (),
         )
         receiver = GlobalKVReceiver(manager, servers.address, number)
         receiver.init(0)

@@ -39,6 +39,7 @@ class Manager:
     fence: Any = lambda: nothing_runs
     kv_args: Any = field(default_factory=lambda: SimpleNamespace(page_size=4))
     buffers: Any = field(default_factory=lambda: SimpleNamespace(read=lambda row: ROW))
+    beside: Any = field(default=lambda indices: ())
 
 
 @pytest.fixture(params=["pull", "push"])

@@ -338,10 +338,10 @@ def test_nothing_answers_at_the_address(one: Rig, monkeypatch: pytest.MonkeyPatc
 
 def test_prompts_that_differ_in_length_are_noticed() -> None:
     offer = Offer("p", 0, b"e" * 16, HBM_POOL, "r", 1, pack_ids([4, 5, 6]), pack_ids([2, 2, 2]), 1000)
-    kept = after_skip(offer, Wanted(np.array([1, 2]), 1, 0))
+    kept = after_skip(offer, 1, 2)
     assert kept.blocks == pack_ids([5, 6])
     with pytest.raises(PeerProtocolError, match="3 pages"):
-        after_skip(offer, Wanted(np.array([1, 2]), 2, 0))
+        after_skip(offer, 2, 2)
 
 
 def rank_info(rank: int, ranks: int = 2) -> RankInfo:

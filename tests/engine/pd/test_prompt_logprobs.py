@@ -40,7 +40,7 @@ def test_rows_come_back_as_they_were(rows: list[list[tuple[float | None, int]] |
     ids = [None if row is None else [token for _, token in row] for row in rows]
     packed = pack_rows(values, ids)
     assert unpack_rows(packed) == (values, ids)
-    ready = Ready(None, b"row", logprobs=PromptLogprobs(top=packed))
+    ready = Ready((), b"row", logprobs=PromptLogprobs(top=packed))
     assert MESSAGES.replies.decode(MESSAGES.replies.encode(ready)) == ready
 
 

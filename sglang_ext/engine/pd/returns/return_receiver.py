@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
 from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.commands import RankCommandQueue
@@ -17,7 +15,7 @@ from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.moves.move import Move, MovePlanner, State
 from sglang_ext.engine.moves.sources import FromTask
 from sglang_ext.engine.pd.agent import Agent
-from sglang_ext.engine.pd.landing import Wanted, after_skip
+from sglang_ext.engine.pd.landing import after_skip
 from sglang_ext.engine.pd.messages import (
     RANK_COMMANDS,
     RETURN_SECONDS,
@@ -175,10 +173,10 @@ class ReturnReceiver(Listener, MovePlanner):
         """Fill a reservation. When this ends, however it does, no task writes there."""
         blocks, name = self._places.blocks, f"return {parts[0].name}"
         skip = reservation.start * blocks.step // blocks.page
-        lacking = np.empty(blocks.pages_of(parts[0].tokens) - skip, np.int64)
+        lacking = blocks.pages_of(parts[0].tokens) - skip
         instance = await self._agent.endpoint.reach(*(part.control for part in parts))
         mine = (part.offers[self._agent.config.local.rank] for part in parts)
-        offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
+        offers = [after_skip(offer, skip, lacking) for offer in mine]
         await until_passed(passed)
         try:
             instance.transfer(name, offers, *self._places.target(reservation))

@@ -330,4 +330,6 @@ def _begun(scheduler: Any) -> list[Any]:
         found += batch.reqs if batch is not None else []
     if scheduler.chunked_req is not None:
         found.append(scheduler.chunked_req)
+    # Of a prefill server: those that decode has not got yet. Their KV enters the tree when it has.
+    found += getattr(scheduler, "disagg_prefill_inflight_queue", None) or ()
     return [req for req in found if req.kv is not None and req.kv.holds_kv]

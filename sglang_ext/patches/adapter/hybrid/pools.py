@@ -10,19 +10,25 @@ by whose slots they are indexed, so that a page brings its draft KV with it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.tensors import TensorMeta
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, LastWindow
 from sglang_ext.errors import ConfigError
-from sglang_ext.geometry import BlockLayout
+from sglang_ext.geometry import ELEMENT_DIM, TOKEN_DIM, BlockLayout, PlaneKind, Shard
 from sglang_ext.patches.adapter.admission import FLAG
 from sglang_ext.patches.adapter.hbm import Drafts, pool_planes
 
 STATE = Component("state", AtSnapshot())
+WINDOW = "window"
+"""Name of a window's component."""
 _NO_DRAFTS = Drafts()
 
 
@@ -73,6 +79,45 @@ class ComponentPool:
     def device(self) -> torch.device:
         return self.planes_by_layer[0][0].device
 
+    def described(self, ranks: int) -> str:
+        """The properties that two ranks must share to exchange blocks, in a short text.
+
+        Args:
+            ranks: of the instance, each of which has a part of the model.
+        """
+        text = f"{self.layout.facts()};{self.facts};{self.component.coverage}"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        size = f"{len(self.planes)} planes, blocks of {self.layout.block_bytes} bytes"
+        return f"{size}, those of one of {ranks} ranks ({digest})"
+
+    def spec(self, name: str, rank: int, ranks: int) -> PoolSpec:
+        """As an endpoint's pool of blocks. Every block may be leased; the caller that offers it holds it.
+
+        Each of the ranks has its own bytes, which are described as one head of so many: a rank's blocks come
+        from the same rank of a peer, and a peer with another number of ranks is refused.
+        """
+        tensors = tuple(
+            TensorMeta(
+                number,
+                PlaneKind.K,
+                plane.address,
+                (TOKEN_DIM, ELEMENT_DIM),
+                (self.slots, plane.row_bytes),
+                (plane.slot_stride, 1),
+                "uint8",
+            )
+            for number, plane in enumerate(self.planes)
+        )
+        kind = MemoryKind.HOST if self.device.type == "cpu" else MemoryKind.CUDA
+        memory = tuple(
+            MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane)
+            for layer in self.planes_by_layer
+            for plane in layer
+        )
+        blocks = self.slots // self.block_rows
+        shard = Shard(0, len(tensors), rank, 1, len(tensors), ranks)
+        return PoolSpec(name, blocks, self.block_rows, tensors, shard, memory, blocks, borrowed=True)
+
     def rows(self, slots: torch.Tensor) -> Any:
         """Rows of slots that are whole blocks: an array where the pool is in host memory, else a tensor."""
         rows = slots if self.row_slots == 1 else slots[:: self.row_slots] // self.row_slots
@@ -116,7 +161,7 @@ def component_pools(
         return _compressed_pools(pool, params, window_tokens, of_drafts)
     if type(pool) is SWAKVPool:
         assert window_tokens is not None
-        window = Component("window", LastWindow(window_tokens))
+        window = Component(WINDOW, LastWindow(window_tokens))
         found = [
             _kv(FULL, _layers(pool.full_kv_pool), of_drafts.full, page),
             _kv(window, _layers(pool.swa_kv_pool), of_drafts.window, page),
@@ -228,7 +273,7 @@ def _compressed_pools(
     sources = {FULL: PoolName.KV}
     components = {ComponentType.FULL}
     if window_tokens is not None:
-        sources[Component("window", LastWindow(window_tokens))] = PoolName.SWA
+        sources[Component(WINDOW, LastWindow(window_tokens))] = PoolName.SWA
         components.add(ComponentType.SWA)
     try:
         group = resolve_hybrid_device_pool_group(

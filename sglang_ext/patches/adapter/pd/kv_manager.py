@@ -8,6 +8,7 @@ receiver says only when prefill is done that it may allocate (KVDirect, section 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import (
@@ -21,12 +22,15 @@ from sglang_ext.addresses import bracketed, connectable, listen_host
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.landing import PoolRows, pages_of
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.pushing import LayerFeed
 from sglang_ext.engine.transfer_thread import HBM_POOL
+from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
-from sglang_ext.patches.adapter.build_transfers import transfers_of
+from sglang_ext.patches.adapter.build_transfers import components_of, transfers_of
 from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW
 from sglang_ext.patches.adapter.pd.pd_setup import (
     MetadataBuffers,
     keys_of,
@@ -41,6 +45,21 @@ from sglang_ext.patches.adapter.support import require_movable
 from sglang_ext.patches.process import PROCESS
 
 logger = logging.getLogger(__name__)
+
+_POOLS = {"swa": WINDOW, "mamba": STATE.name, "dsa": None}
+"""The pools that endpoints have for SGLang's lists of indices, by kind; None: the pages have these rows."""
+
+
+def _pools_of(kinds: Sequence[str]) -> list[str | None]:
+    """The pool of each of SGLang's lists of indices beside the pages'.
+
+    Raises:
+        ConfigError: there is no pool for one.
+    """
+    unmoved = sorted({*kinds} - {*_POOLS})
+    if unmoved:
+        raise ConfigError(f"{TRANSFER_FLAG} does not move this state of a model: {', '.join(unmoved)}")
+    return [_POOLS[kind] for kind in kinds]
 
 
 class AnyPrefill:
@@ -78,6 +97,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         cache = scheduler.tree_cache if isinstance(scheduler.tree_cache, GlobalRadixCache) else None
         self.store = None if cache is None else cache.store
         """By which a request's slots are filled; None where nothing is kept."""
+        self._components = components_of(scheduler, args.page_size)
+        self._beside = _pools_of([kind.value for kind in args.state_types]) if self._components else []
         self.agent = self._take_part(scheduler, cache, config, prefill=prefill)
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
@@ -122,6 +143,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             config.transfer_mode,
             config.transfer_layout,
             settings_of(scheduler.model_config, kvcache, Drafts(PROCESS.drafts)),
+            {name: pool.described(parallel.attn_tp_size) for name, pool in self._components.items()},
         )
         listens = listen_host(server_args.host, keyed=config.cluster_key_file is not None)
         bootstrap = f"{bracketed(connectable(listens))}:{server_args.disaggregation_bootstrap_port}"
@@ -133,15 +155,21 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 bootstrap=bootstrap if prefill else "",
                 metrics=server_args.enable_metrics,
             ),
-            transfers_of(scheduler, config, page),
+            transfers_of(scheduler, config, page, self._components),
             self.buffers,
             metadata_rows=lambda: rows.size - rows.available_size(),
         )
 
+    def beside(self, state_indices: Sequence[Any] | None) -> tuple[PoolRows, ...]:
+        """The rows that SGLang names beside the pages: pages of a window, or the slot of a state."""
+        named = zip(self._beside, state_indices or [None] * len(self._beside), strict=True)
+        return tuple(PoolRows(pool, pages_of(rows)) for pool, rows in named if pool is not None)
+
     @property
     def supports_role_switch(self) -> bool:
-        """Whether the server can change between prefill and decode: the pool's layers are not watched."""
-        return PROCESS.settings().transfer_mode != "push-by-layer"
+        """Whether the server can change between prefill and decode: the pool's layers are not watched, and
+        decode could keep what prefill has cached."""
+        return PROCESS.settings().transfer_mode != "push-by-layer" and not self._components
 
     def teardown(self) -> None:
         """The server changes its role, and is idle, or ends: end connections and hand-overs. The cache stays

@@ -85,7 +85,8 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
     def send(
         self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None
     ) -> None:
-        """Pages of a chunk are computed; with the last one the request is offered."""
+        """Pages of a chunk are computed; with the last one the request is offered, and with it the rows of
+        its window or state."""
         self._pages.append(pages_of(kv_indices))
         if not self._last or self.handover is None:
             return
@@ -100,6 +101,7 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
             self.kv_mgr.buffers.read(self._row),
             NO_STAGES if self.req is None else request_stages(self.req),
             logprobs,
+            self.kv_mgr.beside(state_indices),
         )
 
     def begin_again(self) -> None:
@@ -177,7 +179,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         assert aux_index is not None
         skip, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
         assert rest == 0, "a cached prefix is whole pages"
-        wanted = Wanted(pages_of(kv_indices), skip, aux_index, self.kv_mgr.fence())
+        beside = self.kv_mgr.beside(state_indices)
+        wanted = Wanted(pages_of(kv_indices), skip, aux_index, self.kv_mgr.fence(), beside)
         if self.kv_mgr.store is not None:
             self.kv_mgr.store.transfer()
         self.kv_mgr.agent.receiver.read(self.handover, wanted)
