@@ -146,6 +146,9 @@ def _features(model: Any, flags: Facts, family: Family) -> list[Finding]:
             found.append(Finding("warning", subject, f"refused: {text}", advice))
             continue
         kinds = {column: family.cells[column].kind for column in columns if column in family.cells}
+        if not kinds:
+            found.append(Finding("warning", subject, "not done for models of this family"))
+            continue
         proofs = ", ".join(
             kind if column == subject else f"{column} {kind}" for column, kind in kinds.items()
         )

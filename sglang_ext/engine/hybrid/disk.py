@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from sglang_ext.engine.hybrid.components import Flags
 from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
 from sglang_ext.tiered_store.dram.arena import BlockIds
 from sglang_ext.tiered_store.loading.loader import Load, Loader
-from sglang_ext.tiered_store.loading.write_behind import WriteBehind
+from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome
+
+MOST_KNOWN = 1_000_000
+"""Blocks that are known to be on disk without a look at it: those written or read last."""
 
 
 @dataclass(eq=False)
@@ -47,8 +51,15 @@ class ComponentDisk:
         self._namespace = namespace
         self._writer = writer
         self._bytes = BlockMemory.of_arena(memory.arena)
-        self._written: deque[BlockIds] = deque()
+        self._written: deque[tuple[BlockIds, Written]] = deque()
         """Blocks that the writer needs no more. Filled by its thread."""
+        self._known: dict[Name, None] = {}
+        """Blocks that are on disk as far as is known; the oldest first."""
+        self._gone: deque[Sequence[Name]] = deque()
+        """Blocks that the disk has given up. Filled by its threads."""
+        self.changed: Callable[[Sequence[Name], bool], None] | None = None
+        """Called with names that are known to be on disk now, or that are not any more. None: nothing is
+        known."""
 
     def write(self, names: Sequence[Name], ids: BlockIds) -> None:
         """Write blocks of a prefix, in order. They stay locked until that has ended."""
@@ -57,15 +68,52 @@ class ComponentDisk:
             return
         self._memory.lock(ids)
         outcome = self._writer.submit(
-            namespace, list(names), self._bytes, ids, on_written=lambda _: self._written.append(ids)
+            namespace,
+            list(names),
+            self._bytes,
+            ids,
+            on_written=lambda written: self._written.append((ids, written)),
         )
         if outcome is not Outcome.DONE:
             self._memory.unlock(ids)
 
     def look(self) -> None:
-        """Unlock the blocks that have been written."""
+        """Unlock the blocks that have been written, and take note of what is on disk."""
         while self._written:
-            self._memory.unlock(self._written.popleft())
+            ids, written = self._written.popleft()
+            self._memory.unlock(ids)
+            if written.namespace == self._namespace():
+                ends = zip(written.keys, written.outcomes, strict=True)
+                self._learn([name for name, end in ends if end is Outcome.DONE])
+        while self._gone:
+            self._unlearn(self._gone.popleft())
+
+    def known(self, names: Sequence[Name]) -> Flags:
+        """For each name, whether its block is known to be on disk; does not look there."""
+        return np.fromiter((name in self._known for name in names), np.bool_, len(names))
+
+    def given_up(self, names: Sequence[Name]) -> None:
+        """The disk has blocks no more. From any thread."""
+        self._gone.append(names)
+
+    def _learn(self, names: Sequence[Name]) -> None:
+        if self.changed is None or not names:
+            return
+        self._known.update(dict.fromkeys(names))
+        self.changed(names, True)
+        if len(self._known) > MOST_KNOWN:
+            self._unlearn(list(itertools.islice(self._known, len(self._known) - MOST_KNOWN)))
+
+    def _unlearn(self, names: Sequence[Name]) -> None:
+        gone = [name for name in names if name in self._known]
+        for name in gone:
+            del self._known[name]
+        if self.changed is not None and gone:
+            self.changed(gone, False)
+
+    def forget(self) -> None:
+        """Names are those of other weights from now on."""
+        self._unlearn(list(self._known))
 
     def held(self, names: Sequence[Name]) -> Flags:
         """For each name, whether its block is on disk."""
@@ -90,6 +138,7 @@ class ComponentDisk:
         """Enter the blocks that a read has brought; returns how many. They stay locked until `release`."""
         count = read.load.result().blocks
         self._memory.enter(read.names[:count], read.ids[:count])
+        self._learn(read.names[:count])
         return count
 
     def release(self, read: Read) -> None:
@@ -114,6 +163,7 @@ class ComponentDisk:
     def clear(self) -> None:
         """Forget everything on disk."""
         self.settle()
+        self.forget()
         self.tier.clear()
 
     def close(self) -> None:

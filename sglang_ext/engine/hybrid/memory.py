@@ -7,7 +7,7 @@ entered once its bytes are complete; until then, and while something reads it, i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,6 +28,8 @@ class ComponentMemory:
         self._names: dict[int, Name] = {}
         self._locks = np.zeros(arena.n_blocks, np.int32)
         self.evicted = 0
+        self.changed: Callable[[Sequence[Name], bool], None] = lambda names, held: None
+        """Called with names that have come, or that have gone."""
 
     def __repr__(self) -> str:
         return f"ComponentMemory({len(self._blocks)} of {self.arena.n_blocks} blocks)"
@@ -79,19 +81,23 @@ class ComponentMemory:
                     return True
         return False
 
-    def _forget(self, names: Iterable[Name]) -> None:
+    def _forget(self, names: Sequence[Name]) -> None:
         blocks = [self._blocks.pop(name) for name in names]
         for block in blocks:
             del self._names[block]
+        self.changed(names, False)
         self.arena.free([block for block in blocks if not self._locks[block]])
 
     def enter(self, names: Sequence[Name], ids: BlockIds) -> None:
         """These blocks are complete. Where a name is known, the new block goes when it is unlocked."""
+        new = []
         for name, block in zip(names, ids.tolist(), strict=True):
             if name not in self._blocks:
                 self._blocks[name] = block
                 self._names[block] = name
+                new.append(name)
         self.touch(names)
+        self.changed(new, True)
 
     def lock(self, ids: BlockIds) -> None:
         self._locks[ids] += 1

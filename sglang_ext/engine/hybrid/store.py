@@ -392,6 +392,8 @@ class HybridStore:
         self.drop_in_flight()
         for part in self.parts.values():
             part.memory.clear()
+            if part.disk is not None:
+                part.disk.forget()
 
     def clear(self) -> None:
         """Forget everything in DRAM and on disk."""

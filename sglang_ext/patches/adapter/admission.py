@@ -49,7 +49,6 @@ _WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
 BY_LAYER = "--kv-transfer-mode push-by-layer"
 _DEFERRED_DRAFT_KV = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
 _EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
-_AS_WORKER = "Leave it out, and name the server to the router with --worker-urls"
 _REPLICAS = (
     "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
     "sglang-ext router --worker-urls URL URL"
@@ -286,7 +285,6 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
     if not facts.has_whole_layers:
         return f"{FLAG} does not serve models whose layers all have {kind}. {_STOCK}"
     for present, flag, way_out in (
-        (facts.router, "--kv-router", _AS_WORKER),
         (facts.disaggregation_mode != "null", "--disaggregation-mode", _STOCK),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),

@@ -93,7 +93,7 @@ class Building:
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
         self.host = SglangHost(ctx.params.token_to_kv_pool_allocator)
         self.commands = RankCommandQueue() if ctx.tp_rank == 0 and ctx.params.pp_rank == 0 else None
-        self.priority_sign = -1 if _small_priorities_first() else 1
+        self.priority_sign = -1 if small_priorities_first() else 1
         self.fetches = may_fetch(config, adapters=uses_adapters())
         self._builders = builders
         self._made: dict[type[Planner], Planner | None] = {}
@@ -264,7 +264,7 @@ def _transfers_of(
     return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
 
 
-def _small_priorities_first() -> bool:
+def small_priorities_first() -> bool:
     from sglang.srt.runtime_context import get_schedule
 
     return bool(get_schedule().schedule_low_priority_values_first)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
+from typing import Protocol
 
 from sglang.srt.managers.io_struct import BaseReq
 
-from sglang_ext.engine.cache.rank_cache import RankCache
+from sglang_ext.engine.cache.listeners import Listeners
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.pd.messages import RANK_COMMANDS, RankCommand
+from sglang_ext.engine.planners import Planner
 from sglang_ext.patches.adapter.migration.migration import Migration
 from sglang_ext.wire import WireError
 
@@ -21,15 +26,28 @@ class KvCommand(BaseReq, kw_only=True, tag=True):  # type: ignore[misc, call-arg
     at: float = 0.0
 
 
+class TakesCommands(Protocol):
+    """The cache, as commands need it."""
+
+    planners: Sequence[Planner]
+    listeners: Listeners
+    command_queue: RankCommandQueue | None
+
+    @property
+    def alarm(self) -> float: ...
+
+    def expire(self, now: float) -> None: ...
+
+
 class RankCommands:
     """Carries out commands, on every rank between the same two passes.
 
     Args:
         cache: has the planners and listeners that take commands.
-        migration: takes those about moved requests.
+        migration: takes those about moved requests; None where none are moved.
     """
 
-    def __init__(self, cache: RankCache, migration: Migration) -> None:
+    def __init__(self, cache: TakesCommands, migration: Migration | None = None) -> None:
         self._cache = cache
         self._migration = migration
 
@@ -40,7 +58,8 @@ class RankCommands:
             payload: one of ``RANK_COMMANDS``; empty where only the time is sent.
             at: rank 0's time, by which everything expires.
         """
-        self._migration.target.tickets.expire(at)
+        if self._migration is not None:
+            self._migration.target.tickets.expire(at)
         self._cache.expire(at)
         if payload:
             try:
@@ -50,7 +69,9 @@ class RankCommands:
         self.broadcast_time()
 
     def _carry_out(self, message: RankCommand, at: float) -> None:
-        if self._cache.listeners.takes_command(message) or self._migration.takes_command(message, at):
+        if self._cache.listeners.takes_command(message):
+            return
+        if self._migration is not None and self._migration.takes_command(message, at):
             return
         for planner in self._cache.planners:
             if planner.takes_command(message, at):
@@ -59,5 +80,6 @@ class RankCommands:
     def broadcast_time(self) -> None:
         """Have rank 0 broadcast its time when something is to expire, or becomes due."""
         if self._cache.command_queue is not None:
-            next_expiry = self._migration.target.tickets.next_expiry
+            migration = self._migration
+            next_expiry = math.inf if migration is None else migration.target.tickets.next_expiry
             self._cache.command_queue.broadcast_time_at(min(next_expiry, self._cache.alarm))

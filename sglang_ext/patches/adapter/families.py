@@ -77,9 +77,9 @@ def _server(test: str) -> Proof:
 
 def _resumed(model: str) -> dict[Column, Proof]:
     """The cells that later turns of conversations prove for a model of the tests with windows or states."""
-    path = "integration/cache/test_hybrid_tiers.py"
-    turns = Proof("server", f"{path}::test_a_restart_goes_on_from_disk[{model}]")
-    return dict.fromkeys(TIERS, turns)
+    turns = _server(f"cache/test_hybrid_tiers.py::test_a_restart_goes_on_from_disk[{model}]")
+    hints = _server(f"router/test_hybrid_cluster.py::test_members_of_a_cluster[{model}]")
+    return {**dict.fromkeys(TIERS, turns), "hints": hints}
 
 
 def _pages(pools: str) -> dict[Column, Proof]:
@@ -93,7 +93,7 @@ def _pages(pools: str) -> dict[Column, Proof]:
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
-_TIERS_AND_TP: dict[Column, Proof] = dict.fromkeys(TIERS, _READ) | {"TP": Proof("oracle", _RANKS)}
+_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "hints"), _READ) | {"TP": Proof("oracle", _RANKS)}
 _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
@@ -177,7 +177,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window": Family(
             "Sliding windows in a pool of their own",
             "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna",
-            _TIERS_AND_TP
+            _BELOW_STOCK
             | _resumed("tiny-spark")
             | {
                 "speculation": _server(
@@ -195,17 +195,17 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "dsa-group": Family(
             "Latents and an index with a key for several tokens, with states",
             "GLM-5.3-Flash",
-            _TIERS_AND_TP | _pages("grouped"),
+            _BELOW_STOCK | _pages("grouped"),
         ),
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
-            _TIERS_AND_TP | _resumed("tiny-gdn") | {"speculation": Proof("oracle", _STATE_DRAFTS)},
+            _BELOW_STOCK | _resumed("tiny-gdn") | {"speculation": Proof("oracle", _STATE_DRAFTS)},
         ),
         "dsv4": Family(
             "Compressed latents and windows",
             "DeepSeek V4, V4.1 Flash",
-            _TIERS_AND_TP | _pages("compressed"),
+            _BELOW_STOCK | _pages("compressed"),
         ),
         "msa": Family("GQA and an index (MSA)", "MiniMax-M3", refusal="(MSA)", way_out=_STOCK),
     }

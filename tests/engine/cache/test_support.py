@@ -47,10 +47,9 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("sliding-window", "--disable-hybrid-swa-memory", "2.0 times the memory", "Or: Start without"),
     ),
     (
-        {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "router": True},
-        ("--kv-router", "--worker-urls", "add --disable-hybrid-swa-memory", "2.0 times the memory"),
+        {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "disaggregation_mode": "decode"},
+        ("--disaggregation-mode", "add --disable-hybrid-swa-memory", "2.0 times the memory"),
     ),
-    ({"is_hybrid_ssm": True, "router": True}, ("--kv-router", "states", "--worker-urls")),
     ({"is_hybrid_ssm": True, "acked": True}, ("--kv-durability acked", "Use disk instead")),
     ({"is_hybrid_ssm": True, "disaggregation_mode": "prefill"}, ("--disaggregation-mode", "states")),
     ({"is_hybrid_ssm": True, "speculative_algorithm": "UNO"}, ("--speculative-algorithm UNO", "Use one of")),

@@ -115,7 +115,7 @@ def test_new_weights_are_a_new_namespace(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("tiny-swa", ("--kv-router", "http://127.0.0.1:9"), "--kv-router.*sliding windows.*--worker-urls"),
+        ("tiny-swa", ("--kv-durability", "acked"), "--kv-durability acked.*sliding windows.*Use disk"),
         ("tiny", ("--kv-block-size", "24", "--page-size", "16"), "--kv-block-size"),
         ("tiny", ("--dp-size", "2"), "--dp-size above 1.*sglang-ext cluster --colocated N"),
     ],

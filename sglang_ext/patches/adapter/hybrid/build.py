@@ -28,6 +28,7 @@ from sglang_ext.patches.adapter.build_disk import models_of
 from sglang_ext.patches.adapter.build_transfers import accelerator_place
 from sglang_ext.patches.adapter.building import least_over, uses_adapters
 from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.hybrid.build_cluster import join_cluster
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
@@ -66,6 +67,7 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
         )
     if not config.dram_size:
         logger.info("Cache of a model with windows or states: HBM only (--kv-dram-size)")
+        join_cluster(ctx, config, cache, Ranks(least_over(ctx.params.tp_cache_group), check=config.check))
         return cache
     build = _Building(ctx, config, cache)
     linker = StoreLinker(build.store, build.pools)
@@ -76,6 +78,7 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
         ctx.params.req_to_token_pool.register_layer_transfer_counter(counter)
     publish = HybridMetrics(ctx.tp_rank).update if ctx.params.enable_metrics else lambda store, faults: None
     cache.serve(linker, build.weights, publish=publish, check=config.check)
+    join_cluster(ctx, config, cache, build.ranks)
     logger.info(
         "Cache of a model with windows or states: pages of %d tokens, %s, %s",
         ctx.params.page_size,

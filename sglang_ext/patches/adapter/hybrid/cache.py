@@ -8,11 +8,19 @@ a disk, weight updates, and the calls of `patches/hooks`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _PendingOffload
@@ -20,11 +28,17 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.cache.listeners import Listeners
+from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.hybrid.components import FULL
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.planners import P, Planner, find
 from sglang_ext.engine.weights import Weights
+from sglang_ext.patches.adapter.command import RankCommands
+from sglang_ext.patches.adapter.hybrid.announcing import Announcing
 from sglang_ext.patches.adapter.hybrid.chunks import Chunks
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -47,9 +61,11 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """Of the plain cache; beam search is refused by SGLang itself for these models."""
     migration = None
     retracting = None
-    command_queue = None
-    keeps_awake = False
+    command_queue: RankCommandQueue | None = None
     uses_storage = False
+    planners: Sequence[Planner] = ()
+    announcing: Announcing | None = None
+    """In rank 0 of an instance that routers know."""
 
     def __init__(self, params: CacheInitParams) -> None:
         super().__init__(params)
@@ -57,6 +73,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.weights = Weights()
         self.faults = CacheFaults()
         self.listeners = Listeners()
+        self.commands = RankCommands(self)
         self.scheduler: Any = None
         self.chunks = Chunks.of(params)
         self._check_when_idle = False
@@ -81,12 +98,27 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._check_when_idle = check
         self._publish = publish
 
+    def join(
+        self,
+        planners: Sequence[Planner],
+        announcing: Announcing | None = None,
+        commands: RankCommandQueue | None = None,
+    ) -> None:
+        """Be a member of a cluster. Once, before requests come.
+
+        Args:
+            planners: in the order in which they take commands and steps.
+            announcing, commands: in rank 0.
+        """
+        self.planners, self.announcing, self.command_queue = tuple(planners), announcing, commands
+
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there."""
         self.scheduler = scheduler
 
-    def find(self, kind: type) -> None:
-        """None of the plain cache's planners is here."""
+    def find(self, kind: type[P]) -> P | None:
+        """The planner of a kind; None where its mechanism is off."""
+        return find(self.planners, kind)
 
     # -- looking up and making room --------------------------------------------------------------
 
@@ -134,8 +166,36 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if weights != self._weights_in_use and not (req.kv is not None and req.kv.holds_kv):
             weights = self._weights_in_use
             setattr(req, _BOUND, (own, weights))
-            req.extra_key = f"{weights}\0{'' if own is None else 'k' + own}" if weights else own
+            req.extra_key = _with_weights(own, weights)
         key.extra_key = req.extra_key
+
+    def extra_key_of(self, own: str | None) -> str | None:
+        """The extra key in SGLang's tree of a tenant's prompts under the weights in use."""
+        return _with_weights(own, self._weights_in_use)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        result = super().insert(params)
+        if self.announcing is not None and params.key is not None and result.last_device_node is not None:
+            with self.faults.guard("announce"):
+                self._announce(params.key, result.last_device_node)
+        return result
+
+    def _announce(self, key: RadixKey, node_id: Any) -> None:
+        """Tell routers of a path in the tree, if it belongs to the weights in use."""
+        assert self.announcing is not None
+        own, weights = key.extra_key, self._weights_in_use
+        if weights:
+            if own is None or not own.startswith(f"{weights}\0"):
+                return
+            rest = own[len(weights) + 1 :]
+            own = rest[1:] if rest else None
+        if not self.weights.moving:
+            self.announcing.inserted(key, own, node_id)
+
+    def _apply_cache_action(self, action: Any) -> None:
+        if self.announcing is not None:
+            self.announcing.freed(action)
+        super()._apply_cache_action(action)
 
     def _evict(self, params: EvictParams, *args: Any, **options: Any) -> EvictResult:
         """Evict. Nodes whose copies to DRAM are under way are locked: where nothing else is left, their end
@@ -184,13 +244,17 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def check_hicache_events(self) -> None:
         """Once per pass of the scheduler: take note of copies and reads that have ended on every rank."""
-        if self.store is None or self.linker is None:
-            return
-        self.store.ranks.each_pass()
-        self._take_note()
-        if self.store.saving and self._is_short:
-            self._end_saves()
-        self._publish(self.store, self.faults.counts)
+        if self.store is not None and self.linker is not None:
+            self.store.ranks.each_pass()
+            self._take_note()
+            if self.store.saving and self._is_short:
+                self._end_saves()
+            self._publish(self.store, self.faults.counts)
+        with self.faults.guard("each_pass"):
+            for planner in self.planners:
+                planner.each_pass()
+        if any(planner.moves_alarm for planner in self.planners):
+            self.commands.broadcast_time()
 
     def _take_note(self) -> None:
         """Unlock the nodes whose copies to DRAM have ended."""
@@ -220,9 +284,59 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return True
 
     def sanity_check(self) -> None:
+        for planner in self.planners:
+            planner.idle_pass()
         super().sanity_check()
-        if self._check_when_idle and self.store is not None:
-            self.store.check()
+        if self._check_when_idle:
+            if self.store is not None:
+                self.store.check()
+            for planner in self.planners:
+                planner.check()
+
+    # -- in a cluster ---------------------------------------------------------------------------
+
+    @property
+    def keeps_awake(self) -> bool:
+        """Whether the next passes have something to do though nothing runs and nothing waits."""
+        return any(planner.busy for planner in self.planners)
+
+    @property
+    def alarm(self) -> float:
+        """The time, by rank 0's clock, at which `expire` must be called; infinite for none."""
+        return min((planner.alarm for planner in self.planners), default=math.inf)
+
+    def expire(self, now: float) -> None:
+        """Drop expired entries. now: rank 0's time."""
+        for planner in self.planners:
+            planner.expire(now)
+
+    def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
+        """Pages with the KV of every token that each tier holds, and that fit; from any thread."""
+        size = self.token_to_kv_pool_allocator.size
+        held = {Tier.HBM: ((size - self._free_tokens) // self.page_size, size // self.page_size)}
+        if self.store is not None:
+            memory = self.store.parts[FULL].memory
+            held[Tier.DRAM] = (len(memory), memory.arena.n_blocks)
+        return held
+
+    @property
+    def _free_tokens(self) -> int:
+        allocator: Any = self.token_to_kv_pool_allocator
+        return int(allocator.full_available_size() if self.is_swa_enabled else allocator.available_size())
+
+    def reset(self) -> None:
+        for planner in self.planners:
+            planner.drop_in_flight()
+        if self.announcing is not None:
+            self.announcing.forget()
+        super().reset()
+
+    def release_host_resources(self) -> None:
+        if self.planners:
+            self.listeners.before_end()
+        super().release_host_resources()
+        for planner in self.planners:
+            planner.close()
 
     # -- from disk, before a request is admitted ------------------------------------------------
 
@@ -306,6 +420,10 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._forget()
 
     def _forget(self) -> None:
+        for planner in self.planners:
+            planner.drop_in_flight()
+        if self.announcing is not None:
+            self.announcing.forget(self.weights.generation)
         for req in _begun(self.scheduler):
             req.skip_radix_cache_insert = True
         if self.linker is not None and self.store is not None:
@@ -319,6 +437,11 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""
         if self.store is not None:
             self.store.settle()
+
+
+def _with_weights(own: str | None, weights: str) -> str | None:
+    """A tenant's extra key that differs for other weights."""
+    return f"{weights}\0{'' if own is None else 'k' + own}" if weights else own
 
 
 def _begun(scheduler: Any) -> list[Any]:

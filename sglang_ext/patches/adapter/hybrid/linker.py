@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component
 from sglang_ext.engine.hybrid.memory import Name
@@ -18,6 +20,12 @@ from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
 def page_names(hashes: Sequence[str]) -> list[Name]:
     """The names of pages by SGLang's hashes of their prefixes, in which the tenant is."""
     return [bytes.fromhex(each[: 2 * BLOCK_KEY_BYTES]) for each in hashes]
+
+
+def names_of_key(key: RadixKey, page_size: int, *, pairs: bool = False) -> list[Name]:
+    """The names of the whole pages of a prompt, as SGLang's tree would give them. pairs: of tokens."""
+    key, _ = key.maybe_to_bigram_view(pairs)
+    return page_names(get_storage_hash_str(key.page_aligned(page_size), page_size=page_size))
 
 
 class WholeLoads:

@@ -1,0 +1,122 @@
+"""Makes the cache of a model with windows or states a member of a cluster: index, hints, and its agent."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_ext.config import KvConfig, check_block_size
+from sglang_ext.engine.cache.refusals import Refusals
+from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.events.agent import AgentFacts
+from sglang_ext.engine.events.router_commands import Replies, RouterCommands
+from sglang_ext.engine.model_identity import config_digest, kv_dtype
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.disk_hints import DiskHints, Known
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.keys import Namespace, decode_tokens
+from sglang_ext.patches.adapter.build_agent import attach_agent
+from sglang_ext.patches.adapter.build_disk import names_on
+from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.hybrid.announcing import Announcing
+from sglang_ext.patches.adapter.hybrid.linker import names_of_key
+from sglang_ext.patches.adapter.pd.pd_setup import settings_of
+from sglang_ext.patches.process import PROCESS
+from sglang_ext.radix_global import Holder
+from sglang_ext.tiers import Tier
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+
+
+def join_cluster(ctx: TreeCacheBuildContext, config: KvConfig, cache: HybridRadixCache, ranks: Ranks) -> None:
+    """Have routers know the instance of a cache, which is empty; nothing without ``--kv-router``.
+
+    Raises:
+        ConfigError: see `check_block_size` and `attach_agent`.
+    """
+    if config.router is None:
+        return
+    check_block_size(config, ctx.params.page_size)
+    # One rank's number for all: an instance has one epoch.
+    (epoch,) = ranks.at_once([secrets.randbits(63)])
+    announcing = commands = None
+    replies = Replies()
+    if ctx.tp_rank == 0 and ctx.params.pp_rank == 0:
+        announcing, commands = _announcing(config, cache, epoch), RankCommandQueue()
+        replies = RouterCommands(commands, epoch.to_bytes(16, "big"), announcing.feed.queue.post)
+    hints = _hints(cache, replies)
+    # A planner that carries out more commands of routers goes in front of the refusals.
+    planners: list[Planner] = [Refusals(replies, hints=bool(hints)), *hints]
+    if announcing is not None:
+        planners += [announcing, announcing.feed]
+    cache.join(planners, announcing, commands)
+    if isinstance(replies, RouterCommands):
+        kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        attach_agent(
+            cache,
+            ctx.server_args,
+            config,
+            AgentFacts(str(config.instance_id), epoch.to_bytes(16, "big"), config.block_size),
+            router_commands=replies,
+            named={},
+            namespace=_identity(ctx, cache),
+            settings=settings_of(ctx.model_config, kvcache, Drafts(PROCESS.drafts)),
+            handover={},
+        )
+
+
+def _announcing(config: KvConfig, cache: HybridRadixCache, epoch: int) -> Announcing:
+    tiers = [Tier.HBM]
+    if cache.store is not None:
+        tiers.append(Tier.DRAM)
+        disks = [part.disk for part in cache.store.parts.values() if part.disk is not None]
+        watched = [names_on(disk.tier).values() for disk in disks]
+        if disks and all(watched):
+            tiers.append(Tier.DISK)
+            for disk, indexes in zip(disks, watched, strict=True):
+                for index in indexes:
+                    index.watch(lambda stored, removed, disk=disk: disk.given_up(removed))  # type: ignore[misc]
+    holders = {tier: Holder.of(str(config.instance_id), epoch, tier) for tier in tiers}
+    return Announcing(cache, holders, config.block_size, cache.store)
+
+
+def _hints(cache: HybridRadixCache, replies: Replies) -> list[Planner]:
+    """The planners of advisory requests; none without DRAM, to which a hint could bring anything."""
+    store = cache.store
+    if store is None:
+        return []
+    from sglang_ext.patches.adapter.building import small_priorities_first
+
+    def lookup(tokens: bytes, extra_key: str | None, cache_salt: str | None) -> Known:
+        ids = decode_tokens(tokens)
+        if cache.weights.moving or not len(ids) or ids.min() < 0:
+            return Known(0, ())  # ids of pictures cannot be had back from an encoded prompt
+        key = RadixKey(array("q", ids.tolist()), cache.extra_key_of(extra_key), cache_salt=cache_salt)
+        names = names_of_key(key, cache.page_size, pairs=cache.tree_core.is_eagle)
+        found = cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+        return Known(found, names[found // cache.page_size :])
+
+    hints = DiskHints(store, lookup)
+    sign = -1 if small_priorities_first() else 1
+    return [hints, Advice(hints, replies.reply_to_hint, priority_sign=sign)]
+
+
+def _identity(ctx: TreeCacheBuildContext, cache: HybridRadixCache) -> Namespace:
+    """The properties that KV of this instance shares with KV that may take its place."""
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    parts = () if cache.store is None else cache.store.parts.values()
+    return Namespace(
+        model=config_digest(ctx.model_config.hf_config, *Drafts(PROCESS.drafts).configs),
+        weights_version="",
+        dtype=kv_dtype(ctx.model_config, str(kvcache.dtype).removeprefix("torch.")),
+        geometry=",".join(f"{part.component}:{part.memory.arena.layout.facts()}" for part in parts),
+        shard="",
+    )

@@ -1,0 +1,57 @@
+"""After each pass, routers have been told of each prefix that can be resumed, and of no other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from engine_hybrid_announced import AnnouncedBelow, announced_store
+from engine_hybrids import SCENARIOS, HybridRank, HybridScenario, drive
+from engine_simulation import Traffic
+
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+from sglang_ext.tiers import Tier
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
+SHORT = {"window", "window, page 16", "states", "window and states on a grid, page 16, overlap"}
+LOOKED_INTO = [
+    pytest.param(each, marks=() if each.name in SHORT else pytest.mark.long, id=each.name)
+    for each in SCENARIOS
+    if each.tree_core == "python"
+]
+IN_RUST = [each for each in SCENARIOS if each.tree_core == "rust"]
+
+
+def followed(scenario: HybridScenario) -> HybridRank:
+    return HybridRank(
+        scenario,
+        make_cache=HybridRadixCache,
+        make_below=announced_store(full=300, other=200, disk=4000),
+    )
+
+
+@pytest.mark.parametrize("scenario", LOOKED_INTO)
+def test_each_resume_point_is_announced_and_no_other(scenario: HybridScenario) -> None:
+    with followed(scenario) as rank:
+        drive(rank, seed=2, steps=100)
+        assert len(rank.scheduler.finished) > 10
+        assert isinstance(rank.below, AnnouncedBelow)
+        assert all(rank.below.most[tier] for tier in (Tier.HBM, Tier.DRAM, Tier.DISK))
+
+
+@pytest.mark.parametrize("scenario", IN_RUST, ids=str)
+def test_the_tree_in_rust_is_followed(scenario: HybridScenario) -> None:
+    """SGLang's tree in Rust takes the steps of the one in Python, and the same is announced of it."""
+    told: list[list[dict[Any, int]]] = [[], []]
+    for core, seen in zip(("python", "rust"), told, strict=True):
+        with followed(dataclasses.replace(scenario, tree_core=core)) as rank:
+            below, traffic = rank.below, Traffic(scenario, 2)
+            assert isinstance(below, AnnouncedBelow)
+            for _ in range(80):
+                traffic.act(rank.scheduler)
+                rank.step()
+                below.follow()
+                seen.append(below.follower.replica.contents())
+    assert any(told[1])
+    assert told[0] == told[1]
