@@ -57,7 +57,7 @@ PARTS = {"radix_global", "radix_global.sync", "disagg", "disagg.transports", "di
 }
 ENGINE = folders(
     "engine",
-    *("", "movers", "tiers", "hybrid", "peers", "prefetch", "events", "cache", "pd"),
+    *("", "movers", "tiers", "peers", "hybrid", "prefetch", "events", "cache", "pd"),
     below=PARTS | {"protocol", "mempool", "cost_model"},
 )
 PATCHES = folders(

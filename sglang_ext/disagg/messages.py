@@ -15,7 +15,7 @@ from sglang_ext.disagg.memory import RegionMeta
 from sglang_ext.disagg.tensors import PoolMeta
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -90,7 +90,8 @@ class Want(Message, frozen=True, tag="want"):
 class Offer(Message, frozen=True, tag="offer"):
     """Published blocks: read them until the lease ends, and compare generations afterwards.
 
-    blocks, generations: `wire.pack_ids`. ttl_ms: the rest of the lease when this was made.
+    blocks, generations: `wire.pack_ids`. ttl_ms: the rest of the lease when this was made. names: of the
+    blocks, all of one length, in a pool that finds blocks by name; else empty.
     """
 
     instance: Name
@@ -102,6 +103,7 @@ class Offer(Message, frozen=True, tag="offer"):
     blocks: Blob
     generations: Blob
     ttl_ms: Milliseconds
+    names: Blob = b""
 
 
 class Complete(Message, frozen=True, tag="complete"):

@@ -218,15 +218,22 @@ class Endpoint:
         )
 
     def publish(
-        self, pool: str, request: str, blocks: Ids, ttl: float | None = None, reader: bytes | None = None
+        self,
+        pool: str,
+        request: str,
+        blocks: Ids,
+        ttl: float | None = None,
+        reader: bytes | None = None,
+        names: bytes = b"",
     ) -> Offer:
-        """Lease sealed blocks to any reader (or only to the reader of an epoch). Thread-safe.
+        """Lease sealed blocks to any reader (or only to the reader of an epoch). Thread-safe. names: see
+        `Offer`.
 
         Raises:
             RangeError: a block is open or unknown. RefusedError: the pool's lease budget is spent.
         """
         ttl = self.config.lease_ttl if ttl is None else ttl
-        lease, generations = self.pools[pool].lease(request, blocks, ttl, reader)
+        lease, generations = self.pools[pool].lease(request, blocks, ttl, reader, names)
         return Offer(
             self.config.instance,
             self.config.rank,
@@ -237,6 +244,7 @@ class Endpoint:
             pack_ids(blocks),
             pack_ids(generations),
             int(ttl * 1000),
+            names,
         )
 
     def expect(self, pool: str, request: str, seconds: float) -> None:

@@ -30,6 +30,7 @@ all of that request's blocks; it is free only after WRITTEN or FREED of every on
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 from collections.abc import Iterable, Iterator
@@ -61,6 +62,8 @@ class Lease:
     deadline: float
     reader: bytes | None
     """Epoch of the only reader that may complete it; None while any peer may (bound at its first use)."""
+    names: bytes = b""
+    """See `Offer`."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,10 @@ class LeaseTable:
         held: npt.NDArray[np.bool_] = self._pins[blocks] > 0
         return held
 
-    def grant(self, request: str, blocks: Ids, deadline: float, reader: bytes | None = None) -> Lease:
-        """Pin `blocks` for a reader until `deadline`.
+    def grant(
+        self, request: str, blocks: Ids, deadline: float, reader: bytes | None = None, names: bytes = b""
+    ) -> Lease:
+        """Pin `blocks` for a reader until `deadline`. names: see `Offer`.
 
         Raises:
             RefusedError: the budget is spent; publish again when leases have ended.
@@ -123,7 +128,7 @@ class LeaseTable:
             )
         self._pins[blocks] += 1
         self._pinned += fresh
-        lease = Lease(next(self._numbers), request, blocks, deadline, reader)
+        lease = Lease(next(self._numbers), request, blocks, deadline, reader, names)
         self._leases[lease.number] = lease
         return lease
 
@@ -141,7 +146,7 @@ class LeaseTable:
         if lease is None or lease.reader not in (None, reader):
             return False
         if lease.reader is None:
-            self._leases[number] = Lease(lease.number, lease.request, lease.blocks, lease.deadline, reader)
+            self._leases[number] = dataclasses.replace(lease, reader=reader)
         return True
 
     def renew(self, number: int, deadline: float) -> bool:
@@ -149,7 +154,7 @@ class LeaseTable:
         lease = self._leases.get(number)
         if lease is None:
             return False
-        self._leases[number] = Lease(lease.number, lease.request, lease.blocks, deadline, lease.reader)
+        self._leases[number] = dataclasses.replace(lease, deadline=deadline)
         return True
 
     def complete(self, number: int, reader: bytes) -> Ended | None:

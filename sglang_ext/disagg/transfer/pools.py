@@ -224,8 +224,11 @@ class OwnedPool:
             free: npt.NDArray[np.bool_] = ~(self._leases.is_pinned(blocks) | self._granted[blocks])
             return free
 
-    def lease(self, request: str, blocks: Ids, ttl: float, reader: bytes | None) -> tuple[int, Ids]:
-        """Pin sealed blocks for a reader; returns the lease's number and their generations.
+    def lease(
+        self, request: str, blocks: Ids, ttl: float, reader: bytes | None, names: bytes = b""
+    ) -> tuple[int, Ids]:
+        """Pin sealed blocks for a reader; returns the lease's number and their generations. names: see
+        `Offer`.
 
         Raises:
             RangeError: a block is open (of a borrowed pool: is granted to a writer).
@@ -244,7 +247,7 @@ class OwnedPool:
                     f"{int((~sealed).sum())} blocks of {request!r} are open; seal them before publishing"
                 )
             try:
-                lease = self._leases.grant(request, blocks, self._clock.monotonic() + ttl, reader)
+                lease = self._leases.grant(request, blocks, self._clock.monotonic() + ttl, reader, names)
             except BaseException:
                 if self._borrowed:
                     self._generations.open(blocks[~sealed])
@@ -290,6 +293,7 @@ class OwnedPool:
                 pack_ids(lease.blocks),
                 pack_ids(self._generations.current(lease.blocks)),
                 int(left * 1000),
+                lease.names,
             )
 
     def complete(self, lease: int, reader: bytes) -> Ended | None:

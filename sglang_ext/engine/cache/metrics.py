@@ -51,10 +51,6 @@ class CacheMetrics:
             self._decide(Tier.DRAM, load_back.decisions)
         self._show_retraction(cache.find(Retraction))
         self._show_answers(cache.find(AckedAnswers))
-        if cache.peers is not None:
-            self._metrics.count_events("peers", cache.peers.fetches.results.counts())
-            self._metrics.count_events("peers", dataclasses.asdict(cache.peers.exports.counters))
-            self._metrics.count_events("fetched_bytes", cache.peers.transport_bytes)
         self._show_prefetches(cache.find(Prefetcher))
         for planner in cache.planners:
             planner.show(self._metrics)

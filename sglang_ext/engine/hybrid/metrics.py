@@ -5,11 +5,12 @@ Blocks of all components count alike, though they differ in size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.metric_table import cache_table
+from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.tiers import Tier
 
@@ -29,8 +30,8 @@ class HybridMetrics:
         self._metrics = RankMetrics(cache_table(), rank)
         self.registry = self._metrics.registry
 
-    def update(self, store: HybridStore, faults: Mapping[str, int]) -> None:
-        """Publish ``store``'s state if it is time to."""
+    def update(self, store: HybridStore, faults: Mapping[str, int], planners: Sequence[Planner] = ()) -> None:
+        """Publish the state of ``store`` and of planners if it is time to."""
         now = self._clock.monotonic()
         if now < self._next:
             return
@@ -49,6 +50,8 @@ class HybridMetrics:
             },
         )
         self._metrics.count_events("faults", faults)
+        for planner in planners:
+            planner.show(self._metrics)
         disks = [part.disk for part in parts if part.disk is not None]
         if not disks:
             return

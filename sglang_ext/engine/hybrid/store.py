@@ -124,10 +124,12 @@ class HybridStore:
         self.block_tokens = block_tokens
         self.ranks = ranks
         self.counters = HybridCounters()
-        self._least_blocks = -(-max(1, least_tokens) // block_tokens)
+        self.least_blocks = -(-max(1, least_tokens) // block_tokens)
         self._saves: deque[_Save] = deque()
         self._saves_ended = 0
         """How many of the oldest have ended on every rank."""
+        self._forgotten = 0
+        """Saves whose end the caller has taken note of."""
         self._queued: dict[Hashable, list[_Queued]] = {}
         self._loads: dict[int, list[tuple[StoredComponent, int]]] = {}
         """For each batch that loads something, the tickets that its forward pass waits for."""
@@ -186,6 +188,16 @@ class HybridStore:
         """The caller has taken note of the end of the oldest save."""
         self._saves.popleft()
         self._saves_ended -= 1
+        self._forgotten += 1
+
+    @property
+    def saves(self) -> int:
+        """How many saves have begun, since the start."""
+        return self._forgotten + len(self._saves)
+
+    def saved(self, count: int) -> bool:
+        """Whether the first so many saves have ended, on every rank."""
+        return self._forgotten + self.ended_saves >= count
 
     @property
     def saving(self) -> bool:
@@ -212,7 +224,7 @@ class HybridStore:
         points = self._points(names, on_disk=False)
         if points:
             for part in self.parts.values():
-                part.memory.touch(self._needed(part.component, names[: points[-1]]))
+                part.memory.touch(self.needed(part.component, names[: points[-1]]))
         return points
 
     def leading(self, names: Sequence[Name]) -> int:
@@ -251,14 +263,14 @@ class HybridStore:
         now, later = self._points(names, on_disk=False), self._points(names, on_disk=True)
         start, end = (now or [0])[-1], (later or [0])[-1]
         promotion = Promotion(end - start)
-        if promotion.blocks < self._least_blocks or not self._read(promotion, names[:end], priority):
+        if promotion.blocks < self.least_blocks or not self._read(promotion, names[:end], priority):
             self._unlock(promotion)
             return Promotion()
         return promotion
 
     def _read(self, promotion: Promotion, names: Sequence[Name], priority: int) -> bool:
         """Lock or begin to read all that a resume after these blocks needs; False where DRAM has no room."""
-        wanted = [(part, self._needed(part.component, names)) for part in self.parts.values()]
+        wanted = [(part, self.needed(part.component, names)) for part in self.parts.values()]
         for part, needed in wanted:
             ids = part.memory.take([name for name in needed if name in part.memory])
             assert ids is not None
@@ -272,7 +284,7 @@ class HybridStore:
                 promotion.reads.append((part, read))
         return True
 
-    def _needed(self, component: Component, names: Sequence[Name]) -> Sequence[Name]:
+    def needed(self, component: Component, names: Sequence[Name]) -> Sequence[Name]:
         """The blocks of a component that a resume at the end of these needs."""
         needed = component.coverage.blocks(self.block_tokens)
         return names if needed is None else names[-needed:]
@@ -384,6 +396,7 @@ class HybridStore:
         for handle in list(self._promotions):
             self.release(handle)
         self.settle()
+        self._forgotten += len(self._saves)
         self._saves.clear()
         self._saves_ended = 0
 

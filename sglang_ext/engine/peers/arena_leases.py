@@ -26,7 +26,7 @@ DRAM_POOL: Final = "dram"
 
 
 def arena_pool(arena: DramArena, geometry: Geometry, namespace: str = "") -> PoolSpec:
-    """The arena as a pool of an endpoint.
+    """The arena of the plain cache as a pool of an endpoint.
 
     Args:
         geometry: of the engine's pool, in blocks of the cache.
@@ -36,36 +36,37 @@ def arena_pool(arena: DramArena, geometry: Geometry, namespace: str = "") -> Poo
 
 
 class ArenaLeases:
-    """See the module's docstring. The thread's endpoint has the arena as ``arena_pool`` describes it."""
+    """See the module's docstring. The thread's endpoint has the arena as a pool of this name."""
 
-    def __init__(self, transfers: TransferThread) -> None:
+    def __init__(self, transfers: TransferThread, pool: str = DRAM_POOL) -> None:
         self._over: set[int] = set()
         self._transfers = transfers
-        transfers.watch_leases(DRAM_POOL, self._lease_ended)
+        self._pool = pool
+        transfers.watch_leases(pool, self._lease_ended)
 
-    def publish(self, export: str, ids: Ids, seconds: float) -> int | None:
-        """Lease blocks to the peer that asks for ``export``.
+    def publish(self, export: str, ids: Ids, seconds: float, names: bytes = b"") -> int | None:
+        """Lease blocks to the peer that asks for ``export``. names: see `Offer`.
 
         Returns:
             the lease; ``None`` where the budget is spent.
         """
         try:
-            return self._transfers.endpoint.publish(DRAM_POOL, export, ids, seconds).lease
+            return self._transfers.endpoint.publish(self._pool, export, ids, seconds, names=names).lease
         except TransferError as error:  # the budget is spent
             log.debug("%s is not exported: %s", export, error)
         return None
 
     def expect(self, export: str, seconds: float) -> None:
         """``export`` is expected to be published after so many seconds."""
-        self._transfers.endpoint.expect(DRAM_POOL, export, seconds)
+        self._transfers.endpoint.expect(self._pool, export, seconds)
 
     def give_up(self, export: str, seconds: float) -> None:
         """``export`` will not be published: readers that ask within so many seconds need not wait."""
-        self._transfers.endpoint.give_up(DRAM_POOL, export, seconds)
+        self._transfers.endpoint.give_up(self._pool, export, seconds)
 
     def withdraw(self, lease: int) -> None:
         """Take a lease back. When this returns, its blocks have another generation."""
-        self._transfers.endpoint.withdraw(DRAM_POOL, lease)
+        self._transfers.endpoint.withdraw(self._pool, lease)
         self._over.discard(lease)
 
     def forget(self, lease: int) -> None:
@@ -81,7 +82,7 @@ class ArenaLeases:
 
     def close(self) -> None:
         """Export no more."""
-        self._transfers.watch_leases(DRAM_POOL, None)
+        self._transfers.watch_leases(self._pool, None)
 
     def __repr__(self) -> str:
         return f"ArenaLeases({len(self._over)} ended)"

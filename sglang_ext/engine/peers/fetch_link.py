@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from sglang_ext.disagg.errors import (
     RefusedError,
@@ -74,7 +77,8 @@ class Job:
     why: str = ""
     connecting_s: float = 0.0
     instance: Instance | None = None
-    offer: Offer | None = None
+    offers: dict[str, Offer] = field(default_factory=dict)
+    """By pool; set once the peer has answered for all."""
     task: asyncio.Task[int] | None = None
     declined: bool = False
     """The offered blocks are not wanted."""
@@ -87,10 +91,11 @@ class Job:
 
 
 class FetchLink:
-    """See the module's docstring. The thread's endpoint has the arena (`arena_leases.arena_pool`)."""
+    """See the module's docstring. pools: of the thread's endpoint, which are read, the first one first."""
 
-    def __init__(self, transfers: TransferThread) -> None:
+    def __init__(self, transfers: TransferThread, pools: Sequence[str] = (DRAM_POOL,)) -> None:
         self._transfers = transfers
+        self._pools = tuple(pools)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -112,7 +117,7 @@ class FetchLink:
         layer as it computes it.
         """
         job = Job(address, export, self._transfers.loop.time() + seconds, layered)
-        self._start(job, asking=True)
+        self._start(job, partial(self._asking, job), asking=True)
         return job
 
     def read(self, job: Job, start: int, ids: Ids) -> None:
@@ -121,7 +126,18 @@ class FetchLink:
         Until ``job.read`` is known the blocks may be written.
         """
         job.ended.clear()
-        self._start(job, asking=False, start=start, ids=ids)
+        if job.layered:
+            self._start(job, partial(self._reading_layers, job, start, ids), asking=False)
+        else:
+            parts = {DRAM_POOL: (np.arange(start, start + len(ids)), ids)}
+            self._start(job, partial(self._reading, job, parts, len(ids)), asking=False)
+
+    def read_parts(self, job: Job, parts: Mapping[str, tuple[Ids, Ids]], blocks: int) -> None:
+        """Like `read`, from several pools: of each, which of the offered blocks, and where to. ``job.read``
+        is ``blocks`` then.
+        """
+        job.ended.clear()
+        self._start(job, partial(self._reading, job, parts, blocks), asking=False)
 
     def wait(self, job: Job) -> bool:
         """Return when reading has ended, as it does with the last layer: whether all is here and verified."""
@@ -147,7 +163,8 @@ class FetchLink:
         if layered:
             return
         deadline = self._transfers.loop.time() + after_s + DECLINE_SECONDS
-        self._start(Job(address, export, deadline, declined=True), asking=True)
+        job = Job(address, export, deadline, declined=True)
+        self._start(job, partial(self._asking, job), asking=True)
 
     def cancel(self, job: Job) -> None:
         """End a job, and wait until nothing of it writes any more."""
@@ -160,11 +177,9 @@ class FetchLink:
         if not job.ended.wait(END_SECONDS):
             log.error("a read from %s does not end", job.address)
 
-    def _start(self, job: Job, *, asking: bool, start: int = 0, ids: Ids | None = None) -> None:
+    def _start(self, job: Job, work: Callable[[], Coroutine[Any, Any, int]], *, asking: bool) -> None:
         def begin() -> None:
-            reading = self._reading_layers if job.layered else self._reading
-            work = self._asking(job) if asking or ids is None else reading(job, start, ids)
-            job.task = self._transfers.keep(work)
+            job.task = self._transfers.keep(work())
             # Also called for a task that is cancelled before it begins.
             job.task.add_done_callback(ended)
 
@@ -191,17 +206,18 @@ class FetchLink:
             began = asyncio.get_running_loop().time()
             job.instance = await self.endpoint.reach(job.address, use=USE)
             job.connecting_s = asyncio.get_running_loop().time() - began
-            job.instance.plan(DRAM_POOL, DRAM_POOL)  # of another namespace, it is refused before it is asked
-            job.offer = await self._offered(
-                job.instance, job, layer_name(job.export, 0) if job.layered else job.export
-            )
-        return len(unpack_ids(job.offer.blocks))
+            for pool in self._pools:
+                job.instance.plan(pool, pool)  # of another namespace, it is refused before it is asked
+            name = layer_name(job.export, 0) if job.layered else job.export
+            for pool in self._pools:
+                job.offers[pool] = await self._offered(job.instance, job, name, pool)
+        return len(unpack_ids(job.offers[self._pools[0]].blocks))
 
-    async def _offered(self, instance: Instance, job: Job, export: str) -> Offer:
+    async def _offered(self, instance: Instance, job: Job, export: str, pool: str = DRAM_POOL) -> Offer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                return await instance.offer(0, export, DRAM_POOL, max(0.001, job.deadline - loop.time()))
+                return await instance.offer(0, export, pool, max(0.001, job.deadline - loop.time()))
             except RefusedError as error:
                 if error.reason != "request":
                     raise
@@ -214,37 +230,35 @@ class FetchLink:
                 raise RefusedError(SLOW, f"it comes from a disk there, which takes {again_s:.3f} s")
             await asyncio.sleep(max(ASK_SECONDS, again_s / 2))
 
-    async def _reading(self, job: Job, start: int, ids: Ids) -> int:
-        instance, offer = job.instance, job.offer
-        assert instance is not None
-        assert offer is not None
+    async def _reading(self, job: Job, parts: Mapping[str, tuple[Ids, Ids]], blocks: int) -> int:
+        """Read from one pool after the other: on an error or a cancellation, no other read is under way."""
         if asyncio.get_running_loop().time() >= job.deadline:
             self._release(job)
             raise TransferDeadlineError("no time is left to read it")
         try:
-            await self._read(job, job.export, instance, offer, start, ids, None)
+            for pool, (places, ids) in parts.items():
+                await self._read(job, job.export, job.offers[pool], places, ids, None)
         finally:
             # No caller waits for the peer's answer: the bytes are here, or of no use.
             self._release(job)
-        return len(ids)
+        return blocks
 
     async def _reading_layers(self, job: Job, start: int, ids: Ids) -> int:
         """Read each layer once it is exported."""
-        instance, first = job.instance, job.offer
+        instance, first = job.instance, job.offers[DRAM_POOL]
         assert instance is not None
-        assert first is not None
+        places = np.arange(start, start + len(ids))
         shard = self.endpoint.pools[DRAM_POOL].meta.shard
         for layer in range(shard[1]):
             name = layer_name(job.export, layer)
             if layer:
                 async with asyncio.timeout(LAYER_SECONDS), asyncio.timeout_at(job.deadline):
-                    job.offer = await self._offered(instance, job, name)
-            offer = job.offer
-            assert offer is not None
+                    job.offers[DRAM_POOL] = await self._offered(instance, job, name)
+            offer = job.offers[DRAM_POOL]
             try:
                 if offer.blocks != first.blocks:
                     raise StaleReadError(name, len(ids), len(ids))
-                await self._read(job, name, instance, offer, start, ids, [shard[0] + layer])
+                await self._read(job, name, offer, places, ids, [shard[0] + layer])
             finally:
                 self._release(job)
             job.layers_in = layer + 1
@@ -254,22 +268,22 @@ class FetchLink:
         self,
         job: Job,
         name: str,
-        instance: Instance,
         offer: Offer,
-        start: int,
+        places: Ids,
         ids: Ids,
         layers: Sequence[int] | None,
     ) -> None:
-        """Read the offered blocks from ``start`` on, and verify them. layers: of the whole model; None for
+        """Read the offered blocks at these places, and verify them. layers: of the whole model; None for
         all.
         """
-        end = start + len(ids)
+        instance = job.instance
+        assert instance is not None
         part = msgspec.structs.replace(
             offer,
-            blocks=pack_ids(unpack_ids(offer.blocks)[start:end]),
-            generations=pack_ids(unpack_ids(offer.generations)[start:end]),
+            blocks=pack_ids(unpack_ids(offer.blocks)[places]),
+            generations=pack_ids(unpack_ids(offer.generations)[places]),
         )
-        instance.transfer(name, [part], DRAM_POOL, ids, layers)
+        instance.transfer(name, [part], offer.pool, ids, layers)
         await instance.landed(name, max(0.001, job.deadline - asyncio.get_running_loop().time()))
 
     def _failed(self, job: Job, error: BaseException) -> None:
@@ -286,10 +300,11 @@ class FetchLink:
             job.why = "gone"
 
     def _release(self, job: Job) -> None:
-        instance, offer = job.instance, job.offer
-        if instance is not None and offer is not None and not instance.gone:
+        instance = job.instance
+        if instance is not None and not instance.gone:
             link = instance.links[0]
-            link.spawn(link.complete(offer.request, offer.lease, True, 5.0))
+            for offer in job.offers.values():
+                link.spawn(link.complete(offer.request, offer.lease, True, 5.0))
 
     # -- deaths -------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Wish:
 
 
 @dataclass(eq=False)
-class _Fetch:
+class Fetching:
     wish: Wish
     jobs: list[Job]
     """One for each span."""
@@ -118,10 +118,10 @@ class _Fetch:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Span(Move):
+class FetchedSpan(Move):
     """A span on its way. may_start: its first layer is in on every rank."""
 
-    fetch: _Fetch
+    fetch: Fetching
     may_start: bool = False
 
     def wait_until(self, until: float | None) -> None:
@@ -130,27 +130,31 @@ class _Span(Move):
         self.deadline = math.inf if until is None else until
 
 
-class Fetches(MovePlanner):
-    """See the module's docstring."""
+class FetchPlanner(MovePlanner):
+    """The part of fetching that is alike for all models: asking peers, and going from span to span.
 
-    def __init__(
-        self,
-        store: Store,
-        tier: DramTier,
-        link: Reads,
-        moves: Moves,
-    ) -> None:
-        self._store = store
-        self._tree = store.tree
-        self._tier = tier
+    Args:
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, link: Reads, moves: Moves, block_tokens: int) -> None:
         self._link = link
         self._clock = moves.clock
         self._moves = moves
-        self._step = store.tree.block_size * TOKEN_BYTES
-        self._active: dict[_Fetch, _Span] = {}
+        self._block_tokens = block_tokens
+        self._step = block_tokens * TOKEN_BYTES
+        self._active: dict[Fetching, FetchedSpan] = {}
         """Each fetch under way, with its current span."""
         self.results = FetchResults()
         self.counters = self.results.counters
+
+    def _held(self, wish: Wish) -> int:
+        """Leading blocks of a prompt that need not be fetched."""
+        raise NotImplementedError
+
+    def _new_span(self, fetch: Fetching) -> FetchedSpan:
+        """A move for the next span of a fetch."""
+        return FetchedSpan(planner=self, fetch=fetch, whole=True, onward=not fetch.wish.for_others)
 
     # -- asking -------------------------------------------------------------------------------------
 
@@ -163,8 +167,7 @@ class Fetches(MovePlanner):
                     span.wait_until(wish.wait_until)
                 self._decline(wish, FetchEnd.JOINED)
                 return
-        whole = len(wish.key) // self._step
-        if not whole or self._tree.match(wish.namespace, wish.key).blocks >= whole:
+        if self._held(wish) >= len(wish.key) // self._step:
             self._decline(wish, FetchEnd.NEEDLESS)
             return
         if len(self._active) >= MOST_FETCHES:
@@ -175,12 +178,10 @@ class Fetches(MovePlanner):
             for span in wish.spans
         ]
         now = self._clock.monotonic()
-        self._begin_span(_Fetch(wish, jobs, wish.wait_until, now, now))
+        self._begin_span(Fetching(wish, jobs, wish.wait_until, now, now))
 
-    def _begin_span(self, fetch: _Fetch) -> None:
-        span = self._active[fetch] = _Span(
-            planner=self, fetch=fetch, whole=True, onward=not fetch.wish.for_others
-        )
+    def _begin_span(self, fetch: Fetching) -> None:
+        span = self._active[fetch] = self._new_span(fetch)
         span.wait_until(fetch.wait_until)
         self._moves.want(span)
 
@@ -203,6 +204,74 @@ class Fetches(MovePlanner):
             for fetch in self._active
         )
 
+    def admitted(self, namespace: Hashable, key: bytes) -> None:
+        """A request with this prompt, which could wait for a fetch, is admitted or is gone."""
+
+    # -- going on -----------------------------------------------------------------------------------
+
+    def late(self, move: FetchedSpan) -> None:
+        """The request waits no longer; the fetch goes on for the next one."""
+        move.fetch.wait_until = None
+        self.counters.not_waited += 1
+
+    def _refused(self, move: FetchedSpan, how: FetchEnd, *, go_on: bool = False) -> None:
+        """There is nothing to read of a span, or no memory for it."""
+        self._link.drop(move.fetch.job)
+        self._moves.cancel(move)
+        self._span_over(move.fetch, how, go_on=go_on)
+
+    def _span_over(self, fetch: Fetching, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
+        """A span has ended, however: begin the next span with missing blocks (`go_on`), or end the fetch."""
+        now = self._clock.monotonic()
+        # All peers are connected to at the beginning, while the first spans come.
+        connected = fetch.began + fetch.job.connecting_s
+        seconds = max(0.0, now - max(fetch.span_began, connected))
+        fetch.results.append(SpanResult(how, blocks * self._block_tokens, seconds))
+        fetch.span_began = now
+        held = self._held(fetch.wish)
+        while go_on and len(fetch.results) < len(fetch.jobs):
+            if fetch.span.blocks > held:
+                self._begin_span(fetch)
+                return
+            self._link.drop(fetch.job)
+            fetch.results.append(SpanResult(FetchEnd.NEEDLESS, 0, 0.0))
+        for job in fetch.jobs[len(fetch.results) :]:
+            self._link.drop(job)
+        del self._active[fetch]
+        self.results.add(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
+        fetch.wish.then()
+
+    # -- whole --------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Give up every fetch. When this returns, nothing writes to DRAM for one."""
+        for fetch, span in list(self._active.items()):
+            for job in fetch.jobs[len(fetch.results) :]:
+                self._link.cancel(job)
+            self._link.drop(fetch.job)
+            self._moves.cancel(span)
+            self._span_over(fetch, FetchEnd.CANCELLED)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(active={len(self._active)}, {self.counters})"
+
+
+class Fetches(FetchPlanner):
+    """See the module's docstring."""
+
+    def __init__(self, store: Store, tier: DramTier, link: Reads, moves: Moves) -> None:
+        super().__init__(link, moves, store.tree.block_size)
+        self._store = store
+        self._tree = store.tree
+        self._tier = tier
+
+    def _held(self, wish: Wish) -> int:
+        return self._tree.match(wish.namespace, wish.key).blocks
+
     # -- in front of the forward pass -----------------------------------------------------------------
 
     def starts(self, handle: Hashable, namespace: Hashable, key: bytes) -> bool:
@@ -219,7 +288,7 @@ class Fetches(MovePlanner):
         if any(span.streams_to == handle for span in self._active.values()):
             self._moves.release(handle)
 
-    def stream(self, move: _Span, slots: Any) -> None:
+    def stream(self, move: FetchedSpan, slots: Any) -> None:
         reservation = move.reservation
         assert reservation is not None
         move.may_start = False
@@ -228,27 +297,22 @@ class Fetches(MovePlanner):
 
     # -- going on -----------------------------------------------------------------------------------
 
-    def offer(self, move: _Span) -> Sequence[int]:
+    def offer(self, move: FetchedSpan) -> Sequence[int]:
         """The blocks that the peer exports."""
         offered = move.fetch.job.offered
         return (NOT_YET if offered is None else offered,)
 
-    def offered(self, move: _Span, agreed: Sequence[int]) -> None:
+    def offered(self, move: FetchedSpan, agreed: Sequence[int]) -> None:
         if agreed[0] != NOT_YET:
             self._reserve(move, move.fetch, agreed[0])
 
-    def late(self, move: _Span) -> None:
-        """The request waits no longer; the fetch goes on for the next one."""
-        move.fetch.wait_until = None
-        self.counters.not_waited += 1
-
-    def may_start(self, move: _Span) -> bool:
+    def may_start(self, move: FetchedSpan) -> bool:
         return True
 
-    def started(self, move: _Span) -> None:
+    def started(self, move: FetchedSpan) -> None:
         move.may_start = True
 
-    def _reserve(self, move: _Span, fetch: _Fetch, offered: int) -> None:
+    def _reserve(self, move: FetchedSpan, fetch: Fetching, offered: int) -> None:
         """The peer has answered with its offer: reserve DRAM for the missing blocks, and read them."""
         wish, job = fetch.wish, fetch.job
         key = wish.key[: min(max(0, offered), fetch.span.blocks) * self._step]
@@ -276,13 +340,7 @@ class Fetches(MovePlanner):
         wait, cancel = partial(self._link.wait, job), partial(self._link.cancel, job)
         self._moves.fill(move, reservation, FromPeer(job, reservation.blocks, wait, cancel))
 
-    def _refused(self, move: _Span, how: FetchEnd, *, go_on: bool = False) -> None:
-        """There is nothing to read of a span, or no memory for it."""
-        self._link.drop(move.fetch.job)
-        self._moves.cancel(move)
-        self._span_over(move.fetch, how, go_on=go_on)
-
-    def ended(self, move: _Span, blocks: int, done: Committed | None) -> None:
+    def ended(self, move: FetchedSpan, blocks: int, done: Committed | None) -> None:
         """Count the blocks that are in DRAM, if they have verified on every rank, and end the span."""
         if move.state is State.CANCELLED:
             return
@@ -298,41 +356,3 @@ class Fetches(MovePlanner):
                 for guests in self._tier.guests:
                     guests.add(wish.namespace, wish.key[: end * self._step], start, came)
         self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=True)
-
-    def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
-        """A span has ended, however: begin the next span with missing blocks (`go_on`), or end the fetch."""
-        now = self._clock.monotonic()
-        # All peers are connected to at the beginning, while the first spans come.
-        connected = fetch.began + fetch.job.connecting_s
-        seconds = max(0.0, now - max(fetch.span_began, connected))
-        fetch.results.append(SpanResult(how, blocks * self._tree.block_size, seconds))
-        fetch.span_began = now
-        held = self._tree.match(fetch.wish.namespace, fetch.wish.key).blocks
-        while go_on and len(fetch.results) < len(fetch.jobs):
-            if fetch.span.blocks > held:
-                self._begin_span(fetch)
-                return
-            self._link.drop(fetch.job)
-            fetch.results.append(SpanResult(FetchEnd.NEEDLESS, 0, 0.0))
-        for job in fetch.jobs[len(fetch.results) :]:
-            self._link.drop(job)
-        del self._active[fetch]
-        self.results.add(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
-        fetch.wish.then()
-
-    # -- whole --------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Give up every fetch. When this returns, nothing writes to DRAM for one."""
-        for fetch, span in list(self._active.items()):
-            for job in fetch.jobs[len(fetch.results) :]:
-                self._link.cancel(job)
-            self._moves.cancel(span)
-            self._span_over(fetch, FetchEnd.CANCELLED)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._active)
-
-    def __repr__(self) -> str:
-        return f"Fetches(active={len(self._active)}, {self.counters})"

@@ -7,13 +7,16 @@ requests (``storage_prefetch``).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Final, Protocol
+from dataclasses import asdict
+from typing import Any, Final, Protocol
 
+from sglang_ext.clock import Clock
 from sglang_ext.engine.moves.moves import Moves
-from sglang_ext.engine.peers.export import ExportLink, Exports
+from sglang_ext.engine.peers.export import ExportCounters, ExportLink, Exports
 from sglang_ext.engine.peers.fetch_results import FetchEnd, FetchResult
-from sglang_ext.engine.peers.fetches import Fetches, Reads, SpanWish, Wish
+from sglang_ext.engine.peers.fetches import Fetches, FetchPlanner, Reads, SpanWish, Wish
 from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.rank_metrics import RankMetrics
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
@@ -26,8 +29,8 @@ HINT_SECONDS: Final = 10.0
 """Limit for a fetch that no request waits for."""
 
 
-class Link(Reads, Protocol):
-    """``fetch_link.FetchLink``."""
+class PeerLink(Protocol):
+    """The methods of ``fetch_link.FetchLink`` that are used here."""
 
     @property
     def transport_bytes(self) -> dict[str, int]: ...
@@ -35,46 +38,63 @@ class Link(Reads, Protocol):
     def peer_dead(self, instance: str, epoch: bytes) -> None: ...
 
 
-class PeerKv(Planner):
-    """See the module's docstring. All methods run in the scheduler's thread.
+class Link(Reads, PeerLink, Protocol):
+    """``fetch_link.FetchLink``."""
+
+
+class Exporting(Protocol):
+    """Exports of prompts, by their namespace and encoded whole blocks."""
+
+    def export(
+        self, export: str, namespace: Hashable, key: bytes, seconds: float, *, leaving: bool = False
+    ) -> None: ...
+
+    def export_nothing(self, export: str, seconds: float, layers: int = 1) -> None: ...
+
+    def clear(self) -> None: ...
+
+    @property
+    def counters(self) -> ExportCounters: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
+class Peers(Planner):
+    """See the module's docstring; for models of any kind. All methods run in the scheduler's thread.
 
     Args:
         on_result: replies to routers with the results of fetches, in rank 0.
         rank: index into a peer's ``endpoints`` of the endpoint to read from; a peer has as many as this
             instance has ranks.
-        below: bring exported blocks to DRAM from the tiers below it.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
     """
 
     def __init__(
         self,
-        store: Store,
-        write_down: WriteDown,
-        leases: ExportLink,
-        link: Link,
-        ranks: Ranks,
-        moves: Moves,
+        exports: Exporting,
+        fetches: FetchPlanner,
+        link: PeerLink,
+        clock: Clock,
+        block_tokens: int,
         *,
         namespace: Callable[[str | None, str | None], Hashable],
-        below: Sequence[Promotions] = (),
         fresh: Callable[[], bool] = lambda: True,
         on_result: Callable[[FetchResult], None] = lambda result: None,
         rank: int = 0,
         endpoints: int = 1,
     ) -> None:
-        tier = write_down.dram
-        self._clock = moves.clock
-        self._step = store.tree.block_size * TOKEN_BYTES
-        self.leases = leases
+        self.exports = exports
+        self.fetches = fetches
         self.link = link
+        self._clock = clock
+        self._step = block_tokens * TOKEN_BYTES
         self._namespace = namespace
         self._fresh = fresh
         self._rank = rank
         self._endpoints = endpoints
         self._on_result = on_result
-        self.exports = Exports(store, write_down, leases, ranks, self._clock, below)
-        self.fetches = Fetches(store, tier, link, moves)
 
     def takes_command(self, message: Message, at: float) -> bool:
         match message:
@@ -159,6 +179,10 @@ class PeerKv(Planner):
         """Whether a request with this prompt is to wait."""
         return self.fetches.waits(namespace, key)
 
+    def admitted(self, namespace: Hashable, key: bytes) -> None:
+        """A request with this prompt, which could wait for a fetch, is admitted or is gone."""
+        self.fetches.admitted(namespace, key)
+
     def each_pass(self) -> None:
         """Report the results of fetches. Once per pass."""
         for result in self.fetches.results.take():
@@ -174,6 +198,10 @@ class PeerKv(Planner):
         """Bytes that were read from peers, by transport."""
         return self.link.transport_bytes
 
+    def show(self, metrics: RankMetrics) -> None:
+        metrics.count_events("peers", self.fetches.results.counts() | asdict(self.exports.counters))
+        metrics.count_events("fetched_bytes", self.transport_bytes)
+
     def drop_in_flight(self) -> None:
         """Give up fetches and exports."""
         self.fetches.settle()
@@ -182,7 +210,44 @@ class PeerKv(Planner):
     def close(self) -> None:
         """End. DRAM is still there."""
         self.drop_in_flight()
-        self.leases.close()
 
     def __repr__(self) -> str:
-        return f"PeerKv({self.fetches!r}, {self.exports!r})"
+        return f"{type(self).__name__}({self.fetches!r}, {self.exports!r})"
+
+
+class PeerKv(Peers):
+    """`Peers` of the plain cache.
+
+    Args:
+        below: bring exported blocks to DRAM from the tiers below it.
+        shared: further arguments of `Peers`.
+    """
+
+    exports: Exports
+    fetches: Fetches
+
+    def __init__(
+        self,
+        store: Store,
+        write_down: WriteDown,
+        leases: ExportLink,
+        link: Link,
+        ranks: Ranks,
+        moves: Moves,
+        *,
+        below: Sequence[Promotions] = (),
+        **shared: Any,
+    ) -> None:
+        self.leases = leases
+        super().__init__(
+            Exports(store, write_down, leases, ranks, moves.clock, below),
+            Fetches(store, write_down.dram, link, moves),
+            link,
+            moves.clock,
+            store.tree.block_size,
+            **shared,
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.leases.close()

@@ -93,10 +93,13 @@ def _pages(pools: str) -> dict[Column, Proof]:
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
-_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "hints"), _READ) | {"TP": Proof("oracle", _RANKS)}
+_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints"), _READ) | {
+    "TP": Proof("oracle", _RANKS)
+}
 _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
+_STATE_FETCH = "engine/hybrid/test_oracle_fetches.py::test_a_prompt_of_another_instance_is_found"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
 _DSA_PD = "engine/pd/test_pd_pools.py::test_every_plane_of_a_page_is_handed_over"
@@ -180,9 +183,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _BELOW_STOCK
             | _resumed("tiny-spark")
             | {
+                "fetch": _server(
+                    "cache/test_hybrid_fetching.py::test_what_one_has_computed_another_fetches[tiny-spark]"
+                ),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
-                )
+                ),
             },
         ),
         "dsa": Family(
@@ -200,7 +206,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
-            _BELOW_STOCK | _resumed("tiny-gdn") | {"speculation": Proof("oracle", _STATE_DRAFTS)},
+            _BELOW_STOCK
+            | _resumed("tiny-gdn")
+            | {"fetch": Proof("oracle", _STATE_FETCH), "speculation": Proof("oracle", _STATE_DRAFTS)},
         ),
         "dsv4": Family(
             "Compressed latents and windows",

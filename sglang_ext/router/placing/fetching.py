@@ -127,7 +127,7 @@ class Fetching:
         if not spans:
             return False
         id = self._new_id()
-        key = prompt.key[: max(span.tokens for span in spans) * TOKEN_BYTES]
+        key = self._beginning(note.target, prompt.key, max(span.tokens for span in spans), split_s)
         message = agent_messages.Fetch(id, key, spans, extra_key, salt, wait_s)
         if not self._channels.send(note.target, message):
             return False
@@ -262,13 +262,20 @@ class Fetching:
         """
         exported: list[FetchSpan] = []
         for span in note.asked:
-            beginning = key[: span.stop * TOKEN_BYTES]
+            beginning = self._beginning(span.source or "", key, span.stop, split_s)
             source = self._export(span.source or "", note.target, beginning, extra_key, salt, split_s)
             if source is None:
                 span.end = UNSENT
                 break
             exported.append(FetchSpan(source, span.stop, split_s is not None))
         return tuple(exported)
+
+    def _beginning(self, name: str, key: bytes, tokens: int, split_s: float | None) -> bytes:
+        """The first tokens of a prompt, for an instance, and up to a block less one token more. The index has
+        whole blocks; a model with states may have one behind them, other models ignore part of a block."""
+        there = self._channels.registration(name)
+        more = 0 if there is None or split_s is not None else there.block_size - 1
+        return key[: (tokens + more) * TOKEN_BYTES]
 
     def _export(
         self,

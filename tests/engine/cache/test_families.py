@@ -51,8 +51,6 @@ ASKED: dict[Column, dict[str, Any]] = {
     "PP": {"dram": True, "pp_size": 2},
 }
 """The flags with which a server is asked for each column; for the others its model alone decides."""
-NOT_FETCHED = {"window", "state", "dsv4", "dsa-group"}
-"""Families that routers know and plan no fetches for."""
 
 
 def test_each_family_is_told_from_the_others() -> None:
@@ -65,9 +63,6 @@ def test_each_family_is_told_from_the_others() -> None:
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", TABLE)
 def test_what_the_table_lacks_is_refused_and_nothing_else(name: str, column: Column) -> None:
-    if column == "fetch" and name in NOT_FETCHED:
-        assert column not in TABLE[name].cells
-        return
     reason = unsupported(replace(Facts(**KEPT[name][0]), **ASKED[column]))
     assert (reason is None) == (column in TABLE[name].cells), reason
     if reason is not None and not TABLE[name].cells:

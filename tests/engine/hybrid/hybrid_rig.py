@@ -15,7 +15,7 @@ from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
 from sglang_ext.engine.hybrid.store import HybridStore, Rows, StoredComponent
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import ThreadMover
-from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.patches.adapter.hybrid.pools import STATE, ComponentPool
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
@@ -94,8 +94,9 @@ class Rig:
         tiers: Callable[[ComponentPool], BlockTier] | None = None,
         *,
         rows: int = 512,
+        least: Least | None = None,
     ) -> None:
-        self.ranks = Ranks()
+        self.ranks = Ranks(least)
         self.loader = Loader(1 << 20, threads=1)
         self.pools = {component: Pool.of(component, rows) for component in COMPONENTS}
         parts = []

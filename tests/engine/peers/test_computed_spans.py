@@ -171,10 +171,10 @@ def test_a_damaged_byte_of_the_last_layer_is_a_wrong_answer(split: Split) -> Non
     assert arena is not None
     read = link._read
 
-    async def damaged(job: Any, name: str, instance: Any, offer: Any, *rest: Any) -> None:
+    async def damaged(job: Any, name: str, offer: Any, *rest: Any) -> None:
         if name == layer_name("export", LAYERS - 1):
             arena.blocks[unpack_ids(offer.blocks)[7], -1] ^= 1
-        await read(job, name, instance, offer, *rest)
+        await read(job, name, offer, *rest)
 
     link._read = damaged  # type: ignore[method-assign]
     split.first.rank.look_inside = False

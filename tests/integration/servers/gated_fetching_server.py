@@ -33,7 +33,7 @@ def hold_reads(folder: Path) -> None:
 
     async def held(self: FetchLink, job: Any, *arguments: Any) -> None:
         nonlocal waiting
-        if holds(arguments[5]):
+        if holds(arguments[4]):
             waiting += 1
             (folder / "held").write_text(str(waiting))
             try:

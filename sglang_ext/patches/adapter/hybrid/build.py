@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.numa import place_arena
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.hybrid.disk import ComponentDisk
 from sglang_ext.engine.hybrid.memory import ComponentMemory
 from sglang_ext.engine.hybrid.metrics import HybridMetrics
@@ -25,12 +26,13 @@ from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.build_disk import models_of
-from sglang_ext.patches.adapter.build_transfers import accelerator_place
+from sglang_ext.patches.adapter.build_transfers import accelerator_place, may_fetch
 from sglang_ext.patches.adapter.building import least_over, uses_adapters
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.build_cluster import join_cluster
+from sglang_ext.patches.adapter.hybrid.build_exchange import Exchange, exchange_of
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
-from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
+from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, names_of_prompt
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
@@ -76,9 +78,11 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
     ctx.tp_worker.register_hicache_layer_transfer_counter(counter)
     if hasattr(ctx.params.req_to_token_pool, "register_layer_transfer_counter"):
         ctx.params.req_to_token_pool.register_layer_transfer_counter(counter)
-    publish = HybridMetrics(ctx.tp_rank).update if ctx.params.enable_metrics else lambda store, faults: None
-    cache.serve(linker, build.weights, publish=publish, check=config.check)
-    join_cluster(ctx, config, cache, build.ranks)
+    publish: dict[str, Any] = {}
+    if ctx.params.enable_metrics:
+        publish["publish"] = HybridMetrics(ctx.tp_rank).update
+    cache.serve(linker, build.weights, check=config.check, **publish)
+    join_cluster(ctx, config, cache, build.ranks, build.exchange)
     logger.info(
         "Cache of a model with windows or states: pages of %d tokens, %s, %s",
         ctx.params.page_size,
@@ -97,14 +101,17 @@ class _Building:
         self.ctx, self.config = ctx, config
         self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
         self.drafts = Drafts(PROCESS.drafts)
+        self.names = partial(names_of_prompt, page_size=ctx.params.page_size, pairs=cache.tree_core.is_eagle)
         self.pools = component_pools(ctx.params, cache.sliding_window_size, self.drafts)
         self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
         models = models_of(ctx, self.drafts)
-        has_disk = config.disk_path is not None
+        self.fetches = may_fetch(config, adapters=uses_adapters())
+        # KV that leaves this process belongs to weights that others can compare with theirs.
+        leaves = self.fetches or config.disk_path is not None
         self.weights = Weights(
-            weights_digest(*models) if has_disk else "",
-            (lambda: weights_digest(*models)) if has_disk else None,
+            weights_digest(*models) if leaves else "",
+            (lambda: weights_digest(*models)) if leaves else None,
         )
         self._fresh = secrets.token_hex(8)
         self.loader = Loader(_LOAD_BYTES)
@@ -114,6 +121,23 @@ class _Building:
         )
         self.parts = [self._part(pool, dram[pool.component]) for pool in self.pools]
         self.store = HybridStore(self.parts, page, self.ranks, least_tokens=config.load_min_tokens)
+
+    def exchange(self, epoch: bytes, replies: Replies) -> Exchange | None:
+        """The exchange of blocks with other instances; None where none is possible. In every rank at once."""
+        if not self.fetches:
+            return None
+        namespaces = {pool.component: self._namespace(pool) for pool in self.pools}
+        return exchange_of(
+            self.ctx,
+            self.config,
+            self.store,
+            self.weights,
+            namespaces,
+            epoch,
+            self.drafts,
+            self.names,
+            replies.reply_to_fetch,
+        )
 
     def _part(self, pool: ComponentPool, dram_bytes: int) -> StoredComponent:
         place = accelerator_place(self.ctx.server_args.device).numa

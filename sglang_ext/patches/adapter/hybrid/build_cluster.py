@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -15,8 +16,9 @@ from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.router_commands import Replies, RouterCommands
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
+from sglang_ext.engine.peers.peer_kv import Peers
 from sglang_ext.engine.planners import Planner
-from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
 from sglang_ext.engine.prefetch.disk_hints import DiskHints, Known
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.keys import Namespace, decode_tokens
@@ -24,6 +26,7 @@ from sglang_ext.patches.adapter.build_agent import attach_agent
 from sglang_ext.patches.adapter.build_disk import names_on
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing
+from sglang_ext.patches.adapter.hybrid.build_exchange import Exchange
 from sglang_ext.patches.adapter.hybrid.linker import names_of_key
 from sglang_ext.patches.adapter.pd.pd_setup import settings_of
 from sglang_ext.patches.process import PROCESS
@@ -36,7 +39,17 @@ if TYPE_CHECKING:
     from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 
 
-def join_cluster(ctx: TreeCacheBuildContext, config: KvConfig, cache: HybridRadixCache, ranks: Ranks) -> None:
+MakeExchange: TypeAlias = Callable[[bytes, Replies], Exchange | None]
+"""Makes a rank's exchange with other instances, by the epoch of its own."""
+
+
+def join_cluster(
+    ctx: TreeCacheBuildContext,
+    config: KvConfig,
+    cache: HybridRadixCache,
+    ranks: Ranks,
+    make_exchange: MakeExchange = lambda epoch, replies: None,
+) -> None:
     """Have routers know the instance of a cache, which is empty; nothing without ``--kv-router``.
 
     Raises:
@@ -52,9 +65,12 @@ def join_cluster(ctx: TreeCacheBuildContext, config: KvConfig, cache: HybridRadi
     if ctx.tp_rank == 0 and ctx.params.pp_rank == 0:
         announcing, commands = _announcing(config, cache, epoch), RankCommandQueue()
         replies = RouterCommands(commands, epoch.to_bytes(16, "big"), announcing.feed.queue.post)
-    hints = _hints(cache, replies)
+    exchange = make_exchange(epoch.to_bytes(16, "big"), replies)
+    hints = _hints(cache, replies, None if exchange is None else exchange.peers)
     # A planner that carries out more commands of routers goes in front of the refusals.
     planners: list[Planner] = [Refusals(replies, hints=bool(hints)), *hints]
+    if exchange is not None:
+        planners = [exchange.peers, exchange.transfers, *planners]
     if announcing is not None:
         planners += [announcing, announcing.feed]
     cache.join(planners, announcing, commands)
@@ -70,6 +86,7 @@ def join_cluster(ctx: TreeCacheBuildContext, config: KvConfig, cache: HybridRadi
             namespace=_identity(ctx, cache),
             settings=settings_of(ctx.model_config, kvcache, Drafts(PROCESS.drafts)),
             handover={},
+            endpoints=() if exchange is None else exchange.endpoints,
         )
 
 
@@ -88,7 +105,7 @@ def _announcing(config: KvConfig, cache: HybridRadixCache, epoch: int) -> Announ
     return Announcing(cache, holders, config.block_size, cache.store)
 
 
-def _hints(cache: HybridRadixCache, replies: Replies) -> list[Planner]:
+def _hints(cache: HybridRadixCache, replies: Replies, peers: Peers | None) -> list[Planner]:
     """The planners of advisory requests; none without DRAM, to which a hint could bring anything."""
     store = cache.store
     if store is None:
@@ -105,8 +122,9 @@ def _hints(cache: HybridRadixCache, replies: Replies) -> list[Planner]:
         return Known(found, names[found // cache.page_size :])
 
     hints = DiskHints(store, lookup)
+    fetch = fetch_nothing if peers is None else peers.fetch_ahead
     sign = -1 if small_priorities_first() else 1
-    return [hints, Advice(hints, replies.reply_to_hint, priority_sign=sign)]
+    return [hints, Advice(hints, replies.reply_to_hint, fetch_ahead=fetch, priority_sign=sign)]
 
 
 def _identity(ctx: TreeCacheBuildContext, cache: HybridRadixCache) -> Namespace:
@@ -115,7 +133,7 @@ def _identity(ctx: TreeCacheBuildContext, cache: HybridRadixCache) -> Namespace:
     parts = () if cache.store is None else cache.store.parts.values()
     return Namespace(
         model=config_digest(ctx.model_config.hf_config, *Drafts(PROCESS.drafts).configs),
-        weights_version="",
+        weights_version=cache.weights.version(0) or "",
         dtype=kv_dtype(ctx.model_config, str(kvcache.dtype).removeprefix("torch.")),
         geometry=",".join(f"{part.component}:{part.memory.arena.layout.facts()}" for part in parts),
         shard="",

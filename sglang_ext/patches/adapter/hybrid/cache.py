@@ -9,8 +9,8 @@ a disk, weight updates, and the calls of `patches/hooks`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -32,8 +32,11 @@ from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.hybrid.components import FULL
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.peers.peer_kv import Peers
 from sglang_ext.engine.planners import P, Planner, find
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
+from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.command import RankCommands
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing
 from sglang_ext.patches.adapter.hybrid.chunks import Chunks
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
+Publish: TypeAlias = Callable[[HybridStore, Mapping[str, int], Sequence[Planner]], None]
+"""Publishes the metrics of a store, of faults, and of planners."""
 _BOUND = "_sglang_ext_weights"
 """Attribute of a request: its own extra key, and the weights to which its KV belongs."""
 _LEAST_FREE = 4
@@ -79,6 +84,10 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._check_when_idle = False
         self._weights_in_use = ""
         """Distinguishes the weights from those of the start; empty while they are the same."""
+        self.peers: Peers | None = None
+        self._behind_peers: dict[CacheRequestHandle, tuple[Hashable, bytes]] = {}
+        """Requests that may wait for blocks from a peer, before the disk is queried for them, and their
+        prompts."""
         self._promoted_from: dict[CacheRequestHandle, int] = {}
         """Tokens that a request had in memory when its promotion began."""
 
@@ -87,7 +96,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         linker: StoreLinker,
         weights: Weights,
         *,
-        publish: Callable[[HybridStore, Mapping[str, int]], None] = lambda store, faults: None,
+        publish: Publish = lambda store, faults, planners: None,
         check: bool = False,
     ) -> None:
         """Reach a store below HBM. Once, before requests come."""
@@ -111,6 +120,8 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             announcing, commands: in rank 0.
         """
         self.planners, self.announcing, self.command_queue = tuple(planners), announcing, commands
+        self.peers = self.find(Peers)
+        self.uses_storage = self.uses_storage or self.peers is not None
 
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there."""
@@ -249,7 +260,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self._take_note()
             if self.store.saving and self._is_short:
                 self._end_saves()
-            self._publish(self.store, self.faults.counts)
+            self._publish(self.store, self.faults.counts, self.planners)
         with self.faults.guard("each_pass"):
             for planner in self.planners:
                 planner.each_pass()
@@ -334,6 +345,10 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def release_host_resources(self) -> None:
         if self.planners:
             self.listeners.before_end()
+        # Peers read the store's memory until the endpoint is closed.
+        for exchanging in (self.peers, self.find(TransferThread)):
+            if exchanging is not None:
+                exchanging.close()
         super().release_host_resources()
         for planner in self.planners:
             planner.close()
@@ -351,20 +366,38 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         last_hash: str | None = None,
         prefix_keys: list[str] | None = None,
         matched_prefix_tokens: Any = (),
-        *_: Any,
-        **__: Any,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **_: Any,
     ) -> None:
-        """Bring blocks that a request lacks from disk to DRAM. SGLang has just matched it."""
+        """Bring blocks that a request lacks from a peer or the disk to DRAM. SGLang has just matched it."""
         if self.store is None or not self.uses_storage or self.weights.moving:
             return
+        with self.faults.guard("prefetch_from_storage"):
+            self.store.release(request)
+            self._promoted_from[request] = len(matched_prefix_tokens)
+            if self.peers is not None:
+                key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
+                self._behind_peers[request] = self.weights.namespace(extra_key, cache_salt), key
+            self._go_on(request)
+
+    def _go_on(self, request: CacheRequestHandle) -> bool:
+        """Query the disk for a request, unless it waits for a peer; whether it does not."""
+        prompt = self._behind_peers.get(request)
+        if prompt is not None and self.peers is not None and self.peers.waits(*prompt):
+            return False
         names = self._linker.looked_up.get(request.rid)
-        if names:
-            with self.faults.guard("prefetch_from_storage"):
-                self._promoted_from[request] = len(matched_prefix_tokens)
-                self.store.promote(request, names)
+        assert self.store is not None
+        if names and self.store.has_disk and self.store.promoted(request) is None:
+            self.store.promote(request, names)
+        return True
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
-        return self.store is None or self.store.ready(request)
+        if self.store is None:
+            return True
+        with self.faults.guard("check_prefetch_progress"):
+            return self._go_on(request) and self.store.ready(request)
+        return True
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         """Tokens that came from disk, and the position of the first."""
@@ -388,6 +421,9 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _release(self, request: CacheRequestHandle) -> None:
         if self.store is not None:
             self.store.release(request)
+            prompt = self._behind_peers.pop(request, None)
+            if prompt is not None and self.peers is not None:
+                self.peers.admitted(*prompt)
             self._promoted_from.pop(request, None)
             self._linker.looked_up.pop(request.rid, None)
 

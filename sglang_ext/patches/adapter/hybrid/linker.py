@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -13,7 +15,7 @@ from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component
 from sglang_ext.engine.hybrid.memory import Name
 from sglang_ext.engine.hybrid.store import HybridStore, Rows
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
-from sglang_ext.keys import BLOCK_KEY_BYTES
+from sglang_ext.keys import BLOCK_KEY_BYTES, decode_tokens
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
 
 
@@ -26,6 +28,21 @@ def names_of_key(key: RadixKey, page_size: int, *, pairs: bool = False) -> list[
     """The names of the whole pages of a prompt, as SGLang's tree would give them. pairs: of tokens."""
     key, _ = key.maybe_to_bigram_view(pairs)
     return page_names(get_storage_hash_str(key.page_aligned(page_size), page_size=page_size))
+
+
+def names_of_prompt(namespace: Any, key: bytes, page_size: int, *, pairs: bool = False) -> list[Name]:
+    """Like `names_of_key`.
+
+    Args:
+        namespace: the prompt's weights' generation, ``extra_key`` and ``cache_salt`` (`Weights.namespace`).
+        key: encoded.
+    """
+    _, extra_key, cache_salt = namespace
+    ids = decode_tokens(key).tolist()
+    if min(ids, default=0) < 0:
+        return []  # ids of pictures cannot be had back from an encoded prompt
+    prompt = RadixKey(array("q", ids), extra_key, cache_salt=cache_salt)
+    return names_of_key(prompt, page_size, pairs=pairs)
 
 
 class WholeLoads:
