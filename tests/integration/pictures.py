@@ -23,8 +23,16 @@ PICTURE_TOKENS = (SIDE // 28) ** 2
 def picture(number: int, side: int = SIDE) -> str:
     """A data URL of a PNG of noise, a different one for each number."""
     rng = random.Random(number)
-    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return _png(side, side, b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side)))
+
+
+def plain_picture(width: int, height: int) -> str:
+    """A data URL of a PNG of one color."""
+    return _png(width, height, (b"\0" + bytes((200, 90, 30)) * width) * height)
+
+
+def _png(width: int, height: int, rows: bytes) -> str:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     chunks = b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.keys import MAX_TOKEN, MAX_WIDE_ID
+from sglang_ext.keys import MAX_TOKEN, MAX_WIDE_ID, encode_tokens
 from sglang_ext.patches.contract import pads
 from sglang_ext.patches.contract.places import NoSourceError, check_contract, folder_of, sglang_folder
 from sglang_ext.patches.contract.source import Source
-from sglang_ext.patches.hooks.wide_pads import after_pad, wide_pad
+from sglang_ext.patches.hooks.wide_pads import after_pad, around_pad, wide_pad
 from sglang_ext.patches.versions import SUPPORTED
 
 LARGEST = {"0.5.21": 10**6 + 2**30 - 1, "0.5.22": 10**6 + 2**30 - 1, "0.5.23": 10**6 + 2**62 - 1}
@@ -84,3 +85,65 @@ def test_a_wide_pad_and_none_stay() -> None:
         before = made.pad_value
         after_pad(None, made)
         assert made.pad_value == before
+
+
+@pytest.mark.parametrize("kind", ["IMAGE", "VIDEO", "AUDIO"])
+def test_content_of_one_length_is_told_apart_by_its_pads(kind: str) -> None:
+    """SGLang's own hash and padding, with our hook after it, for features of one shape."""
+    import torch
+    from sglang.srt.managers.mm_utils import pad_mm_tokens
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+
+    placeholder, words = 7, array("q", [1, 2, 3])
+
+    def encoded(seed: int) -> bytes:
+        feature = torch.randn(48, 6, generator=torch.Generator().manual_seed(seed))
+        made = MultimodalDataItem(modality=Modality[kind], feature=feature, offsets=[(3, 14)])
+        around_pad(MultimodalDataItem.set_pad_value, made)
+        inputs = MultimodalInputs(
+            mm_items=[made],
+            im_token_id=placeholder,
+            video_token_id=placeholder,
+            audio_token_id=placeholder,
+        )
+        return encode_tokens(pad_mm_tokens(words + array("q", [placeholder] * 12) + words, inputs))
+
+    one, same, other = encoded(1), encoded(1), encoded(2)
+    assert one == same
+    assert len(one) == len(other) == 4 * (3 + 12 + 3)
+    # Every aligned group with a pad among its ids differs, and words that share a group with one.
+    differing = {at // 16 for at in range(len(one)) if one[at] != other[at]}
+    assert differing == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("image_grid_thw", [[1, 2, 8]], [[1, 8, 2]]),
+        ("video_grid_thw", [[2, 2, 4]], [[2, 4, 2]]),
+        ("second_per_grid_ts", [1.0], [0.5]),
+    ],
+)
+def test_the_same_values_in_another_shape_are_another_content(name: str, one: Any, other: Any) -> None:
+    """Positions of the tokens, and so their KV, depend on the grid and on the times of frames."""
+    import torch
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+    def padded(shape: Any) -> Any:
+        made = MultimodalDataItem(modality=Modality.VIDEO, feature=torch.ones(16, 6))
+        made.set(name, torch.tensor(shape))
+        around_pad(MultimodalDataItem.set_pad_value, made)
+        return made
+
+    first, same, second = padded(one), padded(one), padded(other)
+    assert first.pad_value == same.pad_value != second.pad_value
+    assert first.hash != second.hash
+    # Again, as in the scheduler's process: the pad stays.
+    again = first.pad_value
+    around_pad(MultimodalDataItem.set_pad_value, first)
+    assert first.pad_value == again
+    # The twin: SGLang's own.
+    for made in (first, second):
+        made.pad_value = made.hash = None
+        MultimodalDataItem.set_pad_value(made)
+    assert first.pad_value == second.pad_value

@@ -101,6 +101,7 @@ _LATENT_RETURNS: dict[Column, Proof] = {
 }
 _STATE_FETCH = "engine/hybrid/test_oracle_fetches.py::test_a_prompt_of_another_instance_is_found"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
+_BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
 _DSA_PD = "engine/pd/test_pd_pools.py::test_every_plane_of_a_page_is_handed_over"
 _DSA_FETCH = "engine/peers/test_peer_kv.py::test_every_plane_of_a_block_comes"
@@ -148,8 +149,8 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _BY_READING,
         ),
         "vision": Family(
-            "MHA or GQA with pictures, experts or not",
-            "Qwen2.5-VL, Qwen3-VL, GLM-4.6V",
+            "MHA or GQA with pictures or sounds, experts or not",
+            "Qwen2.5-VL, Qwen3-VL, GLM-4.6V, Qwen2-Audio",
             _BY_READING
             | {
                 "HBM": _server("cache/test_pictures.py::test_the_same_picture_is_found_in_hbm"),
@@ -160,6 +161,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                     "cache/test_pictures.py::test_a_restart_finds_the_picture_on_disk_and_no_other"
                 ),
                 "PD": _server("cache/test_pictures.py::test_prefill_and_decode_hand_pictures_over"),
+                # Of what comes before the first picture: a router does not know the tokens of a picture.
+                "fetch": _server(f"router/test_routed_pictures.py::{_BEFORE_PICTURES}"),
+                "hints": _server(f"router/test_routed_pictures.py::{_BEFORE_PICTURES}"),
             },
         ),
         "vision-mla": Family("MLA with pictures", "Kimi K2.5 to K2.7", _BY_READING),

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
-from pictures import MODEL, PICTURE_TOKENS, TOKEN_BYTES, picture, prompt, with_picture, words
+from pictures import MODEL, PICTURE_TOKENS, TOKEN_BYTES, picture, plain_picture, prompt, with_picture, words
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.waiting import wait_until
@@ -108,6 +108,19 @@ def test_hashes_that_agree_in_thirty_bits_are_two_pictures(server: ServerProcess
     assert ask(server, 1, mm_hashes=["5"]).cached_tokens == WHOLE
     for near in (5 + (1 << 30), 5 + (1 << 62), 5 + (1 << 63)):
         assert ask(server, 2, mm_hashes=[f"{near:x}"]).cached_tokens == SHARED
+
+
+def test_a_wide_picture_and_a_high_one_of_one_color_are_two(server: ServerProcess) -> None:
+    """The processor makes the same values of both, and their tokens have other positions."""
+    wide, high = ({"image_data": [plain_picture(*size)]} for size in ((224, 56), (56, 224)))
+    server.flush()
+    first = server.generate(PROMPT, max_new_tokens=8, **wide)
+    other = server.generate(PROMPT, max_new_tokens=8, **high)
+    assert (first.prompt_tokens, other.prompt_tokens) == (LENGTH, LENGTH)
+    assert other.cached_tokens == SHARED
+    assert_same(server.generate(PROMPT, max_new_tokens=8, cache_salt="high", **high), other)
+    with pytest.raises(AssertionError):  # the twin
+        assert_same(first, other)
 
 
 def fill(server: ServerProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from pictures import MODEL, TOKEN_BYTES, picture
 from token_requests import advise, settled
 
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.index.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S
 from sglang_ext.testing.waiting import until
 from tests.support.leaks import LeakGuard
 from tests.support.servers.ports import free_port
@@ -94,6 +96,7 @@ async def test_what_comes_before_a_picture_is_matched_fetched_and_prefetched(
             async with client.post(f"{reader}/flush_cache") as response:
                 assert response.status == 200
             await until(lambda: router.trees.tokens_of(reader) == 0, 30, "the index")
+            await asyncio.sleep(GUESS_TTL_S + GUESS_SPAN_S)
             # The servers take turns.
             while (await ask(client, router.url, chat(None, "Hello.")))[2]["x-kv-instance"] != owner:
                 pass
