@@ -115,6 +115,12 @@ class Facts:
     post_capture_kv_sizing: bool = False
     by_layer: bool = False
     """``BY_LAYER``."""
+    pushes: bool = False
+    """``--kv-transfer-mode`` is another one than ``pull``."""
+    aggregated: bool = False
+    """``--kv-transfer-layout aggregated``."""
+    decode_keeps: bool = False
+    """``--kv-pd-caching`` 2 or 3."""
     dram: bool = False
     """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
     disk: bool = False
@@ -220,6 +226,9 @@ def _unmovable(facts: Facts) -> str | None:
             f"{TRANSFER_FLAG} registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 "
             f"backs a part. Unset that variable"
         )
+    reason = _unmovable_hybrid(facts)
+    if reason is not None:
+        return reason
     name = facts.speculative_algorithm
     if name not in _MOVED_DRAFTS | {None, "NGRAM"}:
         return (
@@ -232,6 +241,31 @@ def _unmovable(facts: Facts) -> str | None:
             f"layers of the draft model are computed after the pass. Use --kv-transfer-mode pull, or push"
         )
     return None
+
+
+def _unmovable_hybrid(facts: Facts) -> str | None:
+    """Why hand-overs cannot serve windows; None when they can. Blocks of their pools are read beside the
+    pages, and decode keeps none of them."""
+    if not facts.is_hybrid:
+        return None
+    if not facts.has_whole_layers:
+        return (
+            f"{TRANSFER_FLAG} does not serve models whose layers all have {_kind(facts)}. {_OTHER_TRANSFER}"
+        )
+    for present, flag, way_out in (
+        (facts.decode_keeps, "--kv-pd-caching 2 or 3", "Use --kv-pd-caching 1, or basic"),
+        (facts.pushes, "--kv-transfer-mode push or push-by-layer", "Use --kv-transfer-mode pull"),
+        (facts.aggregated, "--kv-transfer-layout aggregated", "Use --kv-transfer-layout blocks"),
+        (facts.speculative_algorithm is not None, "--speculative-algorithm", "Leave that flag out"),
+    ):
+        if present:
+            reason = f"{TRANSFER_FLAG} with {flag} does not serve models with {_kind(facts)}. {way_out}"
+            return reason + _whole_windows(facts)
+    return None
+
+
+def _kind(facts: Facts) -> str:
+    return "states" if facts.is_hybrid_ssm else "sliding windows"
 
 
 def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
@@ -281,11 +315,13 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
     """Why the tiers below SGLang's own tree cannot serve windows or states; None when they can."""
     if not facts.is_hybrid:
         return None
-    kind = "states" if facts.is_hybrid_ssm else "sliding windows"
+    kind = _kind(facts)
+    hands_over = facts.transfers and facts.disaggregation_mode == "prefill"
     if not facts.has_whole_layers:
         return f"{FLAG} does not serve models whose layers all have {kind}. {_STOCK}"
     for present, flag, way_out in (
-        (facts.disaggregation_mode != "null", "--disaggregation-mode", _STOCK),
+        (facts.disaggregation_mode != "null" and not hands_over, "--disaggregation-mode", _STOCK),
+        (facts.router and hands_over, "--kv-router and --disaggregation-mode", "Leave --kv-router out"),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
     ):
@@ -310,18 +346,18 @@ def _whole_windows(facts: Facts) -> str:
 
 
 def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
-    hybrids = chosen == TRANSFER_FLAG or not facts.follows_hybrids
+    hybrids, moved = not facts.follows_hybrids, chosen == TRANSFER_FLAG
     kinds = (
         # Before the kinds that these are made of.
-        (hybrids and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
+        ((hybrids or moved) and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
         # The keys of an unfinished group are in memory of the request, which no tier keeps. With states, a
         # prompt is resumed after whole pages, and those after whole groups.
         (
-            facts.is_dsa and facts.index_group > 1 and (hybrids or not facts.is_hybrid_ssm),
+            facts.is_dsa and facts.index_group > 1 and (hybrids or moved or not facts.is_hybrid_ssm),
             f"index keys (DSA) for groups of {facts.index_group} tokens",
         ),
-        (hybrids and facts.is_hybrid_ssm, "Mamba or other state-space layers"),
+        ((hybrids or moved) and facts.is_hybrid_ssm, "Mamba or other state-space layers"),
         (hybrids and facts.is_hybrid_swa, "sliding-window attention"),
     )
     found = [kind for present, kind in kinds if present]

@@ -190,6 +190,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "fetch": _server(
                     "cache/test_hybrid_fetching.py::test_what_one_has_computed_another_fetches[tiny-spark]"
                 ),
+                "PD": _server("pd/test_pd_hybrids.py::test_conversations_get_the_answers_of_one_server"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
                 ),

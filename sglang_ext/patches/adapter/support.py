@@ -40,6 +40,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
     return Facts(
         kv_pool=type(allocator.get_kvcache()).__name__,
         disable_radix_cache=ctx.disable_radix_cache,
+        transfers=disagg.disaggregation_mode != "null" and disagg.disaggregation_transfer_backend == BACKEND,
         disaggregation_mode=disagg.disaggregation_mode,
         disaggregation_decode_enable_radix_cache=disagg.disaggregation_decode_enable_radix_cache,
         disaggregation_decode_retraction_backup=disagg.disaggregation_decode_retraction_backup,
@@ -68,7 +69,6 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         block_size=config.block_size,
-        by_layer=config.transfer_mode == "push-by-layer",
         page_size=ctx.params.page_size,
         snapshots_at_ends=not ctx.params.enable_mamba_extra_buffer,
         **_of_config(config),
@@ -83,6 +83,10 @@ def _of_config(config: KvConfig) -> dict[str, Any]:
         "disk": config.disk_path is not None,
         "router": config.router is not None,
         "acked": config.acked_behind is not None,
+        "by_layer": config.transfer_mode == "push-by-layer",
+        "pushes": config.transfer_mode != "pull",
+        "aggregated": config.transfer_layout == "aggregated",
+        "decode_keeps": config.pd_caching in ("2", "3"),
     }
 
 
@@ -153,7 +157,6 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
         post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         block_size=config.block_size,
-        by_layer=config.transfer_mode == "push-by-layer",
         **_of_config(config),
     )
 

@@ -21,6 +21,7 @@ from sglang_ext.patches.adapter.support import require_admitted
 
 CACHE = Facts()
 TRANSFER = Facts(caches=False, transfers=True)
+KEEPING = replace(TRANSFER, decode_keeps=True)
 OLDER = replace(CACHE, follows_hybrids=False)
 """A version of SGLang whose tree for windows and states may not be extended."""
 
@@ -59,7 +60,7 @@ WINDOWED: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_oss", "GptOssForCausalLM", {}),
     ("llama4", "Llama4ForConditionalGeneration", {}),
 ]
-"""Not moved between prefill and decode without ``WHOLE_WINDOWS``."""
+"""Not kept by decode without ``WHOLE_WINDOWS``."""
 
 
 def model(folder: Path, kind: str, architecture: str, more: dict[str, Any], **given: Any) -> ModelConfig:
@@ -115,16 +116,17 @@ def test_index_keys_of_groups_of_tokens_are_refused(tmp_path: Path) -> None:
         assert "groups of 4 tokens" in str(admission(config, flags))
 
 
-@pytest.mark.parametrize("flags", [OLDER, TRANSFER], ids=["cache", "transfer"])
+@pytest.mark.parametrize("flags", [OLDER, KEEPING], ids=["cache", "transfer"])
 @pytest.mark.parametrize(("kind", "architecture", "more"), WINDOWED, ids=[a for _, a, _ in WINDOWED])
 def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
     kind: str, architecture: str, more: dict[str, Any], flags: Facts, tmp_path: Path
 ) -> None:
     config = model(tmp_path, kind, architecture, more)
     assert admission(config, CACHE) is None
+    assert admission(config, TRANSFER) is None
     reason = str(admission(config, flags))
-    assert "sliding-window" in reason
-    assert f"Add {WHOLE_WINDOWS}" in reason
+    assert ("sliding-window" if flags.caches else "sliding windows") in reason
+    assert f"dd {WHOLE_WINDOWS}" in reason
     assert " times the memory" in reason
     assert admission(model(tmp_path, kind, architecture, more, disable_hybrid_swa_memory=True), flags) is None
 
@@ -172,7 +174,5 @@ def test_a_command_line_is_refused_before_the_weights_are_looked_for(
     assert not list(tmp_path.glob("*.safetensors"))
     with pytest.raises(ConfigError, match="Mamba"):
         require_admitted(SimpleNamespace(disaggregation_transfer_backend="global"), KvConfig())
-    with pytest.raises(ConfigError, match="--kv-router"):
-        require_admitted(SimpleNamespace(radix_cache_backend="global"), KvConfig(router="http://r"))
     require_admitted(SimpleNamespace(radix_cache_backend="global"), KvConfig())
     require_admitted(SimpleNamespace(radix_cache_backend=None), KvConfig())

@@ -57,6 +57,14 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"is_hybrid_swa": True, "speculative_algorithm": "DSPARK", "defers_draft_kv": True},
         ("SGLANG_DSPARK_DEFER_CONTEXT_KV=1", "Unset"),
     ),
+    (
+        {"is_hybrid_ssm": True, "disaggregation_mode": "decode", "transfers": True},
+        ("--disaggregation-mode", "states"),
+    ),
+    (
+        {"is_hybrid_swa": True, "disaggregation_mode": "prefill", "transfers": True, "router": True},
+        ("--kv-router and --disaggregation-mode", "Leave --kv-router out"),
+    ),
     ({"is_hybrid_swa": True, "pp_size": 2}, ("--pp-size above 1", "sliding windows")),
     ({"is_hybrid_swa": True, "has_whole_layers": False}, ("layers all have sliding windows",)),
     (
@@ -119,8 +127,18 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"caches": False, "transfers": True, **facts}, ("--disaggregation-transfer-backend global", word))
         for facts, word in (
             ({"is_hybrid_ssm": True}, "Use another transfer backend"),
+            ({"is_deepseek_v4": True, "is_hybrid_swa": True}, "sliding windows of DeepSeek V4"),
+            ({"is_hybrid_swa": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
+            ({"is_hybrid_swa": True, "pushes": True}, "Use --kv-transfer-mode pull"),
+            ({"is_hybrid_swa": True, "aggregated": True}, "Use --kv-transfer-layout blocks"),
+            ({"is_hybrid_swa": True, "speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+            ({"is_hybrid_swa": True, "has_whole_layers": False}, "layers all have sliding windows"),
+            ({"is_hybrid_ssm": True, "is_dsa": True, "index_group": 4}, "index keys (DSA) for groups of 4"),
             ({"is_dsa": True, "index_group": 4}, "index keys (DSA) for groups of 4"),
-            ({"is_hybrid_swa": True, "kv_with_whole_windows": 2.0}, "--disable-hybrid-swa-memory"),
+            (
+                {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "decode_keeps": True},
+                "--disable-hybrid-swa-memory",
+            ),
             ({"dp_size": 2}, "--dp-size above 1"),
             ({"attn_dp_size": 2}, "--attn-dp-size above 1"),
             ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
@@ -162,6 +180,8 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "dram": True, "disk": True, "page_size": 64},
         {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "page_size": 1, "snapshots_at_ends": True},
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "kv_pool": "DeepSeekV4TokenToKVPool", "dram": True},
+        {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "disaggregation_mode": "prefill", "transfers": True},
+        {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "caches": False, "transfers": True},
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
         {"disaggregation_decode_retraction_backup": "cpu_tensor"},

@@ -4,8 +4,10 @@ Files in its folder (`hooked_server`) switch faults on. `hooked_server.holding` 
 ``STEPS``. On a prefill server ``reading`` is the read of a return, and ``layers`` the forward pass, when the
 first layer has been sent (push by layer). ``generating`` holds a decode server's requests from their first
 ``HELD_TOKENS`` tokens on: its scheduler goes on and obeys, but runs no batch. With a file ``damage``, one bit
-of the last page that was read is inverted before the KV is reported to SGLang. With a file ``damage-kept``,
-one bit of the last page that was computed or read is inverted when the server changes its role. With a file
+of the last page that was read is inverted before the KV is reported to SGLang. With a file
+``zero-POOL``, the last block that was read into a pool beside it is filled with zeros. With a file
+``damage-kept``, one bit of the last page that was computed or read is inverted when the server changes its
+role. With a file
 ``no-layers``, no layer is sent ahead of the others (push by layer). With a file ``damage-logprobs``, one bit
 of the log probabilities of a prompt is inverted when they come to decode. With a file ``late-abort``, an
 abort does not end a request whose KV has come. With a file ``slow``, each pass of the scheduler takes longer,
@@ -140,6 +142,9 @@ def make_faulty(folder: Path) -> None:
         kept[:] = [int(handover.wanted.pages[-1])]
         if (folder / "damage").exists():
             flip(*kept)
+        for each in handover.wanted.beside:
+            if (folder / f"zero-{each.pool}").exists():
+                zero(each.pool, int(each.rows[-1]))
 
     complete, role_changed = PrefillSender.complete, Listeners.role_changed
 
@@ -164,6 +169,13 @@ def make_faulty(folder: Path) -> None:
         # The highest bit of an exponent: whatever the value is, it becomes another order of magnitude.
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30
+
+    def zero(pool: str, block: int) -> None:
+        from sglang_ext.patches.process import PROCESS
+
+        component = PROCESS.manager._components[pool]
+        for plane in (plane for layer in component.planes_by_layer for plane in layer):
+            plane[block * component.block_rows : (block + 1) * component.block_rows] = 0
 
     next_batch = Scheduler.get_next_disagg_decode_batch_to_run
 

@@ -56,6 +56,7 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
         ConfigError: see `component_pools`, and the tiers.
     """
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.mem_cache.utils import get_hash_str
 
     cache = create_unified_radix_cache(ctx, cache_class=HybridRadixCache)
     assert isinstance(cache, HybridRadixCache)
@@ -71,6 +72,8 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
         logger.info("Cache of a model with windows or states: HBM only (--kv-dram-size)")
         join_cluster(ctx, config, cache, Ranks(least_over(ctx.params.tp_cache_group), check=config.check))
         return cache
+    # SGLang compiles it at the first call: for up to ten seconds, in which the scheduler would stand still.
+    get_hash_str([0])
     build = _Building(ctx, config, cache)
     linker = StoreLinker(build.store, build.pools)
     counter = linker.layer_done_counter
