@@ -68,6 +68,8 @@ def rig(
     with leak_guard.adopting(), pd_servers([prefill], [decode]) as (servers, _):
         faults = [folder / "prefill"], [folder / "decode"]
         yield HybridRig(servers, servers.decode[0], *faults, None, first, second)
+        # A test may have started it anew.
+        servers.prefill[0].server.stop()
 
 
 def answered(rig: HybridRig, turns: tuple[tuple[list[int], Answer], ...]) -> list[Answer]:
