@@ -74,8 +74,8 @@ class StoreBelow:
         parts = [self._part(pool, sizes.other if at else sizes.full) for at, pool in enumerate(found)]
         self.store = HybridStore(parts, pools.kind.page, self._ranks)
         cache.serve(StoreLinker(self.store, found), self._weights, check=True)
-        self._of_names: dict[tuple[int, bytes], np.ndarray] = {}
-        """The hashes of a page's tokens, and of a draft's rows of them, by weights and name."""
+        self._of_names: dict[bytes, np.ndarray] = {}
+        """The hashes of a page's tokens, and of a draft's rows of them. A name differs for each weights."""
 
     def _part(self, pool: ComponentPool, blocks: int) -> StoredComponent:
         sizes, layout = self._sizes, pool.layout
@@ -111,22 +111,22 @@ class StoreBelow:
     def check(self, rank: HybridRank) -> None:
         """All blocks in DRAM of prefixes that the tree has had are right."""
         self.store.check()
-        page, weights, known = rank.pools.kind.page, rank.scheduler.weights, self._of_names
+        page, known = rank.pools.kind.page, self._of_names
         for node, chain in rank.nodes():
             names, hashes = page_names(node.hash_value or ()), np.array(chain, np.uint64)
             both = np.stack([hashes, rank.draft_chain(node, hashes)])
             for back, name in enumerate(reversed(names)):
                 end = len(chain) - back * page
-                known[weights, name] = both[:, end - page : end]
+                known[name] = both[:, end - page : end]
         for part in self.store.parts.values():
             component = _PARTS[part.component.name]
-            names = [name for of, name in known if of == weights and name in part.memory]
+            names = [name for name in known if name in part.memory]
             if not names:
                 continue
             ids = part.memory.take(names)
             assert ids is not None
             tokens = 1 if component is MAMBA else page
-            chains = np.concatenate([known[weights, name][:, -tokens:] for name in names], axis=1)
+            chains = np.concatenate([known[name][:, -tokens:] for name in names], axis=1)
             first = 0
             for oracles, chain in zip((rank.pools.oracles, rank.pools.draft_oracles), chains, strict=True):
                 if component in oracles:

@@ -86,6 +86,8 @@ class HybridScheduler(SimulatedScheduler):
             cache.meet(self)
         self.always_tries = bool(pools.kind.window)
         self._wrong: dict[Req, WrongKvError] = {}
+        self._weights_of: dict[str, int] = {}
+        """The weights by what our cache writes before extra keys; those of the start have nothing."""
         self.reused = 0
         """Tokens that requests found when they were admitted."""
         self.loaded = 0
@@ -105,8 +107,22 @@ class HybridScheduler(SimulatedScheduler):
         return self.ours and super()._uses_storage
 
     def change_weights(self) -> None:
-        """Traffic does not change weights: SGLang flushes its own cache for new ones, and `flush` is drawn by
-        itself."""
+        """SGLang flushes its own cache for new weights, and `flush` is drawn by itself."""
+        if self.ours:
+            super().change_weights()
+            self._weights_of[self.cache._weights_in_use] = self.weights
+
+    def space_of(self, extra_key: str | None, salt: str | None) -> tuple[int, str | None, str | None]:
+        """Weights and tenant of a request or a node."""
+        weights, mark, own = (extra_key or "").partition("\0")
+        if not mark:
+            return 0, extra_key, salt
+        return self._weights_of[weights], own[1:] if own else None, salt
+
+    def _match(self, req: Req) -> None:
+        super()._match(req)
+        if req.positional_embed_overrides is None:
+            self._served[req].namespace = self.space_of(req.extra_key, req.cache_salt)
 
     def _prefill_ended(self) -> None:
         if self.ours:
@@ -449,7 +465,7 @@ class HybridRank:
         while stack:
             node, before = stack.pop()
             chain = list(before)
-            space = (self.scheduler.weights, node.key.extra_key, node.key.cache_salt)
+            space = self.scheduler.space_of(node.key.extra_key, node.key.cache_salt)
             extend_chain(chain, space, node.key.raw_token_ids()[: len(node.key)])
             yield node, chain
             stack.extend((child, chain) for child in node.children.values())

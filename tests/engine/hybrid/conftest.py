@@ -14,4 +14,4 @@ else:
 
     if ComponentType.MAMBA not in _EXTERNAL_LINKER_SUPPORTED_COMPONENTS:
         collect_ignore_glob += ["test_oracle_linker.py", "test_oracle_pages.py", "test_oracle_store.py"]
-        collect_ignore_glob += ["test_field_reports.py", "test_oracle_ranks.py"]
+        collect_ignore_glob += ["test_field_reports.py", "test_oracle_ranks.py", "test_oracle_crossings.py"]

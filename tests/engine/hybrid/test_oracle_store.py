@@ -14,7 +14,6 @@ import pytest
 from engine_hybrid_store import StoreBelow, our_store
 from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
 from engine_pools import WrongKvError
-from engine_scheduler import SimulatedScheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from test_oracle_matches import KINDS, same_matches
@@ -179,10 +178,9 @@ def test_match_lengths_are_those_of_sglang_for_long(kind: HybridKind) -> None:
 def test_kv_of_former_weights_is_not_found(scenario: HybridScenario) -> None:
     """A request that decodes keeps its prompt in HBM while the weights change."""
     with stored(scenario) as rank:
-        rank.look_inside = False
         rank.scheduler.submit(list(PROMPT), new_tokens=30)
         for _ in range(6):
             rank.step()
-        SimulatedScheduler.change_weights(rank.scheduler)
+        rank.scheduler.change_weights()
         rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=1)
         rank.run_out()
