@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_hybrid_store import StoreBelow, our_store
-from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
+from engine_hybrids import OVERLAP, SCENARIOS, HybridKind, HybridRank, HybridScenario, MakeCache, drive
 from engine_pools import WrongKvError
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -184,3 +184,25 @@ def test_kv_of_former_weights_is_not_found(scenario: HybridScenario) -> None:
         rank.scheduler.change_weights()
         rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=1)
         rank.run_out()
+
+
+def a_prefill_comes_between(make_cache: MakeCache, passes: int) -> None:
+    """A request ends one token before its next state is kept; after so many passes another comes."""
+    scenario = HybridScenario("states on a grid, overlap", HybridKind(states=40, grid=8), settings=OVERLAP)
+    with HybridRank(scenario, make_cache=make_cache) as rank:
+        rank.scheduler.submit(PROMPT[:20], new_tokens=12)
+        for _ in range(passes):
+            rank.step()
+        rank.scheduler.submit([3] * 6, new_tokens=1)
+        rank.run_out()
+
+
+def test_the_pass_after_a_request_does_not_overwrite_its_state() -> None:
+    for passes in range(1, 12):
+        a_prefill_comes_between(HybridRadixCache, passes)
+
+
+def test_the_pass_after_a_request_overwrites_its_state_in_sglang() -> None:
+    """The twin: of two slots for states, SGLang 0.5.23 writes the same one twice."""
+    with pytest.raises(WrongKvError, match="MAMBA of node"):
+        a_prefill_comes_between(UnifiedRadixCache, 4)

@@ -255,6 +255,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def check_hicache_events(self) -> None:
         """Once per pass of the scheduler: take note of copies and reads that have ended on every rank."""
+        self._keep_newest_states()
         if self.store is not None and self.linker is not None:
             self.store.ranks.each_pass()
             self._take_note()
@@ -266,6 +267,21 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 planner.each_pass()
         if any(planner.moves_alarm for planner in self.planners):
             self.commands.broadcast_time()
+
+    def _keep_newest_states(self) -> None:
+        """Have the next state of a request overwrite its older one.
+
+        SGLang writes the states of ``extra_buffer`` into two slots in turn. With overlap, it does not take
+        turns where a prefill runs between two decodes at such a place. It would then overwrite the newest
+        state, which the tree takes when the request ends: by the pass that is under way at that time.
+        """
+        if self.scheduler is None or not self.is_mamba_enabled or _writes_one_slot():
+            return
+        pool: Any = self.req_to_token_pool
+        for req in self.scheduler.running_batch.reqs:
+            kv = req.kv
+            if kv.mamba_next_track_idx is not None and kv.mamba_next_track_idx == kv.mamba_last_track_idx:
+                kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_last_track_idx)
 
     def _take_note(self) -> None:
         """Unlock the nodes whose copies to DRAM have ended."""
@@ -478,6 +494,13 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 def _with_weights(own: str | None, weights: str) -> str | None:
     """A tenant's extra key that differs for other weights."""
     return f"{weights}\0{'' if own is None else 'k' + own}" if weights else own
+
+
+def _writes_one_slot() -> bool:
+    """Whether a request's second slot exists only while it is needed (``extra_buffer_lazy``)."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().mamba.enable_mamba_extra_buffer_lazy)
 
 
 def _begun(scheduler: Any) -> list[Any]:
