@@ -128,6 +128,20 @@ def place(config: KvConfig, server: Server, network: Network) -> KvConfig:
     return dataclasses.replace(config, announce_host=announced, data_interface=data, instance_id=name)
 
 
+def of_replica(config: KvConfig, dp_rank: int | None) -> KvConfig:
+    """The settings of one replica of a server with ``--dp-size`` above 1, which is an instance of its own:
+    its name, its directory on disk, and its agent's port. None: of a server without replicas.
+    """
+    if dp_rank is None:
+        return config
+    return dataclasses.replace(
+        config,
+        instance_id=f"{config.instance_id}.dp{dp_rank}",
+        disk_path=config.disk_path and str(Path(config.disk_path) / f"dp{dp_rank}"),
+        agent_port=config.agent_port and config.agent_port + dp_rank,
+    )
+
+
 def _announced(given: str | None, host: str, routers: Sequence[str], network: Network, *, keyed: bool) -> str:
     remote = [each for each in routers if not _is_here(each, network)]
     if remote and not keyed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -18,6 +18,7 @@ from sglang_ext.addresses import (
     host_of,
     is_loopback,
     listen_host,
+    of_replica,
     place,
     split_port,
 )
@@ -113,6 +114,20 @@ def test_a_server_announces_what_others_can_reach(host: str, router: str | None,
     config = placed(host, router=router)
     assert config.announce_host == announced
     assert place(config, Server(host), WIRED) == config
+
+
+def test_each_replica_of_a_server_has_a_name_a_directory_and_a_port_of_its_own() -> None:
+    config = KvConfig(
+        instance_id="a", dram_size=1, disk_path="/kv", router="http://127.0.0.1:1", ports="5000-5009"
+    )
+    named, first, second = (of_replica(config, rank) for rank in (None, 0, 1))
+    assert named == config
+    assert (first.instance_id, second.instance_id) == ("a.dp0", "a.dp1")
+    assert (first.disk_path, second.disk_path) == ("/kv/dp0", "/kv/dp1")
+    assert (first.agent_port, second.agent_port) == (0, 0), "any of --kv-ports"
+    fixed = replace(config, agent_port=5000)
+    assert [of_replica(fixed, rank).agent_port for rank in range(2)] == [5000, 5001]
+    assert of_replica(KvConfig(instance_id="a"), 1).disk_path is None
 
 
 def test_what_is_given_is_announced() -> None:

@@ -24,8 +24,11 @@ from sglang_ext.protocol.cluster import (
     Drain,
     Registration,
     decode,
+    dp_rank_of,
     encode,
     instance_path,
+    server_of,
+    url_of_replica,
 )
 from sglang_ext.testing.fakes import FakeClock
 
@@ -56,6 +59,8 @@ def test_a_registration_survives_the_wire() -> None:
         ({"url": "ftp://host:1"}, "http://host:port"),
         ({"url": "http://host:1?x=1"}, "more than host"),
         ({"url": "http://user@host:1"}, "more than host"),
+        ({"url": "http://host:1#one"}, "more than host"),
+        ({"url": "http://host:1#dp01"}, "more than host"),
         ({"url": "http://host:1/"}, "slash"),
         ({"url": "http://host:99999"}, "not a URL"),
         ({"url": "http://ho st:1"}, "characters"),
@@ -81,6 +86,13 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], words: str
     with pytest.raises(UserError, match="Registration") as caught:
         decode(msgspec.json.encode(GOOD | change), Registration)
     assert words in str(caught.value)
+
+
+def test_a_replica_is_told_by_its_url() -> None:
+    url = url_of_replica("http://host:1", 11)
+    assert decode(msgspec.json.encode(GOOD | {"url": url}), Registration).url == url
+    assert (server_of(url), dp_rank_of(url)) == ("http://host:1", 11)
+    assert (server_of("http://host:1"), dp_rank_of("http://host:1")) == ("http://host:1", None)
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 5000, b'{"deadline_s": "' + b"x" * 70_000])

@@ -62,7 +62,8 @@ class Registration(Body, frozen=True, kw_only=True):
     """An instance's identity, addresses and settings."""
 
     url: Url
-    """Its HTTP address as the router reaches it: ``http://host:port``."""
+    """Its HTTP address as the router reaches it: ``http://host:port``; of a replica, that and its rank
+    (`url_of_replica`)."""
     instance: InstanceId
     epoch: EpochHex
     role: RoleName = "colocated"
@@ -349,6 +350,22 @@ def instance_path(instance: str, action: str = "") -> str:
     return f"{PATH}/{instance}/{action}" if action else f"{PATH}/{instance}"
 
 
+def url_of_replica(server: str, dp_rank: int) -> str:
+    """The URL of one replica of a server with ``--dp-size`` above 1: each is an instance of its own."""
+    return f"{server}#dp{dp_rank}"
+
+
+def server_of(url: str) -> str:
+    """The URL of the server to which an instance belongs."""
+    return url.partition("#")[0]
+
+
+def dp_rank_of(url: str) -> int | None:
+    """The rank of a replica among those of its server; None for a server without replicas."""
+    found = _REPLICA.fullmatch(url.partition("#")[2])
+    return None if found is None else int(found[1])
+
+
 def url_problem(url: str) -> str | None:
     """Why no instance can be reached at a URL, as the rest of a sentence; ``None`` when one could."""
     if not url.isprintable() or " " in url:
@@ -360,13 +377,14 @@ def url_problem(url: str) -> str | None:
         return "is not a URL"
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         return "is not of the form http://host:port"
-    if parts.query or parts.fragment or parts.username is not None:
+    if parts.query or parts.username is not None or (parts.fragment and dp_rank_of(url) is None):
         return "has more than host, port and path"
     if url.endswith("/"):
         return "ends with a slash"
     return None
 
 
+_REPLICA = re.compile(r"dp(0|[1-9][0-9]{0,3})")
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 
 

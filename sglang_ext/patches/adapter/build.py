@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Final
 
+from sglang_ext.addresses import of_replica
 from sglang_ext.config import KvConfig, check_block_size
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.cache.rank_cache import CacheParts
@@ -40,6 +41,7 @@ from sglang_ext.patches.adapter.build_disk import (
     promotions_from,
 )
 from sglang_ext.patches.adapter.build_transfers import (
+    dp_rank,
     handover_settings,
     make_peers,
     may_fetch,
@@ -79,6 +81,8 @@ def create_global_radix_cache(
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
     _require(ctx, config)
+    replica = dp_rank()
+    config, rank = of_replica(config, replica), (replica or 0) * ctx.tp_size + ctx.tp_rank
     if has_components(ctx):
         from sglang_ext.patches.adapter.hybrid.build import create_hybrid_radix_cache
 
@@ -93,7 +97,7 @@ def create_global_radix_cache(
             build.hbm_tier,
             planners,
             speeds=Unmeasured() if build.loading is None else build.loading.speeds,
-            publish=CacheMetrics(ctx.tp_rank).update if ctx.params.enable_metrics else lambda cache: None,
+            publish=CacheMetrics(rank).update if ctx.params.enable_metrics else lambda cache: None,
             load_min_tokens=config.load_min_tokens,
             weights=build.weights,
             ranks=build.ranks,

@@ -20,8 +20,9 @@ from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.keys import Namespace
+from sglang_ext.patches.adapter.build_transfers import dp_rank
 from sglang_ext.protocol.agent import Fill, Load, Naming
-from sglang_ext.protocol.cluster import Registration, RoleName
+from sglang_ext.protocol.cluster import Registration, RoleName, url_of_replica
 from sglang_ext.protocol.compatibility import bounded
 from sglang_ext.tiers import Tier
 
@@ -115,8 +116,9 @@ def attach_agent(
     agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named, others=router_commands.receive)
     address = bracketed(bind) if key is None else host
     scheme = "https" if getattr(server_args, "ssl_certfile", None) else "http"
+    url, rank = f"{scheme}://{host}:{server_args.port}", dp_rank()
     registration = Registration(
-        url=f"{scheme}://{host}:{server_args.port}",
+        url=url if rank is None else url_of_replica(url, rank),
         instance=facts.instance,
         epoch=facts.epoch.hex(),
         role=ROLES.get(server_args.disaggregation_mode, "colocated"),

@@ -218,6 +218,14 @@ def engine_ranks() -> int:
     return int(get_parallel().attn_tp_size)
 
 
+def dp_rank() -> int | None:
+    """The rank of this process's replica among those of its server; None for a server without replicas."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return None if parallel.dp_size == 1 else int(parallel.dp_rank)
+
+
 def start_fetching(endpoint: EndpointConfig, memory: Sequence[PoolSpec]) -> TransferThread | None:
     """The transfer thread of a rank that fetches and exports only; None where it cannot listen."""
     try:

@@ -283,8 +283,11 @@ class Members:
     def _wish(
         self, instance: str, intent: Intent, deadline_s: float = 0.0, changing: Changing | None = None
     ) -> None:
-        member = self.member(instance)
-        self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline_s, changing)])
+        named = self.member(instance)
+        for member in self.roster.together(named):
+            self._publish(
+                [self.roster.wished(member.instance, intent, self.clock.wall(), deadline_s, changing)]
+            )
 
     def member(self, name: str) -> Member:
         """The member with this id or URL.

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sglang_ext.errors import InternalError, PeerError
-from sglang_ext.protocol.cluster import Registration, RoleName, url_problem
+from sglang_ext.protocol.cluster import Registration, RoleName, dp_rank_of, server_of, url_problem
 
 MAX_RECORD_BYTES = 64 << 10
 LEFT_KEPT_S = 86_400.0
@@ -138,6 +138,17 @@ class Roster:
         there = [member for member in self if member.url == url and member.intent is not Intent.GONE]
         return max(there, key=_rank, default=None)
 
+    def together(self, member: Member) -> list[Member]:
+        """A member, and all other replicas of its server that are not gone: they come and go with it."""
+        if dp_rank_of(member.url) is None:
+            return [member]
+        server, gone = server_of(member.url), Intent.GONE
+        return [
+            other
+            for other in self
+            if other is member or (server_of(other.url) == server and other.intent is not gone)
+        ]
+
     def merge(self, member: Member) -> Change | None:
         """Take in a record, of whatever age. ``None`` when it changes nothing."""
         before = self._members.get(member.instance)
@@ -207,7 +218,7 @@ class Roster:
                     f"instance {registration.instance} is at {before.url}, and lives", field="instance"
                 )
         for other in self:
-            if other.url == registration.url and other.instance != registration.instance:
+            if _same_place(other.url, registration.url) and other.instance != registration.instance:
                 if other.registration is None and other.intent is Intent.GO:
                     intent, deadline_s = other.intent, other.deadline_s  # the wish was about this URL
                 if other.intent is not Intent.GONE:
@@ -282,6 +293,12 @@ class Roster:
 
 def _rank(member: Member) -> tuple[int, bytes]:
     return member.stamp, encode_member(member)
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether two instances cannot both be: at one URL, or a server as a whole and one of its replicas."""
+    whole = dp_rank_of(one) is None or dp_rank_of(other) is None
+    return one == other or (whole and server_of(one) == server_of(other))
 
 
 def name_of(url: str) -> str:

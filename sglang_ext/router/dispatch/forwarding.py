@@ -6,11 +6,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sglang_ext.keys import SALT_HEADER
+from sglang_ext.protocol.cluster import dp_rank_of, server_of
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import JSON_TYPE, Upstream, UpstreamResponse
 from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
+from sglang_ext.router.tenancy.admit import splice
 from sglang_ext.router.tenancy.request_fields import OPERATOR_HEADERS, PASSED_HEADERS
 
+RANK_HEADER = "x-data-parallel-rank"
+"""The replica that a request goes to, for all APIs of SGLang but its own: it counts before a body's field."""
 _PASSED_FOR_OPERATORS = PASSED_HEADERS | OPERATOR_HEADERS
 
 
@@ -46,15 +50,18 @@ class Forwarding:
         Raises:
             ConnectFailed, ConnectionLost, RequestTimeout: see ``Upstream.open``.
         """
+        rank = dp_rank_of(instance)
+        if rank is not None and flight.sent.target.startswith("/generate"):
+            body = splice(body, {"routed_dp_rank": rank})
         return self._upstream.open(
             flight.request.method,
-            instance + flight.sent.target,
-            headers=self._headers(flight),
+            server_of(instance) + flight.sent.target,
+            headers=self._headers(flight, instance),
             body=body,
             timeout_s=self._timeout_s,
         )
 
-    def _headers(self, flight: Flight) -> dict[str, str]:
+    def _headers(self, flight: Flight, instance: str) -> dict[str, str]:
         passed = _PASSED_FOR_OPERATORS if flight.record.caller.tenant is None else PASSED_HEADERS
         headers = {name: value for name, value in flight.request.headers.items() if name in passed}
         if self._worker_api_key:
@@ -72,4 +79,6 @@ class Forwarding:
         if flight.sent.dialect is not flight.admitted.dialect:
             headers["content-type"] = JSON_TYPE  # the body is the router's, not the client's
         headers["x-request-id"] = flight.record.request_id
+        if (rank := dp_rank_of(instance)) is not None:
+            headers[RANK_HEADER] = str(rank)
         return headers

@@ -21,6 +21,7 @@ import orjson
 
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import Expecting, Park, Parked, Running, Unpark, Watch
+from sglang_ext.protocol.cluster import server_of
 from sglang_ext.router.api.usage import StreamReader
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.flight import Flight
@@ -357,7 +358,9 @@ class Mover:
         there = [
             known
             for known in self._fleet.usable()
-            if known.name != source and known.role is role and self.calls.known(known.name)
+            if server_of(known.name) != server_of(source)  # where the request's name is taken
+            and known.role is role
+            and self.calls.known(known.name)
         ]
         best = min(
             there,

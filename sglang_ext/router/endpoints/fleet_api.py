@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.protocol.cluster import server_of
 from sglang_ext.router.api.dialect import worker_lost
 from sglang_ext.router.api.usage import count
 from sglang_ext.router.api.validation import Json, parse_json_object, take_string
@@ -220,7 +221,9 @@ class FleetApi:
 
         if row.weights:
             self._forget(names)
-        outcomes = dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+        servers = list(dict.fromkeys(map(server_of, names)))  # SGLang passes it on to all replicas
+        answers = dict(zip(servers, await asyncio.gather(*map(one, servers)), strict=True))
+        outcomes = {name: answers[server_of(name)] for name in names}
         if row.weights:
             self._forget(names)
         elif path == "/flush_cache":

@@ -16,7 +16,7 @@ from sglang_ext.addresses import is_loopback
 from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
 from sglang_ext.errors import InternalError
-from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.cluster import Registration, dp_rank_of, server_of
 from sglang_ext.protocol.compatibility import differences, in_words
 from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.fleet.facts import InstanceFacts
@@ -273,7 +273,12 @@ class Fleet:
         return self.lost(name, why) if refused or _is_near(name) else self.missed(name, why)
 
     def lost(self, name: str, why: str) -> State:
-        """No process listens at the instance's address, or its agent is silent."""
+        """No process listens at the instance's address, or its agent is silent. The replicas of a server end
+        together.
+        """
+        if dp_rank_of(name) is not None:
+            for other in [row for row in self.rows if server_of(row) == server_of(name) and row != name]:
+                self._happens(other, Event.LOST, f"{name} is lost: {why}")
         return self._happens(name, Event.LOST, why)
 
     def _happens(self, name: str, event: Event, why: str) -> State:

@@ -19,6 +19,7 @@ import orjson
 from sglang_ext.cost_model import Batching
 from sglang_ext.errors import PeerError
 from sglang_ext.geometry import BIDIRECTIONAL
+from sglang_ext.protocol.cluster import dp_rank_of, server_of
 from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import ChatFacts, EventSource, InstanceFacts, ModelFacts
@@ -103,7 +104,7 @@ class WorkerApi:
             headers["content-type"] = JSON_TYPE
         response = await self._upstream.open(
             method,
-            url + target,
+            server_of(url) + target,
             headers=headers,
             body=data,
             timeout_s=timeout_s,
@@ -159,7 +160,7 @@ class WorkerApi:
             changes_role=bool(server.get("enable_pd_role_switch")),
             chat=_chat_facts(model, server),
             batching=_batching(server),
-            obstacle=_obstacle(model, server, str(architectures[0])),
+            obstacle=_obstacle(model, server, str(architectures[0])) or _replica_obstacle(url, model, server),
         )
 
     async def _object(self, url: str, target: str, timeout_s: float) -> Json:
@@ -208,6 +209,20 @@ def _obstacle(model: Json, server: Json, architecture: str) -> str:
         "its model has bidirectional attention, with which SGLang's radix cache ends the server at the "
         "second prompt with the same beginning; start it with --disable-radix-cache"
     )
+
+
+def _replica_obstacle(url: str, model: Json, server: Json) -> str:
+    """Why requests would not come to the replica that a URL names; empty where they do."""
+    rank, replicas = dp_rank_of(url), server.get("dp_size")
+    if rank is None:
+        if isinstance(replicas, int) and replicas > 1 and _reports(server.get("launch_command")):
+            return "its replicas register, each as an instance of its own; leave it out of --worker-urls"
+        return ""
+    if not isinstance(replicas, int) or rank >= replicas:
+        return f"its server has no replica {rank} any more"
+    if not model.get("is_generation", True):
+        return "SGLang takes no replica's rank with prompts to embed; start it without --dp-size"
+    return ""
 
 
 def _port(value: object) -> int | None:

@@ -28,6 +28,7 @@ from sglang_ext.protocol.cluster import (
     InstanceView,
     Registration,
     TierFill,
+    url_of_replica,
 )
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.broadcast import RouterChannel
@@ -285,6 +286,26 @@ def test_an_instance_that_leaves_may_come_back(rig: Rig) -> None:
     assert cluster(rig.members).instances == ()
     rig.join()
     assert rig.state() is State.READY
+    rig.check()
+
+
+def test_the_replicas_of_a_server_are_members_that_leave_together(rig: Rig) -> None:
+    names, urls = ("a.dp0", "a.dp1"), [url_of_replica(A, rank) for rank in range(2)]
+    rig.members.list_url(A)
+    rig.join("b", B, 9)
+    for epoch, (name, url) in enumerate(zip(names, urls, strict=True), 1):
+        rig.join(name, url, epoch)
+    views = {view.instance: view.url for view in cluster(rig.members).instances}
+    assert views == {"b": B} | dict(zip(names, urls, strict=True)), "the listed one is the whole server"
+    rig.members.drain("a.dp1", 60.0)
+    assert [rig.state(url) for url in (*urls, B)] == [State.LEFT, State.LEFT, State.READY]
+    rig.members.resume("a.dp0")
+    assert [rig.state(url) for url in urls] == [State.NEW, State.NEW]
+    rig.members.leave("a.dp0")
+    assert [view.instance for view in cluster(rig.members).instances] == ["b"]
+    rig.join(names[0], urls[0], 3)
+    rig.join("a", A, 4)
+    assert sorted(view.instance for view in cluster(rig.members).instances) == ["a", "b"]
     rig.check()
 
 

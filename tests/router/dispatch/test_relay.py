@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from sglang_ext.protocol.cluster import Registration, url_of_replica
 from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,34 @@ async def test_the_answer_is_the_workers(path, stream, start_worker, start_route
         assert routed.headers["x-kv-route-reason"] == "no-prefix"
         got = await routed.read()
     assert _without_ids(got) == _without_ids(expected)
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_the_router_chooses_the_replica_and_names_it_to_the_server(
+    path, start_worker, start_router, client, eventually
+) -> None:
+    """Whatever rank a client names, in a body or in a header."""
+    worker = await start_worker()
+    worker.server_info["dp_size"] = 2
+    router = await start_router(policy="round-robin")
+    urls = [url_of_replica(worker.url, rank) for rank in range(2)]
+    for rank, url in enumerate(urls):
+        router.members.register(Registration(url=url, instance=f"a.dp{rank}", epoch=f"{rank + 1:032x}"))
+    await eventually(lambda: len(router.fleet.usable()) == 2)
+    served = []
+    for _ in range(4):
+        rank = {"x-data-parallel-rank": "7", "x-override-routed-dp-rank": "7"}
+        async with client.post(
+            router.url + path, json=PROMPTS[path] | {"routed_dp_rank": 7}, headers=rank
+        ) as answer:
+            assert answer.status == 200
+            served.append(answer.headers["x-kv-instance"])
+    assert sorted(served) == sorted(urls * 2)
+    named = [headers["x-data-parallel-rank"] for _, _, headers in worker.requests]
+    assert [url_of_replica(worker.url, int(rank)) for rank in named] == served
+    if path == "/generate":
+        ranks = [body["routed_dp_rank"] for _, body, _ in worker.requests]
+        assert [url_of_replica(worker.url, rank) for rank in ranks] == served
 
 
 def _without_ids(body: bytes) -> bytes:

@@ -13,6 +13,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.contract.places import folder_of, source_with
 from sglang_ext.patches.contract.source import Source
 from sglang_ext.patches.versions import SUPPORTED, Supported, installed_sglang_version
+from sglang_ext.protocol.cluster import Registration, url_of_replica
 from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.endpoints.server_routes import ROWS, How, route_of, table
 from tests.support.servers.workers import Gate
@@ -258,6 +259,22 @@ async def test_a_change_reaches_every_worker(fleet, client) -> None:
     assert told == {"success": True, "workers": {worker.url: good for worker in workers}}
     for worker in workers:
         assert worker.calls == [("POST", "/load_lora_adapter", ADAPTER)]
+
+
+async def test_a_change_reaches_a_server_once_and_is_told_of_each_replica(
+    start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    worker.answers["/load_lora_adapter"] = (200, {"success": True})
+    worker.server_info["dp_size"] = 2
+    router = await start_router()
+    urls = [url_of_replica(worker.url, rank) for rank in range(2)]
+    for rank, url in enumerate(urls):
+        router.members.register(Registration(url=url, instance=f"a.dp{rank}", epoch=f"{rank + 1:032x}"))
+    await eventually(lambda: len(router.fleet.usable()) == 2)
+    async with client.post(router.url + "/load_lora_adapter", json=ADAPTER) as answer:
+        assert (answer.status, list((await answer.json())["workers"])) == (200, urls)
+    assert worker.calls == [("POST", "/load_lora_adapter", ADAPTER)]
 
 
 async def test_where_one_fails_the_others_are_set_back(fleet, client) -> None:

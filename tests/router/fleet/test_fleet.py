@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_ext.errors import InternalError
-from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.cluster import Registration, url_of_replica
 from sglang_ext.router.api.limits import ModelKind
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet, Load
@@ -89,6 +89,20 @@ def test_over_a_network_silence_is_given_more_time_and_a_refused_connection_none
         fleet.missed(far, "late")
     clock.advance(8.0)
     assert fleet.missed(far, "late") is State.DOWN
+
+
+def test_the_replicas_of_a_server_are_lost_together_and_no_others() -> None:
+    one, two = (url_of_replica("http://127.0.0.1:1", rank) for rank in range(2))
+    others = ("http://127.0.0.1:2", "http://127.0.0.1:11", url_of_replica("http://127.0.0.1:11", 0))
+    fleet = Fleet((one, two, *others))
+    for name in fleet.rows:
+        fleet.learnt(name, FACTS)
+    assert fleet.lost(two, "its agent is silent") is State.DOWN
+    assert [row.state for row in fleet.rows.values()] == [State.DOWN] * 2 + [State.READY] * 3
+    assert two in fleet.rows[one].why
+    fleet.learnt(one, FACTS)
+    fleet.unconnected(others[0], "refused", refused=True)
+    assert [row.state for row in fleet.rows.values()][:3] == [State.READY, State.DOWN, State.DOWN]
 
 
 def test_a_restart_is_distinguished_from_a_hiccup() -> None:

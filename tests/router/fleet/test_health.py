@@ -9,6 +9,7 @@ import pytest
 from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import Batching
 from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.cluster import url_of_replica
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.fleet import Fleet, State
 from sglang_ext.router.fleet.health import HealthWatch
@@ -46,6 +47,30 @@ async def test_the_facts_of_a_worker(api, start_worker) -> None:
     worker.server_info["chunked_prefill_size"] = 2048
     assert (await api.learn(worker.url)).batching.chunk == 2048
     assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "server", "generates", "words"),
+    [
+        (1, {"dp_size": 2}, True, ""),
+        (2, {"dp_size": 2}, True, "no replica 2"),
+        (1, {}, True, "no replica 1"),
+        (1, {"dp_size": 2}, False, "without --dp-size"),
+        (None, {"dp_size": 2}, True, ""),
+        (None, {"dp_size": 2, "launch_command": "serve --kv-router=http://r:1"}, True, "--worker-urls"),
+        (None, {"dp_size": 1, "launch_command": "serve --kv-router=http://r:1"}, True, ""),
+    ],
+)
+async def test_a_replica_is_there_or_the_reason_is_told(
+    api, start_worker, rank: int | None, server: dict[str, object], generates: bool, words: str
+) -> None:
+    worker = await start_worker()
+    worker.server_info |= server
+    worker.model_info["is_generation"] = generates
+    url = worker.url if rank is None else url_of_replica(worker.url, rank)
+    obstacle = (await api.learn(url)).obstacle
+    assert words in obstacle
+    assert bool(words) == bool(obstacle)
 
 
 async def test_a_restart_changes_the_identity(api, start_worker) -> None:
