@@ -19,7 +19,7 @@ from typing import Final
 PASS_TOKENS: Final = 256
 """A forward pass over few tokens takes about as long as one over so many."""
 AHEAD: Final = 8
-"""A state ahead of a repeat must save so many times what its forward pass costs: most prompts come once."""
+"""A state ahead of a repeat must save the cost of its forward pass so many times: most prompts come once."""
 STATE_SHARE: Final = 8
 """A state at a fork must save one in so many of the tokens whose KV would take its memory."""
 TAIL: Final = 8

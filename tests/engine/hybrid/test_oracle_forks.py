@@ -196,7 +196,7 @@ def test_kv_in_dram_shows_a_fork() -> None:
 
 
 def test_the_rest_of_a_cut_prompt_keeps_its_memory() -> None:
-    """Prompts that are admitted in the pass of a cut leave room for what comes behind it."""
+    """Prompts that are admitted in the pass of a cut leave room for the rest of the cut prompt."""
     scenario = replace(TURNS, hbm_tokens=120)
     with HybridRank(scenario, make_cache=forking(Forks(4, 1000))) as rank:
         rank.serve(PROMPT[:30])
