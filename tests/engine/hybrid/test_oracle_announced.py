@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_hybrid_announced import AnnouncedBelow, announced_store
-from engine_hybrids import SCENARIOS, HybridRank, HybridScenario, drive
+from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
 from engine_simulation import Traffic
 
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
@@ -55,3 +55,28 @@ def test_the_tree_in_rust_is_followed(scenario: HybridScenario) -> None:
                 seen.append(below.follower.replica.contents())
     assert any(told[1])
     assert told[0] == told[1]
+
+
+WINDOW = HybridScenario("window", HybridKind(window=32), window_tokens=200)
+PROMPT = [at % 5 for at in range(64)]
+
+
+def test_new_weights_leave_nothing_announced() -> None:
+    with followed(WINDOW) as rank:
+        below = rank.below
+        assert isinstance(below, AnnouncedBelow)
+        rank.serve(PROMPT)
+        below.settle()
+        below.follow()
+        assert below.follower.replica.contents()
+        rank.look_inside = False  # the oracle knows one kind of weights
+        rank.cache.weights_changing()
+        below.follower.follow()
+        assert not below.follower.replica.contents(), "told at once, without a pass"
+        rank.serve([*PROMPT, 1, 2])
+        assert not any(below.follow().values()), "nothing is cached while they change"
+        rank.cache.weights_changed()
+        rank.serve([*PROMPT, 1, 2], extra_key="tenant")
+        told = below.follow()[Tier.HBM]
+        assert {space for space, _ in told} == {(2, "tenant", None)}
+        assert {space for space, _ in below.follower.replica.contents()} == {("tenant", None)}
