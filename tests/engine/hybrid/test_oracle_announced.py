@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from engine_hybrid_announced import AnnouncedBelow, announced_store
+from engine_hybrid_announced import BLOCK, AnnouncedBelow, announced_store
 from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
 from engine_simulation import Traffic
 
@@ -69,6 +69,7 @@ def test_new_weights_leave_nothing_announced() -> None:
         below.settle()
         below.follow()
         assert below.follower.replica.contents()
+        assert rank.cache.blocks_by_tier() == {Tier.HBM: (4, 15), Tier.DRAM: (4, 300 // BLOCK)}
         rank.look_inside = False  # the oracle knows one kind of weights
         rank.cache.weights_changing()
         below.follower.follow()

@@ -338,18 +338,20 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             planner.expire(now)
 
     def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
-        """Pages with the KV of every token that each tier holds, and that fit; from any thread."""
-        size = self.token_to_kv_pool_allocator.size
-        held = {Tier.HBM: ((size - self._free_tokens) // self.page_size, size // self.page_size)}
+        """Blocks of the index with the KV of every token that each tier holds, and that fit; from any
+        thread."""
+        page = self.page_size
+        block = page if self.announcing is None else self.announcing.announced.tree.block_size
+        allocator: Any = self.token_to_kv_pool_allocator  # of one pool or two
+        if self.is_swa_enabled:
+            size, free = allocator.size_full, allocator.full_available_size()
+        else:
+            size, free = allocator.size, allocator.available_size()
+        held = {Tier.HBM: ((size - free) // block, size // block)}
         if self.store is not None:
             memory = self.store.parts[FULL].memory
-            held[Tier.DRAM] = (len(memory), memory.arena.n_blocks)
+            held[Tier.DRAM] = (len(memory) * page // block, memory.arena.n_blocks * page // block)
         return held
-
-    @property
-    def _free_tokens(self) -> int:
-        allocator: Any = self.token_to_kv_pool_allocator
-        return int(allocator.full_available_size() if self.is_swa_enabled else allocator.available_size())
 
     def reset(self) -> None:
         for planner in self.planners:
