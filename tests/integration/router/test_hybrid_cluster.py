@@ -177,7 +177,9 @@ def has(router: Router, url: str, prompt: list[int], tokens: int) -> bool:
     return there(router, url, prompt).tokens >= tokens
 
 
-async def test_members_of_a_cluster(lone: Lone, pair: Pair, client: aiohttp.ClientSession) -> None:
+async def test_members_of_a_cluster(
+    lone: Lone, pair: Pair, client: aiohttp.ClientSession, leak_guard: LeakGuard
+) -> None:
     """Conversations go back to what they left, also from a disk, by a hint, and after a restart."""
     fillers = itertools.cycle(lone.fillers)
     async with Router(RouterConfig(port=pair.port, policy="prompt-tree")) as router:
@@ -218,7 +220,8 @@ async def test_members_of_a_cluster(lone: Lone, pair: Pair, client: aiohttp.Clie
         number = homes.index(small)
         pair.servers[0].stop()
         pair.servers[0] = ServerProcess(pair.specs[0])
-        await asyncio.to_thread(pair.servers[0].start)
+        with leak_guard.adopting():
+            await asyncio.to_thread(pair.servers[0].start)
         await ready(router, pair)
         prompt, before = lone.prompts[number][TURNS + 1], lone.prompts[number][TURNS]
         answer, _ = await generate(client, pair.servers[0].url, prompt)
