@@ -31,23 +31,28 @@ def read() -> dict[str, Any]:
     return data
 
 
-def shares(data: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """For each source, the sum over proven models, and that over models that SGLang serves."""
+def shares(data: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """For each source, the sum over proven models, over those with proven speculation too, and
+    over models that SGLang serves."""
     found = {}
     for column in data["columns"]:
         served = [model for model in data["models"] if "unserved" not in model]
         proven = [model for model in served if TABLE[model["family"]].proven]
-        done, all_of = (sum(model.get(column, 0) for model in some) for some in (proven, served))
-        found[column] = (done, all_of)
+        drafted = [model for model in proven if TABLE[model["family"]].drafts]
+        done, also, all_of = (
+            sum(model.get(column, 0) for model in some) for some in (proven, drafted, served)
+        )
+        found[column] = (done, also, all_of)
     return found
 
 
 def share_lines(data: dict[str, Any]) -> Iterator[str]:
     """The shares as a table, and the models that are left out."""
-    yield "| source | proven | of | share |"
-    yield "|---|---|---|---|"
-    for column, (done, all_of) in shares(data).items():
-        yield f"| {data['columns'][column]} | {done:g} | {all_of:g} | {done / all_of:.0%} |"
+    yield "| source | proven | of | share | with speculation proven |"
+    yield "|---|---|---|---|---|"
+    for column, (done, also, all_of) in shares(data).items():
+        counts = f"{done:g} | {all_of:g} | {done / all_of:.0%} | {also:g}, {also / all_of:.0%}"
+        yield f"| {data['columns'][column]} | {counts} |"
     yield ""
     for model in data["models"]:
         if "unserved" in model:

@@ -155,4 +155,4 @@ def test_a_model_counts_when_its_three_tiers_are_proven() -> None:
         {"name": "x", "unserved": "why", "some": 50},
         {"family": "mla"},
     ]
-    assert SHARE["shares"]({"columns": {"some": ""}, "models": models}) == {"some": (3, 9)}
+    assert SHARE["shares"]({"columns": {"some": ""}, "models": models}) == {"some": (3, 3, 9)}

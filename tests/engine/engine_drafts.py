@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from engine_hybrid_pools import FULL, MAMBA, SWA, HybridKind
 from engine_hybrids import OVERLAP, PAGED, HybridScenario, HybridScheduler
-from engine_pools import Hashes, WrongKvError, extend_chain
+from engine_pools import WrongKvError, extend_chain
 from engine_scheduler import Computed, Settings, token_at
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -105,22 +105,15 @@ class DraftingScheduler(HybridScheduler):
 
     def _draft(self, work: Computed) -> None:
         """The draft model computes what the model has computed."""
-        chain, start, window = self._draft_chain(work), work.start, self.pools.kind.window
+        kind, start = self.pools.kind, work.start
+        chain = kind.draft_chain(work.chain, [self._text(work.req, len(work.chain))])
         for part, oracle in self.pools.draft_oracles.items():
             slots = self._slots(work, part)
-            first = max(0, start - window) if part is SWA else 0
+            first = max(0, start - kind.window) if part is SWA else 0
             for layer in range(oracle.layers):
                 read = slots[first:start], chain[first:start], layer, f"draft of {work.req.rid} in forward"
                 self._check(work.req, partial(oracle.compare, *read))
                 oracle.write(slots[start : len(chain)], chain[start:], layer)
-
-    def _draft_chain(self, work: Computed) -> Hashes:
-        """The hashes of the draft model's rows."""
-        if not self.pools.kind.shifted:
-            return work.chain
-        after = work.chain[-1:].tolist()
-        extend_chain(after, None, [self._text(work.req, len(work.chain))])
-        return np.append(work.chain[1:], np.uint64(after[-1]))
 
     def _check(self, req: Req, compare: Callable[[], None]) -> None:
         try:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
-from engine_pools import Oracle, Planes
+from engine_pools import Hashes, Oracle, Planes, extend_chain
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -72,11 +72,23 @@ class HybridKind:
             return "NONE"
         return "NGRAM" if not self.draft else "EAGLE" if self.bigrams else "STANDALONE"
 
-    @property
-    def shifted(self) -> bool:
-        """Whether a draft's row belongs to its token and the next one. With states SGLang's keys are single
-        tokens, so that the row of the last token of a page may be that of another text's next token."""
-        return bool(self.draft) and self.bigrams and not self.states
+    def draft_chain(self, chain: Hashes, after: Sequence[int]) -> Hashes:
+        """The hashes of a draft's rows: with EAGLE, a row belongs to its token and to the next one. With
+        states, SGLang's keys are single tokens, and the row of a page's last token may have been made with
+        the next token of another text: here it belongs to its own token alone.
+
+        Args:
+            chain: hashes of the prefix up to each token.
+            after: the next token.
+        """
+        if not (self.draft and self.bigrams):
+            return chain
+        last = chain[-1:].tolist()
+        extend_chain(last, None, after)
+        shifted = np.append(chain[1:], np.uint64(last[-1]))
+        if self.states:
+            shifted[self.page - 1 :: self.page] = chain[self.page - 1 :: self.page]
+        return shifted
 
     def __str__(self) -> str:
         parts = ["latents"] if self.latents else []

@@ -485,11 +485,7 @@ class HybridRank:
 
     def draft_chain(self, node: Any, chain: Hashes) -> Hashes:
         """The hashes of a draft model's rows of a node and of all before it."""
-        if not self.pools.kind.shifted:
-            return chain
-        after = chain[-1:].tolist()
-        extend_chain(after, None, node.key.raw_token_ids()[-1:])
-        return np.append(chain[1:], np.uint64(after[-1]))
+        return self.pools.kind.draft_chain(chain, node.key.raw_token_ids()[-1:])
 
     def _owned(self) -> dict[ComponentType, dict[str, Ids]]:
         """The owners of the slots of each component."""

@@ -52,7 +52,15 @@ class Family:
     @property
     def proven(self) -> bool:
         """Whether HBM, DRAM and disk are served and proven."""
-        return all(tier in self.cells and self.cells[tier].kind in PROVEN for tier in TIERS)
+        return all(map(self._is_proven, TIERS))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether speculative decoding is proven."""
+        return self._is_proven("speculation")
+
+    def _is_proven(self, column: Column) -> bool:
+        return column in self.cells and self.cells[column].kind in PROVEN
 
 
 _READ = Proof("reading")

@@ -22,9 +22,12 @@ from engine_scheduler import Computed
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from test_oracle_pages import flip_a_late_bit
 from test_oracle_store import damage, leave_hbm, store_of, stored
+from transformers import PretrainedConfig
 
+from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.hybrid.build import _Building
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.pools import component_pools
 
@@ -85,7 +88,7 @@ def test_a_prompt_is_found(scenario: HybridScenario, prompt: list[int], on_disk:
         for part in store_of(rank).store.parts.values() if on_disk else ():
             part.memory.clear()
         rank.serve([*prompt, 1, 2, 3])
-        tokens = len(prompt) - (rank.pools.kind.page > 1 or rank.pools.kind.shifted)
+        tokens = len(prompt) - (rank.pools.kind.page > 1 or not rank.pools.kind.states)
         assert rank.scheduler.loaded == tokens
         assert rank.scheduler.disk_tokens >= tokens * on_disk
 
@@ -187,6 +190,28 @@ def test_what_is_saved_too_early_or_late_is_seen(
 ) -> None:
     with stored(replace(scenario, make_scheduler=twin)) as rank, pytest.raises(WrongKvError):
         drive(rank, seed=2, steps=100)
+
+
+def namespace(drafts: tuple[str, ...], algorithm: str = "EAGLE") -> bytes | None:
+    """Of a server's files of KV of all tokens, by the activations of its draft models."""
+    with HybridRank(WINDOW) as rank:
+        build = object.__new__(_Building)
+        build.weights, build.shard = Weights("as started", lambda: "as started"), "tp0of1"
+        build.kvcache = SimpleNamespace(dtype=torch.float32)
+        model = SimpleNamespace(hf_config=PretrainedConfig(), dtype=torch.float32)
+        args = SimpleNamespace(speculative_algorithm=algorithm)
+        build.ctx = SimpleNamespace(model_config=model, server_args=args)
+        configs = [PretrainedConfig(hidden_act=each) for each in drafts]
+        models = [SimpleNamespace(hf_config=each) for each in configs]
+        build.drafts = Drafts([SimpleNamespace(model_config=each) for each in models])
+        return build._namespace(component_pools(rank.pools.params(), 32)[0])
+
+
+def test_servers_with_unequal_drafts_share_no_files() -> None:
+    assert namespace(("silu",)) == namespace(("silu",))
+    assert namespace((), "NGRAM") == namespace((), "None")
+    others = {namespace(("silu",)), namespace(("gelu",)), namespace(()), namespace(("silu",), "STANDALONE")}
+    assert len(others) == 4
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,9 @@ class _Building:
 
     @property
     def _kernels(self) -> str:
-        """Backends that lay states out differently."""
+        """Backends that lay states out differently, and what a draft model is fed with."""
         args: Any = self.ctx.server_args
-        return f"{getattr(args, 'linear_attn_backend', '')},{getattr(args, 'mamba_backend', '')}"
+        names = [getattr(args, "linear_attn_backend", ""), getattr(args, "mamba_backend", "")]
+        if self.drafts.runners:
+            names.append(args.speculative_algorithm)
+        return ",".join(map(str, names))
