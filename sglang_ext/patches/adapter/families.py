@@ -87,7 +87,8 @@ def _resumed(model: str) -> dict[Column, Proof]:
     """The cells that later turns of conversations prove for a model of the tests with windows or states."""
     turns = _server(f"cache/test_hybrid_tiers.py::test_a_restart_goes_on_from_disk[{model}]")
     hints = _server(f"router/test_hybrid_cluster.py::test_members_of_a_cluster[{model}]")
-    return {**dict.fromkeys(TIERS, turns), "hints": hints}
+    fetch = _server(f"cache/test_hybrid_fetching.py::test_what_one_has_computed_another_fetches[{model}]")
+    return {**dict.fromkeys(TIERS, turns), "hints": hints, "fetch": fetch}
 
 
 def _pages(pools: str) -> dict[Column, Proof]:
@@ -107,7 +108,6 @@ _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints"), _R
 _LATENT_RETURNS: dict[Column, Proof] = {
     "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
-_STATE_FETCH = "engine/hybrid/test_oracle_fetches.py::test_a_prompt_of_another_instance_is_found"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
@@ -195,9 +195,6 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _BELOW_STOCK
             | _resumed("tiny-spark")
             | {
-                "fetch": _server(
-                    "cache/test_hybrid_fetching.py::test_what_one_has_computed_another_fetches[tiny-spark]"
-                ),
                 "PD": _server("pd/test_pd_hybrids.py::test_conversations_get_the_answers_of_one_server"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
@@ -219,9 +216,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
-            _BELOW_STOCK
-            | _resumed("tiny-gdn")
-            | {"fetch": Proof("oracle", _STATE_FETCH), "speculation": Proof("oracle", _STATE_DRAFTS)},
+            _BELOW_STOCK | _resumed("tiny-gdn") | {"speculation": Proof("oracle", _STATE_DRAFTS)},
         ),
         "dsv4": Family(
             "Compressed latents and windows",
