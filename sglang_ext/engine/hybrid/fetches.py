@@ -73,7 +73,7 @@ class _Part:
 
 @dataclass(eq=False, kw_only=True)
 class _NamedSpan(FetchedSpan):
-    """A span on its way. most: no rank has a resume point beyond so many blocks that each rank has."""
+    """A span on its way. most: some rank has no resume point beyond so many blocks."""
 
     most: int
     parts: list[_Part] = field(default_factory=list)
@@ -195,7 +195,7 @@ class NamedFetches(FetchPlanner):
             if found is None:
                 return None
             move.parts.append(found)
-            known = places[part.component]
+            known = places.get(part.component, {})  # of a peer that refuses, none are needed
             if any(name not in known for name in found.names):
                 return None  # given up here since it was found
             if len(found.ids):
@@ -255,7 +255,9 @@ class NamedFetches(FetchPlanner):
     def admitted(self, namespace: Hashable, key: bytes) -> None:
         """A request with this prompt is admitted or is gone: unlock the blocks that came for it."""
         for kept in list(self._kept):
-            if kept.namespace == namespace and key.startswith(kept.key):
+            # A request is not matched up to its last token.
+            fits = key.startswith(kept.key) or (key and kept.key.startswith(key))
+            if kept.namespace == namespace and fits:
                 self._drop(kept)
 
     def _drop(self, kept: _Kept) -> None:

@@ -485,13 +485,14 @@ class Together:
 
 @pytest.mark.parametrize(
     ("unlike", "whole"),
-    [("owners", 3), ("readers", 7), ("rooms", 0)],
-    ids=["an owner lacks a state", "a reader has all", "a reader has no room"],
+    [("owners", 3), ("readers", 7), ("rooms", 0), ("peers", 3)],
+    ids=["an owner lacks a state", "a reader has all", "a reader has no room", "an owner refuses"],
 )
 def test_ranks_whose_blocks_differ_stay_in_step(make: MakeServer, unlike: str, whole: int) -> None:
     """They take a resume point that both have, or none."""
     together = Together()
-    owners = [make(rank=(rank, 2)) for rank in range(2)]
+    other = {STATE: "other"} if unlike == "peers" else None
+    owners = [make(rank=(0, 2)), make(rank=(1, 2), facts=other)]
     readers = [make(rank=(rank, 2), least=together.of(rank)) for rank in range(2)]
     for owner in owners:
         owner.rig.compute(PROMPT[: 3 * PAGE])
@@ -506,6 +507,8 @@ def test_ranks_whose_blocks_differ_stay_in_step(make: MakeServer, unlike: str, w
     def run(reader: Server) -> None:
         if unlike == "readers":
             reader.rig.compute(PROMPT if reader is readers[1] else pages(2, 7))
+        if unlike == "peers":
+            reader.rig.compute(PROMPT[: 3 * PAGE] if reader is readers[1] else pages(2, 3))
         reader.fetch([tuple(owner.address for owner in owners)], PROMPT)
         while not reader.results:
             reader.one_pass()
