@@ -21,7 +21,7 @@ from test_oracle_store import BOTH, PAGED, PROMPT, STATES, WINDOW, damage, flip_
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.engine.peers.fetch_results import FetchEnd
-from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+from sglang_ext.patches.adapter.hybrid.cache import _BOUND, HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import names_of_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
@@ -137,10 +137,11 @@ def move_prompts(pair: Pair, scenario: HybridScenario, *, seed: int, steps: int)
         if step % 10 == 9 and ended:
             req = traffic[0].random.choice(ended)
             prompt = list(req.origin_input_ids)
-            tenant = {"cache_salt": req.cache_salt, "extra_key": req.extra_key}
+            own, _ = getattr(req, _BOUND, (req.extra_key, ""))  # not yet marked with weights
+            tenant = {"cache_salt": req.cache_salt, "extra_key": own}
             fetch(owner, reader, prompt, **tenant)
             scheduler = reader.rank.scheduler
-            scheduler.submit([*prompt, 1], new_tokens=2, extra_key=req.extra_key, salt=req.cache_salt)
+            scheduler.submit([*prompt, 1], new_tokens=2, extra_key=own, salt=req.cache_salt)
             fetches = reader.exchange.fetches
             reader.passes_until(lambda fetches=fetches: not fetches.busy, "the fetch")
             brought += fetches.counters.fetched_blocks
