@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_ext.engine.hybrid.components import Flags
-from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
+from sglang_ext.engine.hybrid.memory import Changed, ComponentMemory, Name
 from sglang_ext.tiered_store.dram.arena import BlockIds
 from sglang_ext.tiered_store.loading.loader import Load, Loader
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
@@ -57,9 +57,12 @@ class ComponentDisk:
         """Blocks that are on disk as far as is known; the oldest first."""
         self._gone: deque[Sequence[Name]] = deque()
         """Blocks that the disk has given up. Filled by its threads."""
-        self.changed: Callable[[Sequence[Name], bool], None] | None = None
-        """Called with names that are known to be on disk now, or that are not any more. None: nothing is
-        known."""
+        self._changed: Changed | None = None
+        """None: nothing is known."""
+
+    def observe(self, changed: Changed) -> None:
+        """Have names reported that are known to be on disk from now on, or that are not any more."""
+        self._changed = changed
 
     def write(self, names: Sequence[Name], ids: BlockIds) -> None:
         """Write blocks of a prefix, in order. They stay locked until that has ended."""
@@ -97,10 +100,10 @@ class ComponentDisk:
         self._gone.append(names)
 
     def _learn(self, names: Sequence[Name]) -> None:
-        if self.changed is None or not names:
+        if self._changed is None or not names:
             return
         self._known.update(dict.fromkeys(names))
-        self.changed(names, True)
+        self._changed(names, True)
         if len(self._known) > MOST_KNOWN:
             self._unlearn(list(itertools.islice(self._known, len(self._known) - MOST_KNOWN)))
 
@@ -108,8 +111,8 @@ class ComponentDisk:
         gone = [name for name in names if name in self._known]
         for name in gone:
             del self._known[name]
-        if self.changed is not None and gone:
-            self.changed(gone, False)
+        if self._changed is not None and gone:
+            self._changed(gone, False)
 
     def forget(self) -> None:
         """Names are those of other weights from now on."""

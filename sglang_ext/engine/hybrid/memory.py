@@ -17,6 +17,9 @@ from sglang_ext.tiered_store.dram.arena import BlockIds, DramArena
 Name = bytes
 """Of a prefix that ends where the block ends (`names.page_names`)."""
 
+Changed = Callable[[Sequence[Name], bool], None]
+"""Called with names that are held from now on, or that are not any more."""
+
 
 class ComponentMemory:
     """See the module's docstring. In the scheduler's thread."""
@@ -28,8 +31,7 @@ class ComponentMemory:
         self._names: dict[int, Name] = {}
         self._locks = np.zeros(arena.n_blocks, np.int32)
         self.evicted = 0
-        self.changed: Callable[[Sequence[Name], bool], None] = lambda names, held: None
-        """Called with names that have come, or that have gone."""
+        self._changed: Changed = lambda names, held: None
 
     def __repr__(self) -> str:
         return f"ComponentMemory({len(self._blocks)} of {self.arena.n_blocks} blocks)"
@@ -39,6 +41,10 @@ class ComponentMemory:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def observe(self, changed: Changed) -> None:
+        """Have names reported that come or go from now on."""
+        self._changed = changed
 
     def held(self, names: Sequence[Name]) -> Flags:
         """For each name, whether its block is here."""
@@ -85,7 +91,7 @@ class ComponentMemory:
         blocks = [self._blocks.pop(name) for name in names]
         for block in blocks:
             del self._names[block]
-        self.changed(names, False)
+        self._changed(names, False)
         self.arena.free([block for block in blocks if not self._locks[block]])
 
     def enter(self, names: Sequence[Name], ids: BlockIds) -> None:
@@ -97,7 +103,7 @@ class ComponentMemory:
                 self._names[block] = name
                 new.append(name)
         self.touch(names)
-        self.changed(new, True)
+        self._changed(new, True)
 
     def lock(self, ids: BlockIds) -> None:
         self._locks[ids] += 1

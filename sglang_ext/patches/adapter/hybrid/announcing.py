@@ -70,9 +70,9 @@ class Announcing(Planner):
         self.feed = PlacementFeed(self.announced.tree, list(holders.values()))
         self._generation = 0
         for part in parts:
-            part.memory.changed = partial(self.announced.below, Tier.DRAM, part.component)
+            part.memory.observe(partial(self.announced.below, Tier.DRAM, part.component))
             if part.disk is not None and Tier.DISK in holders:
-                part.disk.changed = partial(self.announced.below, Tier.DISK, part.component)
+                part.disk.observe(partial(self.announced.below, Tier.DISK, part.component))
 
     # -- SGLang's tree ----------------------------------------------------------------------------------
 

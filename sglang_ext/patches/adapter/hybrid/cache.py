@@ -386,7 +386,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         matched_prefix_tokens: Any = (),
         extra_key: str | None = None,
         cache_salt: str | None = None,
-        **_: Any,
+        storage_hit_end: int | None = None,
     ) -> None:
         """Bring blocks that a request lacks from a peer or the disk to DRAM. SGLang has just matched it."""
         if self.store is None or not self.uses_storage or self.weights.moving:
