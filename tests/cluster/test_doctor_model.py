@@ -69,7 +69,14 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         {"start": ("ok", "admitted"), "family": ("ok", "short convolution"), "hints": ("ok", "served")},
     ),
     ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("ok", "proof: oracle")}),
-    ("flag", RECIPES["tiny"].config, ("--dp-size", "2"), 1, {"start": ("problem", "--dp-size above 1")}),
+    ("replicas", RECIPES["tiny"].config, ("--dp-size", "2"), 0, {"start": ("ok", "admitted")}),
+    (
+        "DP attention",
+        RECIPES["tiny"].config,
+        ("--dp-size", "2", "--enable-dp-attention"),
+        1,
+        {"start": ("problem", "--attn-dp-size above 1")},
+    ),
     (
         "transfer",
         RECIPES["tiny"].config,

@@ -271,17 +271,25 @@ def _kind(facts: Facts) -> str:
 def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
     """Why this kind of parallelism does not go with the flag ``chosen``, with the way out; None when it does.
 
-    Every replica of data parallelism has a scheduler and a tree of its own, and the server has one name: they
-    would take each other's place in the routers' index, and want the same directory on disk. With context
-    parallelism the ranks of one prefix would not agree on what each of them has loaded.
+    A replica is an instance of its own. With DP attention the groups of one model step together, and it is
+    not proven that they do while one of them waits for KV. With context parallelism the ranks of one prefix
+    would not agree on what each of them has loaded.
     """
     for size, flag, way_out in (
-        (facts.dp_size, "--dp-size", _REPLICAS),
+        (facts.dp_size if facts.transfers else 1, "--dp-size", _REPLICAS),
         (facts.attn_dp_size, "--attn-dp-size", _REPLICAS),
         (facts.attn_cp_size, "--attn-cp-size", "Use --tp-size instead"),
     ):
         if size > 1:
             return f"{chosen} cannot be combined with {flag} above 1, with DP attention or without. {way_out}"
+    if facts.dp_size > 1:
+        for present, flag in (
+            (facts.disaggregation_mode != "null", "--disaggregation-mode"),
+            (facts.pp_size > 1, "--pp-size above 1"),
+            (facts.nnodes > 1, "--nnodes above 1"),
+        ):
+            if present:
+                return f"{chosen} cannot be combined with --dp-size above 1 and {flag}. {_REPLICAS}"
     return None
 
 
@@ -324,6 +332,7 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
         (facts.router and hands_over, "--kv-router and --disaggregation-mode", "Leave --kv-router out"),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
+        (facts.dp_size > 1, "--dp-size above 1", _REPLICAS),
     ):
         if present:
             return f"{FLAG} with {flag} does not serve models with {kind}. {way_out}{_whole_windows(facts)}"

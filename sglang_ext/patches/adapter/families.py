@@ -66,7 +66,7 @@ class Family:
 _READ = Proof("reading")
 # Families of one slot of KV per token share the code of MHA, which moves planes of any shape.
 _BY_READING: dict[Column, Proof] = dict.fromkeys(
-    ("HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP"), _READ
+    ("HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP"), _READ
 )
 
 
@@ -131,6 +131,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                     "cache/test_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
                 ),
                 "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
+                "DP": _server(
+                    "cache/test_replicas.py::test_a_conversation_stays_with_the_replica_that_has_its_kv"
+                ),
             },
         ),
         "gqa-moe": Family(

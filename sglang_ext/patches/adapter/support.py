@@ -146,6 +146,8 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
     in_json = prefill.get("backend") if isinstance(prefill, Mapping) else None
     algorithm = getattr(server_args, "speculative_algorithm", None)
     same = {name: value for name in _SAME_NAMES if (value := getattr(server_args, name, None)) is not None}
+    if getattr(server_args, "enable_dp_attention", False):  # --attn-dp-size as it was called before
+        same["attn_dp_size"] = max(same.get("attn_dp_size", 1), same.pop("dp_size", 1))
     return Facts(
         **same,
         caches=getattr(server_args, "radix_cache_backend", None) == BACKEND,
@@ -239,6 +241,11 @@ def require_computing(server_args: Any) -> None:
             getattr(server_args, "tokenizer_worker_num", 1) > 1,
             "--tokenizer-worker-num",
             "answers are sorted by tokenizer process",
+        ),
+        (
+            getattr(server_args, "dp_size", 1) > 1,
+            "--dp-size above 1",
+            "a replica's idle time does not show that the server is idle",
         ),
     ):
         if present:

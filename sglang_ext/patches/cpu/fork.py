@@ -4,7 +4,8 @@ Change: SGLang starts its processes by spawn, because CUDA does not survive a fo
 transformers and SGLang again: on a CPU that is most of a small server's start, twice over, and the memory of
 the modules three times. Without CUDA nothing stands against a fork at the point where SGLang starts them: the
 server has imported, parsed its arguments and started no thread. A child gets the default handlers of the
-signals for which SGLang's handler ends the whole server, and a torch thread pool of its own.
+signals for which SGLang's handler ends the whole server, and a torch thread pool of its own. With several
+replicas, a process between starts their schedulers from its threads, by spawn.
 
 Why no extension point serves: the start method is fixed in the function.
 
@@ -61,6 +62,8 @@ def apply() -> None:
         stock(server_args)
         if fork:
             multiprocessing.set_start_method("fork", force=True)
+            if server_args.dp_size > 1:
+                multiprocessing.util.register_after_fork(module, _spawn_from_here)
             # Neither the collector nor reference counts of objects that are only read should copy shared
             # pages.
             gc.collect()
@@ -74,6 +77,10 @@ def _begin_child(_module: Any) -> None:
     # A spawned process would have this one; the server's would end the whole process tree.
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     renew_thread_pool()
+
+
+def _spawn_from_here(_module: Any) -> None:
+    multiprocessing.set_start_method("spawn", force=True)
 
 
 def renew_thread_pool(threads: int | None = None) -> None:

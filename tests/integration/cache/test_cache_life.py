@@ -117,9 +117,13 @@ def test_new_weights_are_a_new_namespace(server: ServerProcess) -> None:
     [
         ("tiny-swa", ("--kv-durability", "acked"), "--kv-durability acked.*sliding windows.*Use disk"),
         ("tiny", ("--kv-block-size", "24", "--page-size", "16"), "--kv-block-size"),
-        ("tiny", ("--dp-size", "2"), "--dp-size above 1.*sglang-ext cluster --colocated N"),
+        (
+            "tiny",
+            ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"),
+            "--attn-dp-size above 1.*sglang-ext cluster --colocated N",
+        ),
     ],
-    ids=["sliding window", "block size", "replicas"],
+    ids=["sliding window", "block size", "DP attention"],
 )
 def test_what_cannot_be_served_is_refused_by_name(model: str, flags: tuple[str, ...], message: str) -> None:
     spec = ServerSpec(model=model, flags=("--radix-cache-backend", "global", *flags))

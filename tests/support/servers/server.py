@@ -78,12 +78,14 @@ class ServerSpec:
     run: tuple[str, ...] = ("-m", "sglang_ext.launch_server")
 
     def command(self, port: int, host: str = LOOPBACK) -> list[str]:
+        # SGLang's default is a port that the system also gives to connections, and is bound much later. The
+        # replicas of a server each need another one.
+        nccl_port = () if "--dp-size" in self.flags else ("--nccl-port", str(free_port()))
         return [
             *(sys.executable, *self.run),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
             *("--host", host, "--port", str(port)),
-            # SGLang's default is a port that the system also gives to connections, and is bound much later.
-            *("--nccl-port", str(free_port()), *self.flags),
+            *(*nccl_port, *self.flags),
         ]
 
 
