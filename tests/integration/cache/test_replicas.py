@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -18,6 +19,8 @@ from sglang_ext.protocol.cluster import url_of_replica
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.cluster.members_view import fills_of
 from sglang_ext.testing.waiting import until
+from sglang_ext.tiered_store.disk.check import repair_directory
+from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 from sglang_ext.tiers import Tier
 from tests.support.compare import Answer, assert_same
 from tests.support.leaks import LeakGuard
@@ -172,6 +175,10 @@ async def test_replicas_die_together_and_come_back_with_what_each_has_on_disk(
     await until(lambda: not router.fleet.usable(), WITHIN_S, "the verdict over both")
     replicas.server.stop()
     damage_last_layer(runs(replicas.disk(0)), spoil_values, forge=True)
+    # The index has checksums of the headers too; a new one, made from the segments, has the forged ones.
+    (shard,) = replicas.disk(0).iterdir()
+    shutil.rmtree(shard / INDEX_DIRECTORY)
+    assert repair_directory(shard).blocks
     replicas.restart()
     await both_known(router, replicas)
     for rank, url in enumerate(replicas.urls):
