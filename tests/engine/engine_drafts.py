@@ -37,11 +37,25 @@ class DraftingScheduler(HybridScheduler):
         """Tokens of drafts that the model has accepted."""
         self._random = random.Random(3)
         self._accepted: dict[Req, int] = {}
+        self._newest: dict[Req, int] = {}
+        """The hash of each request's newest row of the draft."""
+        self._of_old_weights: dict[Req, dict[int, int]] = {}
+        """The hashes of a draft's last rows before new weights, by their places: of the next token as the old
+        weights have it."""
 
     # -- passes ---------------------------------------------------------------------------------
 
     def _forward(self, batch: ScheduleBatch) -> list[Any]:
         return self._verify(batch) if batch.forward_mode.is_decode() else super()._forward(batch)
+
+    def _rows_of(self, batch: ScheduleBatch) -> list[Computed]:
+        for req in batch.reqs:
+            served = self._served[req]
+            if not served.chain:
+                self._of_old_weights.pop(req, None)
+            elif served.weights != self.weights:
+                self._of_old_weights.setdefault(req, {})[len(served.chain) - 1] = self._newest[req]
+        return super()._rows_of(batch)
 
     def _verify(self, batch: ScheduleBatch) -> list[Any]:
         pools, width = self.pools, self.pools.kind.verified
@@ -106,7 +120,10 @@ class DraftingScheduler(HybridScheduler):
     def _draft(self, work: Computed) -> None:
         """The draft model computes what the model has computed."""
         kind, start = self.pools.kind, work.start
-        chain = kind.draft_chain(work.chain, [self._text(work.req, len(work.chain))])
+        chain = kind.draft_chain(work.chain, [self._text(work.req, len(work.chain))]).copy()
+        for place, each in self._of_old_weights.get(work.req, {}).items():
+            chain[place] = each
+        self._newest[work.req] = int(chain[-1])
         for part, oracle in self.pools.draft_oracles.items():
             slots = self._slots(work, part)
             first = max(0, start - kind.window) if part is SWA else 0
