@@ -59,7 +59,8 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         MAMBA,
         (),
         0,
-        {"start": ("ok", "admitted"), "family": ("ok", "short convolution"), "PD": ("warning", "Mamba")},
+        {"start": ("ok", "admitted"), "family": ("ok", "short convolution"),
+         "PD": ("warning", "--kv-pd-caching 2 or 3")},
     ),
     (
         "states and a router",

@@ -366,7 +366,7 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
             facts.is_dsa and facts.index_group > 1 and (hybrids or moved or not facts.is_hybrid_ssm),
             f"index keys (DSA) for groups of {facts.index_group} tokens",
         ),
-        ((hybrids or moved) and facts.is_hybrid_ssm, "Mamba or other state-space layers"),
+        (hybrids and facts.is_hybrid_ssm, "Mamba or other state-space layers"),
         (hybrids and facts.is_hybrid_swa, "sliding-window attention"),
     )
     found = [kind for present, kind in kinds if present]

@@ -135,7 +135,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(
         ({"caches": False, "transfers": True, **facts}, ("--disaggregation-transfer-backend global", word))
         for facts, word in (
-            ({"is_hybrid_ssm": True}, "Use another transfer backend"),
+            ({"is_hybrid_ssm": True, "follows_hybrids": False}, "Use another transfer backend"),
+            ({"is_hybrid_ssm": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
             ({"is_deepseek_v4": True, "is_hybrid_swa": True}, "sliding windows of DeepSeek V4"),
             ({"is_hybrid_swa": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
             ({"is_hybrid_swa": True, "pushes": True}, "Use --kv-transfer-mode pull"),
@@ -191,6 +192,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "kv_pool": "DeepSeekV4TokenToKVPool", "dram": True},
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "disaggregation_mode": "prefill", "transfers": True},
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "caches": False, "transfers": True},
+        {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "caches": False, "transfers": True},
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
         {"disaggregation_decode_retraction_backup": "cpu_tensor"},
