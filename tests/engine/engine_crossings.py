@@ -38,7 +38,7 @@ PROGRESS_S = 30.0
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a seed draws.
+    """The server that a seed draws.
 
     sizes: of the tiers of each rank; empty for plain models, whose scenario says them.
     """

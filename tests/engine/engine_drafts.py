@@ -118,7 +118,7 @@ class DraftingScheduler(HybridScheduler):
             self._draft(each)
 
     def _draft(self, work: Computed) -> None:
-        """The draft model computes what the model has computed."""
+        """The draft model computes the tokens that the model has computed."""
         kind, start = self.pools.kind, work.start
         chain = kind.draft_chain(work.chain, [self._text(work.req, len(work.chain))]).copy()
         for place, each in self._of_old_weights.get(work.req, {}).items():

@@ -1,4 +1,4 @@
-"""What a hybrid cache announces, compared after each step with what SGLang's tree and our store have."""
+"""The prefixes that a hybrid cache announces, compared after each step with SGLang's tree and our store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 16
 
 
 class AnnouncedBelow(StoreBelow):
-    """Our store below `HybridRadixCache`, of which routers are told."""
+    """Our store below `HybridRadixCache`, announced to routers."""
 
     def __init__(self, pools: HybridPools, cache: UnifiedRadixCache, sizes: Sizes) -> None:
         super().__init__(pools, cache, sizes)

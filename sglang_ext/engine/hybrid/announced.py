@@ -88,7 +88,7 @@ class Announced:
         self._extended: set[Node] = set()
         """Nodes that were ends, and have a continuation now."""
 
-    # -- what has come and gone ---------------------------------------------------------------------
+    # -- arrivals and departures --------------------------------------------------------------------
 
     def in_hbm(
         self, namespace: Hashable, key: bytes, names: Sequence[Name], rows: Mapping[Component, Ids]

@@ -81,7 +81,7 @@ class ComponentDisk:
             self._memory.unlock(ids)
 
     def look(self) -> None:
-        """Unlock the blocks that have been written, and take note of what is on disk."""
+        """Unlock the blocks that have been written, and note their names as on disk."""
         while self._written:
             ids, written = self._written.popleft()
             self._memory.unlock(ids)

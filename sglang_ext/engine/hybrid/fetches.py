@@ -167,7 +167,7 @@ class NamedFetches(FetchPlanner):
     # -- reading ------------------------------------------------------------------------------------
 
     def _read(self, move: _NamedSpan, end: int) -> None:
-        """Reserve memory for all that a resume after so many blocks needs, and read what is missing."""
+        """Reserve memory for all that a resume after so many blocks needs, and read the missing blocks."""
         job, move.blocks = move.fetch.job, end
         wanted = self._reserve(move, self._names(move.fetch.wish.namespace, move.fetch.wish.key)[:end])
         if wanted is None:

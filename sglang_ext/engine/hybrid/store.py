@@ -11,7 +11,7 @@ load      when the request is admitted: from DRAM to HBM; the forward pass waits
 
 KV that is in DRAM has been verified, and stays there while it is loaded: a load cannot fail.
 
-Each rank has DRAM and disks of its own, and what they hold may differ: a disk fails, DRAM is full. The ranks
+Each rank has DRAM and disks of its own, whose blocks may differ: a disk fails, DRAM is full. The ranks
 agree on what changes SGLang's trees: the saves that have ended, and the promotions that have arrived; and
 SGLang intersects the lengths that they look up.
 """
@@ -50,7 +50,7 @@ class Rows:
 class StoredComponent:
     """One component: its memory, the copies between that and HBM, and its disk.
 
-    copies: of this rank alone; each rank copies what its own memory lacks.
+    copies: of this rank alone; each rank copies the blocks that its own memory lacks.
     """
 
     component: Component

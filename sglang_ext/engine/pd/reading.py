@@ -1,5 +1,5 @@
-"""Pull, on decode's side: a request's KV is read from the pages that prefill has leased, and what other pools
-hold of it from their blocks."""
+"""Pull, on decode's side: a request's KV is read from the pages that prefill has leased, and its rows in
+other pools from their blocks."""
 
 from __future__ import annotations
 

@@ -84,8 +84,9 @@ class DiskHints(Planner):
         until: float = math.inf,
         earliest: float = -math.inf,
     ) -> None:
-        """Read what a prompt lacks in DRAM when its turn comes; a newer prompt of an ``id`` replaces the
-        older. until: a prompt whose turn has not come is dropped. earliest: not used, DRAM is large.
+        """Read the blocks that a prompt lacks in DRAM when its turn comes; a newer prompt of an ``id``
+        replaces the older. until: a prompt whose turn has not come is dropped. earliest: not used, DRAM is
+        large.
         """
         self.cancel(id)
         if len(self._hints) >= MOST_WAITING:

@@ -176,7 +176,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                     "cache/test_pictures.py::test_a_restart_finds_the_picture_on_disk_and_no_other"
                 ),
                 "PD": _server("cache/test_pictures.py::test_prefill_and_decode_hand_pictures_over"),
-                # Of what comes before the first picture: a router does not know the tokens of a picture.
+                # Of tokens before the first picture: a router does not know the tokens of a picture.
                 "fetch": _server(f"router/test_routed_pictures.py::{_BEFORE_PICTURES}"),
                 "hints": _server(f"router/test_routed_pictures.py::{_BEFORE_PICTURES}"),
             },

@@ -130,7 +130,7 @@ class Chooser:
         record = flight.record
         first, *others = flight.prompts
         known = first.known
-        # Of a prompt with pictures, instances send each other what comes before the first one.
+        # Of a prompt with pictures, instances send each other the tokens before the first one.
         beyond = known is not first and any(m.tokens > known.units for m in matches.values())
         prompt = Prompt(
             flight.units,

@@ -14,7 +14,7 @@ is *awaited*: the index uses its reports so far, and the instance may hold more.
 
 Guesses, made when a request is routed, apply to all instances and live 2 s. Prompts that the router cannot
 map to the engine's tokens and namespaces (prompts matched by text; adapters, whose engine ids the router
-lacks) are inferred, never reported. Of prompts with pictures, what comes before the first one is reported.
+lacks) are inferred, never reported. Of prompts with pictures, the tokens before the first one are reported.
 
 Memory is bounded over the whole index. Above the bound, the index drops the coldest ends of prefixes of the
 instance with the most blocks, then names of its blocks below memory. The index of that instance is *partial*

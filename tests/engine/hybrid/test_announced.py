@@ -66,7 +66,7 @@ class Model:
         self.announced.in_hbm(SPACE, encode_tokens(list(tokens)), [name_of(page) for page in pages], rows)
         self.prompts.add(tokens)
         for tier, component in self.held:
-            if tier is not Tier.HBM:  # new pages that a tier has already are told again
+            if tier is not Tier.HBM:  # new pages that a tier has already are announced again
                 there = [page for page in pages if page in self.held[tier, component]]
                 self.announced.below(tier, component, [name_of(page) for page in there], True)
 

@@ -1,4 +1,4 @@
-"""Wrong answers of other caches, as their users reported them: what each report asks is asked here, and every
+"""Wrong answers of other caches, as their users reported them: each report's recipe runs here, and every
 row that the model reads is compared.
 
 Most follow one recipe: a prompt is computed, asked again while HBM has it, pushed out by other prompts, and
@@ -193,7 +193,7 @@ def short_after_long(rank: AnyRank) -> None:
     assert reused == loaded >= 56
 
 
-# -- what was wrong ---------------------------------------------------------------------------------
+# -- the faults -------------------------------------------------------------------------------------
 
 
 def no_states(monkeypatch: pytest.MonkeyPatch, rank: AnyRank) -> None:
@@ -264,7 +264,7 @@ def exchanged_dims(monkeypatch: pytest.MonkeyPatch, rank: AnyRank) -> None:
 
 
 class ReadsTheFirst(WrappedTier):
-    """Reads what was written first, whatever is asked for."""
+    """Reads the blocks that were written first instead of those that are asked for."""
 
     swaps = False
 
@@ -310,7 +310,7 @@ def names_the_beginning(monkeypatch: pytest.MonkeyPatch, rank: AnyRank) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """make: the model and its tiers. recipe: of the report. fault: what was wrong there."""
+    """make: the model and its tiers. recipe: of the report. fault: the reported one."""
 
     make: Callable[[], AnyRank]
     recipe: Callable[[AnyRank], None]

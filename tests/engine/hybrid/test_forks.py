@@ -73,7 +73,7 @@ class Admission:
 
 
 def admitted(admission: Any, *, chunk: int | None = 8192, busy: bool = False, grid: int | None = None) -> Any:
-    """What becomes of it for a prompt of 1000 tokens."""
+    """The outcome for a prompt of 1000 tokens."""
     chunks = Chunks(FORKS)
     req = SimpleNamespace(
         full_untruncated_fill_ids=range(1000),

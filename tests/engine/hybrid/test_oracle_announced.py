@@ -1,4 +1,4 @@
-"""After each pass, routers have been told of each prefix that can be resumed, and of no other."""
+"""After each pass, routers know each prefix that can be resumed, and no other."""
 
 from __future__ import annotations
 

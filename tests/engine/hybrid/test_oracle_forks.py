@@ -44,7 +44,7 @@ def forking(forks: Forks) -> Callable[[Any], HybridRadixCache]:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What serving a trace took. reused: tokens; plain: those that a plain model reuses in the same memory.
+    """The work of serving a trace. reused: tokens; plain: those that a plain model reuses in the same memory.
     computed: tokens of prompts. passes: for them."""
 
     reused: int

@@ -83,7 +83,7 @@ class Ranked:
             self.rank.cache._all_reduce_attn_groups = reduce
 
     def picture(self) -> Any:
-        """The tree, and free slots, and the lengths of what was found."""
+        """The tree, and free slots, and the lengths of all matches."""
         rank = self.rank
         nodes = []
         for node, chain in rank.nodes():

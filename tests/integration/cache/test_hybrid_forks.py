@@ -16,7 +16,7 @@ from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 pytestmark = pytest.mark.integration
 
 LONG, SHORT = AHEAD * PASS_TOKENS + 100, 600
-"""A prompt whose state is kept ahead of a repeat, and one that is long enough where a repeat is known."""
+"""A prompt whose state is kept ahead of a repeat, and a shorter one, long enough where a repeat is known."""
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 

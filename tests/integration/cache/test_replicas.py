@@ -78,7 +78,7 @@ class Replicas:
         os.kill(pid, signal.SIGKILL)
 
     def restart(self) -> None:
-        """Start a server in the place of the one that has ended."""
+        """Start the server again."""
         self.server.stop()
         self.server = self._started(self.spec)
 

@@ -1,7 +1,7 @@
 """Prefill and decode apart with a model that has windows or states: the answers are those of one server.
 
 The window's rows of a request, or its state, come beside the KV of all tokens, from a pool of their own.
-Prefill keeps what it computed in HBM, DRAM and on disk (``--kv-pd-caching 1``); decode keeps nothing.
+Prefill keeps its KV in HBM, DRAM and on disk (``--kv-pd-caching 1``); decode keeps nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kind:
     """A model.
 
     Args:
-        pool: of what its requests have beside the KV of all tokens.
+        pool: of the rows that its requests have beside the KV of all tokens.
         resumed: of how many tokens less than its prompt a turn leaves a place to resume.
     """
 

@@ -181,7 +181,7 @@ def has(router: Router, url: str, prompt: list[int], tokens: int) -> bool:
 async def test_members_of_a_cluster(
     lone: Lone, pair: Pair, client: aiohttp.ClientSession, leak_guard: LeakGuard
 ) -> None:
-    """Conversations go back to what they left, also from a disk, by a hint, and after a restart."""
+    """Conversations go back to the instance that they left, also to its disk, by hints, after a restart."""
     fillers = itertools.cycle(lone.fillers)
     async with Router(RouterConfig(port=pair.port, policy="prompt-tree")) as router:
         await ready(router, pair)

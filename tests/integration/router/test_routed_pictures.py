@@ -86,7 +86,7 @@ async def test_what_comes_before_a_picture_is_matched_fetched_and_prefetched(
         await until(lambda: router.trees.tokens_of(owner) > 600, 30, "the index")
         _, before, _ = await ask(client, owner, chat(None))
         assert before > 600
-        # The other server reads what comes before the picture, and computes the picture.
+        # The other server reads the tokens before the picture, and computes the picture.
         colds = [
             (await ask(client, owner, {**chat(number), "cache_salt": f"cold {number}"}))[0]
             for number in (1, 2)

@@ -198,7 +198,7 @@ class _Building:
 
     @property
     def _kernels(self) -> str:
-        """Backends that lay states out differently, and what a draft model is fed with."""
+        """Backends that lay states out differently, and the algorithm that feeds a draft model."""
         args: Any = self.ctx.server_args
         names = [getattr(args, "linear_attn_backend", ""), getattr(args, "mamba_backend", "")]
         if self.drafts.runners:

@@ -1,4 +1,4 @@
-"""Puts together what a rank needs to exchange windows, states and KV with other instances, by name."""
+"""Puts together a rank's exchange of windows, states and KV with other instances, by name."""
 
 from __future__ import annotations
 
