@@ -117,7 +117,7 @@ class HybridScheduler(SimulatedScheduler):
         weights, mark, own = (extra_key or "").partition("\0")
         if not mark:
             return 0, extra_key, salt
-        return self._weights_of[weights], own[1:] if own else None, salt
+        return self._weights_of.get(weights, -1), own[1:] if own else None, salt
 
     def _match(self, req: Req) -> None:
         super()._match(req)

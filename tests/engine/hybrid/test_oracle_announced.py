@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_hybrid_announced import BLOCK, AnnouncedBelow, announced_store
-from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, drive
+from engine_hybrids import SCENARIOS, HybridKind, HybridRank, HybridScenario, HybridScheduler, drive
 from engine_simulation import Traffic
 
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
@@ -32,7 +32,11 @@ def followed(scenario: HybridScenario) -> HybridRank:
 
 
 @pytest.mark.parametrize("scenario", LOOKED_INTO)
-def test_each_resume_point_is_announced_and_no_other(scenario: HybridScenario) -> None:
+def test_each_resume_point_is_announced_and_no_other(
+    scenario: HybridScenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one kind of weights: nodes of others stay in SGLang's tree, and are not announced."""
+    monkeypatch.setattr(HybridScheduler, "change_weights", lambda scheduler: None)
     with followed(scenario) as rank:
         drive(rank, seed=2, steps=100)
         assert len(rank.scheduler.finished) > 10

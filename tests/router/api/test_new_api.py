@@ -239,8 +239,9 @@ GENERAL = {
 """Modules of `router/api` that every API uses; each other one belongs to an API."""
 TABLES = {"endpoints/server_routes.py"}
 """Name every route of SGLang's server, whatever becomes of it."""
-ASKED_OF_SERVERS = {("fleet/worker.py", "/generate")}
-"""The router's own requests to a server, in the dialect that all servers speak."""
+ASKED_OF_SERVERS = {("fleet/worker.py", "/generate"), ("dispatch/forwarding.py", "/generate")}
+"""The router's own requests to a server, in the dialect that all servers speak, and the one path at which
+SGLang takes the rank of a replica in the body alone."""
 
 
 def named(source: str, where: str) -> Iterator[str]:
