@@ -166,9 +166,9 @@ class Chooser:
     def _matches(self, flight: Flight) -> dict[str, Match]:
         """Each instance's match with all prompts together."""
         first, *others = flight.prompts
-        matches = self._match(first)
+        matches = matches_of(self._trees, first)
         for encoded in others:
-            for name, match in self._match(encoded).items():
+            for name, match in matches_of(self._trees, encoded).items():
                 before = matches.get(name, NOTHING)
                 below = Counter(before.below)
                 below.update(match.below)
@@ -176,20 +176,6 @@ class Chooser:
                     before.tokens + match.tokens, before.own or match.own, dict(sorted(below.items()))
                 )
         return matches
-
-    def _match(self, prompt: Encoded) -> dict[str, Match]:
-        """Each instance's match with a prompt. Of an instance that reports its cache, text behind the first
-        picture counts only where the tokens before it are reported: it may have evicted them."""
-        trees, known = self._trees, prompt.known
-        found = trees.match(prompt.namespace, prompt.key)
-        if known is prompt:
-            return found
-        before, whole = trees.match(known.namespace, known.key), known.units // trees.block_size
-        for name in [name for name in found if not trees.learns_of(known.namespace, name)]:
-            reported = before.get(name, NOTHING)
-            if reported.tokens < whole * trees.block_size:
-                found[name] = reported
-        return found
 
     def _guess(self, flight: Flight, instance: str, matches: dict[str, Match]) -> None:
         """Add the prompts to the index. If the instance holds all whole blocks of a single prompt, there is
@@ -210,6 +196,20 @@ class Chooser:
             return fleet
         roomy = tuple(known for known in fleet if known.in_flight < most)
         return roomy if first_targets(roomy) else fleet
+
+
+def matches_of(trees: PromptTrees, prompt: Encoded) -> dict[str, Match]:
+    """Each instance's match with a prompt. Of an instance that reports its cache, text behind the first
+    picture counts only where the tokens before it are reported: it may have evicted them."""
+    known, found = prompt.known, trees.match(prompt.namespace, prompt.key)
+    if known is prompt:
+        return found
+    before, whole = trees.match(known.namespace, known.key), known.units // trees.block_size
+    for name in [name for name in found if not trees.learns_of(known.namespace, name)]:
+        reported = before.get(name, NOTHING)
+        if reported.tokens < whole * trees.block_size:
+            found[name] = reported
+    return found
 
 
 def no_worker(fleet: Fleet) -> RequestRefused:

@@ -12,7 +12,7 @@ from test_tokenizing import FACTS, own_tokenizer  # noqa: F401 - a fixture
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api.job import Chat, Job, PromptInput
-from sglang_ext.router.dispatch.choosing import Chooser
+from sglang_ext.router.dispatch.choosing import matches_of
 from sglang_ext.router.fleet.facts import ChatFacts
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.index.prompt_trees import BEGINNING
@@ -133,12 +133,10 @@ def test_text_behind_a_picture_counts_where_what_is_before_it_is_reported() -> N
     index = Index(FakeClock())
     holder, _ = Reporter(index, "a"), Reporter(index, "b")
     holder.insert(KEY)
-    chooser = Chooser.__new__(Chooser)  # compiled, it takes no None for its other parts
-    chooser._trees = index
     whole = len(PROMPT.key) // 64 * 16
     for name in "abc":  # the last does not report
         index.confirm(PROMPT.namespace, PROMPT.key, name)
-    assert {name: match.tokens for name, match in chooser._match(PROMPT).items()} == {
+    assert {name: match.tokens for name, match in matches_of(index, PROMPT).items()} == {
         "a": whole,
         "b": 0,
         "c": whole,
