@@ -115,7 +115,7 @@ def test_new_weights_are_a_new_namespace(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("tiny-swa", ("--kv-durability", "acked"), "--kv-durability acked.*sliding windows.*Use disk"),
+        ("tiny-swa", ("--pp-size", "2"), "--pp-size above 1.*sliding windows.*Use --tp-size"),
         ("tiny", ("--kv-block-size", "24", "--page-size", "16"), "--kv-block-size"),
         (
             "tiny",
