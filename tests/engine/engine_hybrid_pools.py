@@ -52,7 +52,7 @@ class HybridKind:
             end of each chunk and request (``no_buffer``).
         latents: layers with full attention keep MLA latents.
         verified: tokens that the model verifies in a decoding pass; 0 without speculation.
-        draft: which layers the draft model has: ``full``, ``window``, or both; none without a draft model.
+        draft: kinds of layers of the draft model: ``full``, ``window``, or both; none without a draft model.
         bigrams: SGLang's keys are pairs of tokens (EAGLE): a draft's row also depends on the next token.
     """
 
