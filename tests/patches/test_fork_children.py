@@ -19,7 +19,7 @@ from sglang_ext.patches.cpu import fork as fork_children
 
 pytestmark = pytest.mark.slow
 
-NO_METRICS = SimpleNamespace(enable_metrics=False)
+NO_METRICS = SimpleNamespace(enable_metrics=False, dp_size=1)
 
 
 @pytest.fixture
@@ -53,6 +53,23 @@ def test_forks(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert multiprocessing.get_start_method() == "fork"
 
 
+@pytest.mark.parametrize(("replicas", "method"), [(1, "fork"), (2, "spawn")])
+def test_a_child_that_starts_replicas_spawns_them(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, replicas: int, method: str
+) -> None:
+    """The data parallel controller has threads by the time it starts the schedulers."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    fork_children.apply()
+    engine._set_envs_and_config(SimpleNamespace(enable_metrics=False, dp_size=replicas))
+    assert multiprocessing.get_start_method() == "fork"
+    fork = multiprocessing.get_context("fork")
+    methods = fork.Queue()
+    child = fork.Process(target=lambda: methods.put(multiprocessing.get_start_method()))
+    child.start()
+    assert methods.get(timeout=30) == method
+    child.join(30)
+
+
 @pytest.mark.parametrize(("imported", "method"), [(False, "fork"), (True, "spawn")])
 def test_metrics_need_to_know_how_to_be_kept(
     engine: Any, monkeypatch: pytest.MonkeyPatch, imported: bool, method: str
@@ -62,7 +79,7 @@ def test_metrics_need_to_know_how_to_be_kept(
     if imported:
         monkeypatch.setitem(sys.modules, "prometheus_client", ModuleType("prometheus_client"))
     fork_children.apply()
-    engine._set_envs_and_config(SimpleNamespace(enable_metrics=True))
+    engine._set_envs_and_config(SimpleNamespace(enable_metrics=True, dp_size=1))
     assert multiprocessing.get_start_method() == method
 
 
