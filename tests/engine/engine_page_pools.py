@@ -183,6 +183,9 @@ class GroupedPools(HybridPools):
             index_head_dim=128,
             kv_cache_dim=12,
             index_kpool=4,
+            index_kpool_compress=True,
+            tail_extra_slots=self.kind.verified,
+            max_running_requests=self.rows,
         )
 
     def _planes(self) -> dict[ComponentType, Planes]:

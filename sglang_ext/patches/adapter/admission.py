@@ -48,6 +48,7 @@ _WITHOUT_DRAFTS = f"Use one of {', '.join(sorted(_PACKED_DRAFTS))}, or leave tha
 _WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
 BY_LAYER = "--kv-transfer-mode push-by-layer"
 _DEFERRED_DRAFT_KV = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
+_REPLAY = "--enable-encoder-swa-bounded-replay"
 _EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
 _REPLICAS = (
     "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
@@ -94,6 +95,7 @@ class Facts:
     enable_streaming_session: bool = False
     enable_unified_memory: bool = False
     enable_hisparse: bool = False
+    enable_encoder_swa_bounded_replay: bool = False
     dcp_enabled: bool = False
     kv_sharded: bool = False
     speculative_algorithm: str | None = None
@@ -124,8 +126,6 @@ class Facts:
     dram: bool = False
     """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
     disk: bool = False
-    router: bool = False
-    """``--kv-router``."""
     acked: bool = False
     """``--kv-durability acked``."""
     page_size: int | None = None
@@ -256,7 +256,8 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
         (facts.decode_keeps, "--kv-pd-caching 2 or 3", "Use --kv-pd-caching 1, or basic"),
         (facts.pushes, "--kv-transfer-mode push or push-by-layer", "Use --kv-transfer-mode pull"),
         (facts.aggregated, "--kv-transfer-layout aggregated", "Use --kv-transfer-layout blocks"),
-        (facts.speculative_algorithm is not None, "--speculative-algorithm", "Leave that flag out"),
+        # Prefill then has the window of a request in a ring, in which two pages may be one.
+        (facts.enable_encoder_swa_bounded_replay, _REPLAY, "Leave that flag out"),
     ):
         if present:
             reason = f"{TRANSFER_FLAG} with {flag} does not serve models with {_kind(facts)}. {way_out}"
@@ -329,7 +330,6 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
         return f"{FLAG} does not serve models whose layers all have {kind}. {_STOCK}"
     for present, flag, way_out in (
         (facts.disaggregation_mode != "null" and not hands_over, "--disaggregation-mode", _STOCK),
-        (facts.router and hands_over, "--kv-router and --disaggregation-mode", "Leave --kv-router out"),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
         (facts.dp_size > 1, "--dp-size above 1", _REPLICAS),
@@ -355,15 +355,15 @@ def _whole_windows(facts: Facts) -> str:
 
 
 def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
-    hybrids, moved = not facts.follows_hybrids, chosen == TRANSFER_FLAG
+    hybrids = not facts.follows_hybrids
     kinds = (
         # Before the kinds that these are made of.
-        ((hybrids or moved) and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
+        (hybrids and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
         # The keys of an unfinished group are in memory of the request, which no tier keeps. With states, a
         # prompt is resumed after whole pages, and those after whole groups.
         (
-            facts.is_dsa and facts.index_group > 1 and (hybrids or moved or not facts.is_hybrid_ssm),
+            facts.is_dsa and facts.index_group > 1 and (hybrids or not facts.is_hybrid_ssm),
             f"index keys (DSA) for groups of {facts.index_group} tokens",
         ),
         (hybrids and facts.is_hybrid_ssm, "Mamba or other state-space layers"),

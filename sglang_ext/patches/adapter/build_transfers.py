@@ -20,7 +20,6 @@ from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
-from sglang_ext.engine.hybrid.components import FULL
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.pd.messages import MESSAGES
@@ -38,9 +37,9 @@ from sglang_ext.geometry import Geometry
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.admission import BACKEND, HYBRID_POOLS
 from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
-from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
+from sglang_ext.patches.adapter.hybrid.handed_over import handed_over_pools
+from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
 from sglang_ext.patches.adapter.pd.pd_setup import keys_of, on_all_ranks
-from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.process import PROCESS
 
 logger = logging.getLogger(__name__)
@@ -154,10 +153,11 @@ def staging_of(config: KvConfig, geometry: Geometry, kind: MemoryKind) -> Stagin
 
 
 def components_of(scheduler: Any, page_tokens: int) -> dict[str, ComponentPool]:
-    """The pools of a model with windows or states, as endpoints call them; none of another model.
+    """The pools of a model with windows or states that hand-overs move, as endpoints call them; none of
+    another model.
 
     Raises:
-        ConfigError: see ``component_pools``.
+        ConfigError: see ``handed_over_pools``.
     """
     allocator = scheduler.token_to_kv_pool_allocator
     if type(allocator.get_kvcache()).__name__ not in HYBRID_POOLS:
@@ -167,8 +167,13 @@ def components_of(scheduler: Any, page_tokens: int) -> dict[str, ComponentPool]:
         page_size=page_tokens,
         req_to_token_pool=scheduler.req_to_token_pool,
     )
-    found = component_pools(params, scheduler.sliding_window_size)
-    return {HBM_POOL if each.component is FULL else str(each.component): each for each in found}
+    return handed_over_pools(params, scheduler.sliding_window_size, Drafts(PROCESS.drafts))
+
+
+def specs_of(components: Mapping[str, ComponentPool]) -> list[PoolSpec]:
+    """Pools of this rank, as endpoints have them."""
+    rank, ranks = engine_rank(), engine_ranks()
+    return [pool.spec(name, rank, ranks) for name, pool in components.items()]
 
 
 def transfers_of(
@@ -179,9 +184,9 @@ def transfers_of(
     Args:
         components: see `components_of`.
     """
-    cache = scheduler.tree_cache
-    if isinstance(cache, GlobalRadixCache) and cache.transfers is not None:
-        return cache.transfers
+    shared = getattr(scheduler.tree_cache, "transfers", None)  # of a cache of ours
+    if isinstance(shared, TransferThread):
+        return shared
     kvcache, drafts = scheduler.token_to_kv_pool_allocator.get_kvcache(), Drafts(PROCESS.drafts)
     endpoint = endpoint_config(
         config,
@@ -191,9 +196,7 @@ def transfers_of(
         rank=engine_rank(),
     )
     if components:
-        rank, ranks = engine_rank(), engine_ranks()
-        pools = [pool.spec(name, rank, ranks) for name, pool in components.items()]
-        return TransferThread(endpoint, pools, messages=MESSAGES)
+        return TransferThread(endpoint, specs_of(components), messages=MESSAGES)
     pool = EnginePool.of(
         kvcache,
         scheduler.model_config,

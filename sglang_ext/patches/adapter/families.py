@@ -99,8 +99,10 @@ def _pages(pools: str) -> dict[Column, Proof]:
     """The cells that SGLang's pools with a row for each page prove, with a function in place of the model."""
     test = f"engine/hybrid/test_oracle_pages.py::test_every_row_from_dram_and_disk_is_right[{pools}]"
     draft = f"engine/hybrid/test_oracle_drafts.py::test_every_row_of_a_draft_with_pages_is_right[{pools}]"
+    moved = f"engine/pd/test_pd_whole_requests.py::test_all_of_a_request_is_handed_over[{pools}]"
     return dict.fromkeys(TIERS, Proof("oracle", test)) | {
         "TP": Proof("oracle", f"{_RANKS}_of_large_pages"),
+        "PD": Proof("oracle", moved),
         "speculation": Proof("oracle", draft),
     }
 

@@ -57,6 +57,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         speculative_algorithm=get_spec().speculative_algorithm,
         speculative_draft_window_size=get_spec().speculative_draft_window_size,
         defers_draft_kv=_defers_draft_kv(),
+        enable_encoder_swa_bounded_replay=_replays_windows(),
         radix_eviction_policy=memory.radix_eviction_policy,
         dp_size=parallel.dp_size,
         attn_dp_size=parallel.attn_dp_size,
@@ -81,7 +82,6 @@ def _of_config(config: KvConfig) -> dict[str, Any]:
         "follows_hybrids": follows_hybrids(installed_sglang_version()),
         "dram": bool(config.dram_size),
         "disk": config.disk_path is not None,
-        "router": config.router is not None,
         "acked": config.acked_behind is not None,
         "by_layer": config.transfer_mode == "push-by-layer",
         "pushes": config.transfer_mode != "pull",
@@ -102,6 +102,13 @@ def _defers_draft_kv() -> bool:
     return variable is not None and bool(variable.get())
 
 
+def _replays_windows() -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    features = getattr(get_exec(), "features", None)
+    return bool(getattr(features, "enable_encoder_swa_bounded_replay", False))  # from 0.5.23 on
+
+
 def wait_for_whole_passes(config: KvConfig) -> None:
     """Have the schedule stream wait until a forward pass has ended, as SGLang does beside HiCache: copies to
     DRAM wait for that stream only."""
@@ -120,6 +127,7 @@ _SAME_NAMES = (
     "disaggregation_mode",
     "dllm_algorithm",
     "dp_size",
+    "enable_encoder_swa_bounded_replay",
     "enable_flexkv",
     "enable_hierarchical_cache",
     "enable_hisparse",

@@ -40,7 +40,7 @@ ASKED: dict[Column, dict[str, Any]] = {
     "HBM": {},
     "DRAM": {"dram": True},
     "disk": {"dram": True, "disk": True},
-    "fetch": {"dram": True, "router": True},
+    "fetch": {"dram": True},
     "PD": {"caches": False, "transfers": True},
     "return": {"transfers": True, "disaggregation_mode": "prefill", "decode_keeps": True},
     "migration": {
@@ -49,7 +49,7 @@ ASKED: dict[Column, dict[str, Any]] = {
         "disaggregation_mode": "decode",
         "disaggregation_decode_enable_radix_cache": True,
     },
-    "hints": {"dram": True, "router": True},
+    "hints": {"dram": True},
     "speculation": {"speculative_algorithm": "EAGLE"},
     "TP": {"dram": True},
     "DP": {"dp_size": 2},

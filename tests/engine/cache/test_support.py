@@ -61,10 +61,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"is_hybrid_ssm": True, "disaggregation_mode": "decode", "transfers": True},
         ("--disaggregation-mode", "states"),
     ),
-    (
-        {"is_hybrid_swa": True, "disaggregation_mode": "prefill", "transfers": True, "router": True},
-        ("--kv-router and --disaggregation-mode", "Leave --kv-router out"),
-    ),
     ({"is_hybrid_swa": True, "pp_size": 2}, ("--pp-size above 1", "sliding windows")),
     ({"is_hybrid_swa": True, "has_whole_layers": False}, ("layers all have sliding windows",)),
     (
@@ -137,13 +133,20 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         for facts, word in (
             ({"is_hybrid_ssm": True, "follows_hybrids": False}, "Use another transfer backend"),
             ({"is_hybrid_ssm": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
-            ({"is_deepseek_v4": True, "is_hybrid_swa": True}, "sliding windows of DeepSeek V4"),
+            (
+                {"is_deepseek_v4": True, "is_hybrid_swa": True, "enable_encoder_swa_bounded_replay": True},
+                "--enable-encoder-swa-bounded-replay does not serve models with sliding windows. Leave",
+            ),
+            ({"is_deepseek_v4": True, "follows_hybrids": False}, "sliding windows of DeepSeek V4"),
             ({"is_hybrid_swa": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
             ({"is_hybrid_swa": True, "pushes": True}, "Use --kv-transfer-mode pull"),
             ({"is_hybrid_swa": True, "aggregated": True}, "Use --kv-transfer-layout blocks"),
-            ({"is_hybrid_swa": True, "speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+            ({"is_hybrid_swa": True, "speculative_algorithm": "STANDALONE"}, "--speculative-algorithm"),
             ({"is_hybrid_swa": True, "has_whole_layers": False}, "layers all have sliding windows"),
-            ({"is_hybrid_ssm": True, "is_dsa": True, "index_group": 4}, "index keys (DSA) for groups of 4"),
+            (
+                {"is_hybrid_ssm": True, "is_dsa": True, "index_group": 4, "follows_hybrids": False},
+                "index keys (DSA) for groups of 4",
+            ),
             ({"is_dsa": True, "index_group": 4}, "index keys (DSA) for groups of 4"),
             (
                 {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "decode_keeps": True},
@@ -193,6 +196,9 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "disaggregation_mode": "prefill", "transfers": True},
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "caches": False, "transfers": True},
         {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "caches": False, "transfers": True},
+        {"is_hybrid_ssm": True, "caches": False, "transfers": True, "speculative_algorithm": "NEXTN"},
+        {"is_hybrid_ssm": True, "is_dsa": True, "index_group": 4, "caches": False, "transfers": True},
+        {"is_deepseek_v4": True, "is_hybrid_swa": True, "caches": False, "transfers": True},
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
         {"disaggregation_decode_retraction_backup": "cpu_tensor"},
@@ -202,7 +208,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"prefill_graphs": "full"},
         {"pp_size": 2},
         {"nnodes": 2},
-        {"dp_size": 2, "dram": True, "disk": True, "router": True, "nnodes": 1},
+        {"dp_size": 2, "dram": True, "disk": True, "nnodes": 1},
         {"caches": False, "disable_radix_cache": True, "is_hybrid_ssm": True},
         {"caches": False, "transfers": True, "disable_radix_cache": True},
         {"prefill_war_read_done": True},

@@ -1,24 +1,33 @@
 """Prefill and decode apart with a model that has windows or states: the answers are those of one server.
 
 The window's rows of a request, or its state, come beside the KV of all tokens, from a pool of their own.
-Prefill keeps its KV in HBM, DRAM and on disk (``--kv-pd-caching 1``); decode keeps nothing.
+Prefill keeps its KV in HBM, DRAM and on disk (``--kv-pd-caching 1``); decode keeps nothing. Prefill registers
+with a router, which some tests have there, and which gets decode's URL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import aiohttp
 import pytest
 from pd_faults import ended
 from pd_fleet import FaultySpec, Rig, fault, kill, nothing_is_left, prompt_of
+from token_requests import generate
 
+from sglang_ext.keys import encode_tokens
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.policies import Match
 from sglang_ext.testing.models import RECIPES
-from sglang_ext.testing.waiting import wait_until
+from sglang_ext.testing.waiting import until, wait_until
 from tests.support.compare import Answer, assert_same
 from tests.support.leaks import LeakGuard
 from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -29,6 +38,7 @@ WINDOW: int = RECIPES["tiny-spark"].config["sliding_window"]
 LENGTHS = (5, WINDOW - 1, WINDOW, WINDOW + 1, 300, 417)
 """Of the first turns: less than the window and more, less than a chunk and more."""
 TURN = 90
+NS = ("tokens", None, None, None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,8 @@ class HybridRig(Rig):
     """The pair, and two turns of conversations with the answers of a server of SGLang alone."""
 
     kind: Kind = WINDOWS
+    port: int = 0
+    """Where prefill looks for a router."""
 
     turns: tuple[tuple[list[int], Answer], ...] = ()
     second: tuple[tuple[list[int], Answer], ...] = ()
@@ -98,11 +110,14 @@ def rig(
         model=kind.model, flags=(*flags, "--kv-pd-caching", "1", "--kv-check", "--enable-metrics")
     )
     disk = ("--kv-disk-path", str(folder / "disk"), "--kv-disk-size", "1GB")
-    prefill, decode = spec.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
-    prefill = replace(prefill, flags=(*prefill.flags, "--kv-dram-size", "64MB", *disk))
+    port = free_port()
+    registers = ("--kv-dram-size", "64MB", "--kv-router", f"http://127.0.0.1:{port}")
+    base = replace(spec, flags=(*spec.flags, *registers))
+    prefill, decode = base.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
+    prefill = replace(prefill, flags=(*prefill.flags, "--kv-instance-id", "prefill", *disk))
     with leak_guard.adopting(), pd_servers([prefill], [decode]) as (servers, _):
         faults = [folder / "prefill"], [folder / "decode"]
-        yield HybridRig(servers, servers.decode[0], *faults, None, kind, *turns)
+        yield HybridRig(servers, servers.decode[0], *faults, None, kind, port, *turns)
         # A test may have started it anew.
         servers.prefill[0].server.stop()
 
@@ -181,3 +196,39 @@ def test_decode_goes_on_after_prefill_was_killed_in_a_hand_over(
         prefill.server = ServerProcess(prefill.server.spec)
         prefill.server.start()
     assert_same(expected, rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
+
+
+@asynccontextmanager
+async def routing(rig: HybridRig, servers: int, **options: Any) -> AsyncIterator[Router]:
+    """A router that has so many servers, decode by its URL and the others by their registrations."""
+    config = RouterConfig(port=rig.port, worker_urls=(rig.pd.decode[0].url,), **options)
+    async with Router(config) as router:
+        router.agents.verdict_s = 20.0
+        router.fetching.least_wait_s = 60.0  # the machine may be busy
+        await until(lambda: len(router.fleet.usable()) == servers, 60, "the servers")
+        registered = [url for url in router.fleet.rows if url != rig.pd.decode[0].url]
+        await until(lambda: all(map(router.trees.trusted, registered)), 60, "their indexes")
+        yield router
+        router.check()
+
+
+def there(router: Router, url: str, prompt: list[int]) -> Match:
+    return router.trees.match(NS, encode_tokens(prompt)).get(url, Match(0))
+
+
+async def test_a_router_sends_pairs_and_knows_what_prefill_has(
+    rig: HybridRig, client: aiohttp.ClientSession
+) -> None:
+    prefill, decode = rig.pd.prefill[0].server, rig.pd.decode[0]
+    (first, expected), (second, expected_second) = rig.turns[-1], rig.second[-1]
+    before = len(first) - rig.kind.resumed
+    async with routing(rig, 2, policy="prompt-tree") as router:
+        answer, headers = await generate(client, router.url, first)
+        assert headers["x-kv-instance"] == decode.url
+        assert headers["x-kv-prefill-instance"] == prefill.url
+        assert_same(expected, answer)
+        await until(lambda: there(router, prefill.url, first).tokens >= before, 30, "the index to have it")
+        answer, _ = await generate(client, router.url, second)
+        assert answer.cached_tokens >= before
+        assert_same(expected_second, answer)
+    assert nothing_is_left(rig.pd.servers)

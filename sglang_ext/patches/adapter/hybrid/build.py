@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.numa import place_arena
+from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.hybrid.disk import ComponentDisk
 from sglang_ext.engine.hybrid.memory import ComponentMemory
@@ -26,12 +27,18 @@ from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.build_disk import models_of
-from sglang_ext.patches.adapter.build_transfers import accelerator_place, may_fetch
+from sglang_ext.patches.adapter.build_transfers import (
+    accelerator_place,
+    hands_over,
+    may_fetch,
+    specs_of,
+)
 from sglang_ext.patches.adapter.building import least_over, uses_adapters
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.build_cluster import join_cluster
 from sglang_ext.patches.adapter.hybrid.build_exchange import Exchange, exchange_of
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
+from sglang_ext.patches.adapter.hybrid.handed_over import handed_over_pools
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, names_of_prompt
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
 from sglang_ext.patches.process import PROCESS
@@ -105,7 +112,8 @@ class _Building:
         self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
         self.drafts = Drafts(PROCESS.drafts)
         self.names = partial(names_of_prompt, page_size=ctx.params.page_size, pairs=cache.tree_core.is_eagle)
-        self.pools = component_pools(ctx.params, cache.sliding_window_size, self.drafts)
+        self.window_tokens = cache.sliding_window_size
+        self.pools = component_pools(ctx.params, self.window_tokens, self.drafts)
         self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
         models = models_of(ctx, self.drafts)
@@ -139,8 +147,15 @@ class _Building:
             epoch,
             self.drafts,
             self.names,
+            self._handed_over(),
             replies.reply_to_fetch,
         )
+
+    def _handed_over(self) -> list[PoolSpec]:
+        """The memory that a prefill server hands over by the same thread."""
+        if not hands_over(self.ctx.server_args):
+            return []
+        return specs_of(handed_over_pools(self.ctx.params, self.window_tokens, self.drafts))
 
     def _part(self, pool: ComponentPool, dram_bytes: int) -> StoredComponent:
         place = accelerator_place(self.ctx.server_args.device).numa

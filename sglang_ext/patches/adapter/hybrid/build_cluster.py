@@ -24,6 +24,7 @@ from sglang_ext.engine.ranks import Ranks
 from sglang_ext.keys import Namespace, decode_tokens
 from sglang_ext.patches.adapter.build_agent import attach_agent
 from sglang_ext.patches.adapter.build_disk import names_on
+from sglang_ext.patches.adapter.build_transfers import handover_settings
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing
 from sglang_ext.patches.adapter.hybrid.build_exchange import Exchange
@@ -85,7 +86,7 @@ def join_cluster(
             named={},
             namespace=_identity(ctx, cache),
             settings=settings_of(ctx.model_config, kvcache, Drafts(PROCESS.drafts)),
-            handover={},
+            handover=handover_settings(config, ctx.server_args, ctx.params.page_size),
             endpoints=() if exchange is None else exchange.endpoints,
         )
 

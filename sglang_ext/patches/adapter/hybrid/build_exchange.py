@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.config import KvConfig
+from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.hybrid.components import Component
 from sglang_ext.engine.hybrid.exports import NamedExports, NamesOf, component_pool, leases_of, pool_name
 from sglang_ext.engine.hybrid.fetches import NamedFetches
@@ -48,6 +49,7 @@ def exchange_of(
     epoch: bytes,
     drafts: Drafts,
     names: NamesOf,
+    handed_over: Sequence[PoolSpec],
     on_result: Callable[[FetchResult], None],
 ) -> Exchange | None:
     """The exchange of a rank; None where a rank of the instance cannot listen. In every rank at once.
@@ -55,6 +57,7 @@ def exchange_of(
     Args:
         namespaces: of each component, the digest of everything but the tokens that its bytes depend on.
         names: as SGLang's tree names pages.
+        handed_over: memory from which the same thread hands requests over to decode servers.
         on_result: replies to routers, in rank 0.
     """
     kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
@@ -65,7 +68,7 @@ def exchange_of(
     ]
     config_of_endpoint = endpoint_config(config, ctx.server_args, model, epoch=epoch, rank=ctx.tp_rank)
     transfers, endpoints = on_all_ranks_or_none(
-        start_fetching(config_of_endpoint, pools), ctx.params.tp_cache_group
+        start_fetching(config_of_endpoint, [*handed_over, *pools]), ctx.params.tp_cache_group
     )
     if transfers is None:
         return None

@@ -131,6 +131,11 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """The planner of a kind; None where its mechanism is off."""
         return find(self.planners, kind)
 
+    @property
+    def transfers(self) -> TransferThread | None:
+        """By which blocks, and requests of a prefill server, go to other servers."""
+        return self.find(TransferThread)
+
     # -- looking up and making room --------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -361,10 +366,9 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().reset()
 
     def release_host_resources(self) -> None:
-        if self.planners:
-            self.listeners.before_end()
+        self.listeners.before_end()
         # Peers read the store's memory until the endpoint is closed.
-        for exchanging in (self.peers, self.find(TransferThread)):
+        for exchanging in (self.peers, self.transfers):
             if exchanging is not None:
                 exchanging.close()
         super().release_host_resources()

@@ -176,7 +176,7 @@ def component_pools(
 
 
 def _layers(pool: Any) -> Layers:
-    return [[_bytes(plane) for plane in layer] for layer in pool_planes(pool, by_page=True)]
+    return [[rows_of_bytes(plane) for plane in layer] for layer in pool_planes(pool, by_page=True)]
 
 
 def _kv(component: Component, layers: Layers, of_drafts: Layers, page: int) -> ComponentPool:
@@ -228,7 +228,7 @@ class DraftLayers:
         elif any(pool.compression_ratios):
             raise _unsupported("draft models with compressed KV")
         else:
-            of_window.extend([_bytes(plane)] for plane in pool.swa_kv_pool.kv_buffer)
+            of_window.extend([rows_of_bytes(plane)] for plane in pool.swa_kv_pool.kv_buffer)
 
 
 def _has_windows_slots(pool: Any, params: Any) -> bool:
@@ -247,7 +247,7 @@ def _state(req_to_token_pool: Any) -> ComponentPool:
             raise _unsupported(name)
     (info,) = req_to_token_pool.mamba_pool.get_device_pool_infos()
     buffers = [each for each in (info.buffer_info.temporal, *info.buffer_info.conv) if each.numel()]
-    layers = [[_bytes(buffer[layer]) for buffer in buffers] for layer in range(len(info.layer_ids))]
+    layers = [[rows_of_bytes(buffer[layer]) for buffer in buffers] for layer in range(len(info.layer_ids))]
     return ComponentPool(STATE, layers, 1, facts=",".join(str(buffer.dtype) for buffer in buffers))
 
 
@@ -299,13 +299,13 @@ def _pages(
     component: Component, entries: Sequence[Any], of_drafts: Sequence[torch.Tensor], params: Any
 ) -> ComponentPool:
     """Tensors with one row for each page. Layers of a block are in the order of the tensors."""
-    planes = [*(_bytes(buffer) for entry in entries for buffer in entry.kv_buffer), *of_drafts]
+    planes = [*(rows_of_bytes(buffer) for entry in entries for buffer in entry.kv_buffer), *of_drafts]
     rows = min(len(plane) for plane in planes)
     return ComponentPool(component, [[plane[:rows]] for plane in planes], 1, row_slots=params.page_size)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes, without a copy.
+def rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as rows of bytes, without a copy.
 
     Raises:
         ConfigError: a row is not contiguous, as states on a CPU with AMX.

@@ -8,7 +8,7 @@ receiver says only when prefill is done that it may allocate (KVDirect, section 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import (
@@ -30,6 +30,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import components_of, transfers_of
 from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.hybrid.handed_over import REQUEST
 from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW
 from sglang_ext.patches.adapter.pd.pd_setup import (
     MetadataBuffers,
@@ -39,27 +40,44 @@ from sglang_ext.patches.adapter.pd.pd_setup import (
     watch_layers,
     weights_of,
 )
-from sglang_ext.patches.adapter.pd.role_parts import RoleParts
+from sglang_ext.patches.adapter.pd.role_parts import RoleParts, UntilTheEnd
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_movable
 from sglang_ext.patches.process import PROCESS
 
 logger = logging.getLogger(__name__)
 
-_POOLS = {"swa": WINDOW, "mamba": STATE.name, "dsa": None}
+_POOLS = {"swa": WINDOW, "mamba": STATE.name, "c128_state": REQUEST, "dsa_tail": REQUEST, "dsa": None}
 """The pools that endpoints have for SGLang's lists of indices, by kind; None: the pages have these rows."""
 
 
-def _pools_of(kinds: Sequence[str]) -> list[str | None]:
-    """The pool of each of SGLang's lists of indices beside the pages'.
+def require_pools(kinds: Sequence[str], pools: Container[str]) -> None:
+    """Refuse a model of which SGLang hands over something that endpoints have no pool for.
+
+    Args:
+        kinds: of SGLang's lists of indices beside the pages'.
+        pools: their names in the endpoint.
 
     Raises:
-        ConfigError: there is no pool for one.
+        ConfigError: naming it.
     """
-    unmoved = sorted({*kinds} - {*_POOLS})
+    unmoved = {kind for kind in kinds if (_POOLS.get(kind, kind) or HBM_POOL) not in pools}
     if unmoved:
-        raise ConfigError(f"{TRANSFER_FLAG} does not move this state of a model: {', '.join(unmoved)}")
-    return [_POOLS[kind] for kind in kinds]
+        named = ", ".join(sorted(unmoved))
+        raise ConfigError(f"{TRANSFER_FLAG} does not move this state of a model: {named}")
+
+
+def rows_beside(kinds: Sequence[str], indices: Sequence[Any]) -> tuple[PoolRows, ...]:
+    """The rows that SGLang names beside the pages: pages of a window, the slot of a state, or a row of what
+    it keeps by request. A draft model's window has the rows of the model's."""
+    found: dict[str, PoolRows] = {}
+    for kind, rows in zip(kinds, indices, strict=True):
+        pool = _POOLS[kind]
+        if pool is not None:
+            # Of an unfinished group of index keys: the request's row, and which of its slots are in use.
+            named = rows[:1] if kind == "dsa_tail" else rows
+            found.setdefault(pool, PoolRows(pool, pages_of(named)))
+    return tuple(found.values())
 
 
 class AnyPrefill:
@@ -98,7 +116,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.store = None if cache is None else cache.store
         """By which a request's slots are filled; None where nothing is kept."""
         self._components = components_of(scheduler, args.page_size)
-        self._beside = _pools_of([kind.value for kind in args.state_types]) if self._components else []
+        self._kinds = [kind.value for kind in args.state_types] if self._components else []
+        require_pools(self._kinds, self._components)
         self.agent = self._take_part(scheduler, cache, config, prefill=prefill)
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
@@ -125,6 +144,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             else:
                 self.role.decode(config.load_min_tokens, returns=config.pd_caching == "3")
             self.role.begin()
+        elif PROCESS.cache is not None and PROCESS.cache is scheduler.tree_cache:
+            PROCESS.cache.listeners.add(UntilTheEnd(self.teardown))
         if (poller := poller_of(scheduler)) is not None:
             poller.register(self.agent.alarm.fd, POLLIN)
         logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
@@ -161,9 +182,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         )
 
     def beside(self, state_indices: Sequence[Any] | None) -> tuple[PoolRows, ...]:
-        """The rows that SGLang names beside the pages: pages of a window, or the slot of a state."""
-        named = zip(self._beside, state_indices or [None] * len(self._beside), strict=True)
-        return tuple(PoolRows(pool, pages_of(rows)) for pool, rows in named if pool is not None)
+        """See `rows_beside`."""
+        return rows_beside(self._kinds, state_indices or ()) if self._kinds else ()
 
     @property
     def supports_role_switch(self) -> bool:
@@ -183,7 +203,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             self.migration.transfer_by(None)
         PROCESS.manager = None
         self.agent.close()
-        if not isinstance(cache, GlobalRadixCache) or cache.transfers is not self.agent.transfers:
+        if getattr(cache, "transfers", None) is not self.agent.transfers:
             self.agent.transfers.close()
 
     def register_to_bootstrap(self) -> None:

@@ -50,7 +50,7 @@ class _PrefillServersListed(Listener):
         return True
 
 
-class _UntilTheEnd(Listener):
+class UntilTheEnd(Listener):
     """Hand-overs end before the cache does."""
 
     def __init__(self, teardown: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class RoleParts:
     def __init__(self, cache: GlobalRadixCache, agent: Agent, teardown: Callable[[], None]) -> None:
         self._cache = cache
         self._agent = agent
-        self._listeners: list[Listener] = [_UntilTheEnd(teardown)]
+        self._listeners: list[Listener] = [UntilTheEnd(teardown)]
         self._parts: list[Part] = []
         self._local: LocalAhead | None = None
         """Loads blocks of decode's own tiers before their requests have slots."""
