@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import numpy as np
 
 
 def tuned(model: Path, out: Path, *, layer: int = 1, factor: float = 1.5) -> Path:
-    """A copy of a float32 model in which one weight of one layer is scaled. Returns ``out``."""
+    """A copy of a float32 model in which the first projection of one layer is scaled. Returns ``out``."""
     shutil.copytree(model, out)
     file = out / "model.safetensors"
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    start, end = header[f"model.layers.{layer}.self_attn.q_proj.weight"]["data_offsets"]
+    projection = re.compile(rf"model\.layers\.{layer}\..*proj\w*\.weight")
+    start, end = next(header[name]["data_offsets"] for name in header if projection.fullmatch(name))
     values = np.frombuffer(data, np.float32, (end - start) // 4, 8 + length + start)
     values *= np.float32(factor)
     file.write_bytes(data)

@@ -83,12 +83,32 @@ def _server(test: str) -> Proof:
     return Proof("server", f"integration/{test}")
 
 
+_BY_FAMILY: Mapping[Column, str] = MappingProxyType(
+    {
+        "fetch": "cache/test_fetching_by_family.py::test_what_one_has_computed_another_fetches[{}]",
+        "PD": "pd/test_pd.py::test_conversations_get_the_answers_of_one_server[{}]",
+        "return": "pd/test_pd.py::test_the_next_turn_finds_what_its_design_keeps[{}]",
+        "migration": "pd/test_migration.py::test_every_answer_is_the_undisturbed_one[{}]",
+        "hints": "router/test_advisory.py::test_no_hint_changes_an_answer[{}]",
+        "speculation": "cache/test_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well[{}]",
+        "TP": "cache/test_same_answer.py::test_hits_of_every_kind_give_the_cold_answer[{}-tp2]",
+        "DP": "cache/test_replicas.py::test_a_conversation_stays_with_the_replica_that_has_its_kv[{}]",
+    }
+)
+"""Tests that have a server of each family."""
+
+
+def _also(model: str, *columns: Column) -> dict[Column, Proof]:
+    """The cells that those tests prove for a model."""
+    return {column: _server(_BY_FAMILY[column].format(model)) for column in columns}
+
+
 def _resumed(model: str) -> dict[Column, Proof]:
     """The cells that later turns of conversations prove for a model of the tests with windows or states."""
     turns = _server(f"cache/test_hybrid_tiers.py::test_a_restart_goes_on_from_disk[{model}]")
     hints = _server(f"router/test_hybrid_cluster.py::test_members_of_a_cluster[{model}]")
-    fetch = _server(f"cache/test_hybrid_fetching.py::test_what_one_has_computed_another_fetches[{model}]")
-    return {**dict.fromkeys(TIERS, turns), "hints": hints, "fetch": fetch}
+    ranks = _server(f"cache/test_hybrid_tiers.py::test_a_restart_goes_on_from_disk[{model}-tp2]")
+    return {**dict.fromkeys(TIERS, turns), "hints": hints, "TP": ranks, **_also(model, "fetch")}
 
 
 def _handed_over(kind: str) -> Proof:
@@ -110,9 +130,6 @@ def _pages(pools: str) -> dict[Column, Proof]:
 # Below SGLang's own tree, which keeps windows and states in HBM.
 _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints"), _READ) | {
     "TP": Proof("oracle", _RANKS)
-}
-_LATENT_RETURNS: dict[Column, Proof] = {
-    "return": Proof("oracle", "engine/pd/test_pd_returns.py::test_prefill_gets_what_it_lacks[mla]")
 }
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
@@ -145,20 +162,22 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "gqa-moe": Family(
             "MHA or GQA with experts",
             "Qwen3-MoE and Coder, Mixtral, GLM-4.5 to 4.7, MiniMax-M2, ERNIE 4.5, Hy3",
-            _answers("tiny-moe"),
+            _answers("tiny-moe") | _also("tiny-moe", "fetch", "PD", "return"),
         ),
         "mla": Family(
-            "MLA, dense", "DeepSeek-V2 with dense layers, MiniCPM3", _answers("tiny-mla") | _LATENT_RETURNS
+            "MLA, dense",
+            "DeepSeek-V2 with dense layers, MiniCPM3",
+            _answers("tiny-mla") | _also("tiny-mla", "fetch", "PD", "return", "speculation"),
         ),
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
-            _answers("tiny-mla-moe") | _LATENT_RETURNS,
+            _answers("tiny-mla-moe") | _also("tiny-mla-moe", "fetch", "PD", "return"),
         ),
         "window-kept": Family(
             "Sliding windows of which SGLang keeps all KV",
             "Gemma 2 and 3 (text), Olmo 3, Exaone 4, Cohere 2",
-            _answers("tiny-gemma3"),
+            _answers("tiny-gemma3") | _also("tiny-gemma3", "fetch", "PD", "return"),
         ),
         "window-flag": Family(
             "Sliding windows with `--disable-hybrid-swa-memory`",

@@ -11,12 +11,15 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from disk_damage import Place, damage_last_layer, runs
+from hooked_server import FOLDER
+from tuned_model import tuned
 
+from sglang_ext.testing.models import model_path
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
@@ -35,21 +38,25 @@ STATES = (
     *("--max-mamba-cache-size", "16"),
 )
 WINDOWS = ("--page-size", "16", "--swa-full-tokens-ratio", "0.5")
+TWO_RANKS = ("--tp", "2")
 MODELS = {
     "tiny-gdn": (STATES, "state"),
     "tiny-mamba2": (STATES, "state"),
     "tiny-kda": (STATES, "state"),
     "tiny-lfm2": (STATES, "state"),
     "tiny-spark": (WINDOWS, "window"),
+    "tiny-gdn-tp2": ((*STATES, *TWO_RANKS), "state"),
+    "tiny-spark-tp2": ((*WINDOWS, *TWO_RANKS), "window"),
 }
 SHORT = ("tiny-gdn", "tiny-spark")
+RUN = (str(Path(__file__).parents[1] / "servers" / "unfenced_server.py"),)
 
 
 @dataclass
 class Played:
     """Two turns of each conversation at the first server, and the answers to the third without a cache."""
 
-    model: str
+    kind: str
     folder: Path
     histories: list[list[int]]
     thirds: list[list[int]]
@@ -63,11 +70,19 @@ class Played:
         return {place for place in ours if component in place[0].parts}
 
 
-def spec(model: str, folder: Path) -> ServerSpec:
+def model_of(kind: str) -> str:
+    return kind.removesuffix("-tp2")
+
+
+def spec(kind: str, folder: Path) -> ServerSpec:
+    """folder: of the disk tier, below which is also that of the server's faults."""
+    flags, _ = MODELS[kind]
+    ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if TWO_RANKS[0] in flags else {}
     return ServerSpec(
-        model=model,
+        model=model_of(kind),
+        run=RUN,
         flags=(
-            *("--radix-cache-backend", "global", "--kv-check", *MODELS[model][0]),
+            *("--radix-cache-backend", "global", "--kv-check", *flags),
             *("--kv-dram-size", "64MB", "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
             *(
                 "--max-total-tokens",
@@ -78,7 +93,12 @@ def spec(model: str, folder: Path) -> ServerSpec:
                 "128",
             ),
         ),
-        environment={"SGLANG_MAMBA_CONV_DTYPE": "float32", **STRICT},
+        environment={
+            "SGLANG_MAMBA_CONV_DTYPE": "float32",
+            FOLDER: str(folder.with_name("faults")),
+            **STRICT,
+            **ranks,
+        },
     )
 
 
@@ -89,17 +109,16 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(model, marks=() if model in SHORT else pytest.mark.long, id=model) for model in MODELS
-    ],
+    params=[pytest.param(kind, marks=() if kind in SHORT else pytest.mark.long, id=kind) for kind in MODELS],
 )
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A server that was asked two turns of each conversation, and ended; second turns left HBM meanwhile."""
-    model, folder = request.param, tmp_path_factory.mktemp("kv")
+    kind, folder = request.param, tmp_path_factory.mktemp("hybrid") / "kv"
+    folder.with_name("faults").mkdir()
     histories = [random_tokens(TURN, seed) for seed in range(CONVERSATIONS)]
     marks: list[set[Place]] = []
     from_dram = 0
-    with ServerProcess(spec(model, folder)) as server:
+    with ServerProcess(spec(kind, folder)) as server:
         for number in range(2):
             for index, history in enumerate(histories):
                 if number:
@@ -120,7 +139,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         ]
         marks.append(settled(folder))
     assert from_dram, "DRAM had nothing"
-    return Played(model, folder, histories, thirds, cold, marks)
+    return Played(kind, folder, histories, thirds, cold, marks)
 
 
 def settled(folder: Path) -> set[Place]:
@@ -140,17 +159,17 @@ def settled(folder: Path) -> set[Place]:
 def server(played: Played) -> Iterator[ServerProcess]:
     """The next server on the same directory. States or windows of the last conversation are damaged with
     forged checksums, KV of the one before without."""
-    component = MODELS[played.model][1]
+    component = MODELS[played.kind][1]
     forged, seen = played.written(component, -1), played.written("full", -2)
     assert forged
     assert seen
     damage_last_layer(forged, spoil, forge=True)
     damage_last_layer(seen, spoil, forge=False)
-    (rank,) = (played.folder / component).iterdir()
-    # The index has checksums of the headers too; a new one, made from the segments, has the forged ones.
-    shutil.rmtree(rank / INDEX_DIRECTORY)
-    repair_directory(rank)
-    with ServerProcess(spec(played.model, played.folder)) as server:
+    for rank in (played.folder / component).iterdir():
+        # The index has checksums of the headers too; a new one, made from the segments, has the forged ones.
+        shutil.rmtree(rank / INDEX_DIRECTORY)
+        repair_directory(rank)
+    with ServerProcess(spec(played.kind, played.folder)) as server:
         yield server
 
 
@@ -211,3 +230,59 @@ def test_damage_that_checksums_show_is_a_miss(server: ServerProcess, played: Pla
 def test_flushing_empties_every_tier(server: ServerProcess, played: Played) -> None:
     server.flush()
     assert server.generate(played.thirds[0], max_new_tokens=1).cached_tokens == 0
+
+
+def update(server: ServerProcess, model: Path) -> None:
+    """New weights, and no flush: as reinforcement learning does it."""
+    server.post("/pause_generation", {"mode": "in_place"})
+    server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})
+    server.post("/continue_generation", {})
+
+
+def leave_hbm(server: ServerProcess, seed: int) -> None:
+    for number in range(HBM_TOKENS // TURN + 1):
+        server.generate(random_tokens(TURN, seed + number), max_new_tokens=1)
+
+
+def test_new_weights_find_nothing_that_others_computed(
+    server: ServerProcess, played: Played, tmp_path: Path, long_run: bool
+) -> None:
+    """Not in HBM, in DRAM or on disk. The first weights, once they are back, find their own on disk."""
+
+    def answered(prompt: list[int], **fields: str) -> Answer:
+        return server.generate(prompt, max_new_tokens=ANSWER_TOKENS, **fields)
+
+    model = model_of(played.kind)
+    first, fine_tune = model_path(model), tuned(model_path(model), tmp_path / "tuned")
+    history = random_tokens(TURN, 500)
+    history += [*answered(history).tokens, *random_tokens(30, 501)]
+    with_first = answered(history)
+    assert with_first.hbm_tokens >= TURN - 16
+    settled(played.folder)
+    update(server, fine_tune)
+    with_tuned = answered(history)
+    assert with_tuned.cached_tokens == 0
+    with pytest.raises(AssertionError):
+        assert_same(with_first, with_tuned)
+    if long_run:
+        with ServerProcess(replace(spec(played.kind, tmp_path / "kv"), run=ServerSpec.run)) as fresh:
+            update(fresh, fine_tune)
+            assert_same(fresh.generate(history, max_new_tokens=ANSWER_TOKENS), with_tuned)
+    leave_hbm(server, 510)
+    longer = [*history, *with_tuned.tokens, *random_tokens(30, 502)]
+    later = answered(longer)
+    assert later.dram_tokens >= len(history) - 17
+    assert_same(answered(longer, cache_salt="cold, tuned"), later)
+    update(server, first)
+    again = answered(history)
+    assert again.disk_tokens >= TURN - 16
+    assert_same(with_first, again)
+    # The twin: the cache does not learn of new weights.
+    no_fence = played.folder.with_name("faults") / "no-fence"
+    no_fence.touch()
+    update(server, fine_tune)
+    mixed = answered(longer)
+    assert mixed.cached_tokens >= TURN - 16
+    with pytest.raises(AssertionError):
+        assert_same(later, mixed)
+    server.flush()

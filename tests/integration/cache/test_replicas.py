@@ -33,16 +33,19 @@ BLOCK = 16
 TOKENS = 20 * BLOCK
 LIMITS = ("--max-total-tokens", "4096", "--chunked-prefill-size", "512")
 WITHIN_S = 60.0
+FAMILIES = ("tiny-moe", "tiny-mla", "tiny-mla-moe", "tiny-gemma3")
+MODELS = ["tiny", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES)]
 
 
 class Replicas:
     """A server with two replicas; a test that kills it starts another one in its place."""
 
-    def __init__(self, folder: Path, leak_guard: LeakGuard) -> None:
+    def __init__(self, model: str, folder: Path, leak_guard: LeakGuard) -> None:
         self.folder = folder
         self.port = free_port()
         """Where each test's router listens, and the server looks for it."""
         self.spec = ServerSpec(
+            model=model,
             flags=(
                 *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", "a", "--dp-size", "2"),
                 *("--kv-router", f"http://127.0.0.1:{self.port}", "--kv-load-policy", "always"),
@@ -53,7 +56,7 @@ class Replicas:
         )
         self._leak_guard = leak_guard
         self.server = self._started(self.spec)
-        self.stock = self._started(ServerSpec(flags=LIMITS))
+        self.stock = self._started(ServerSpec(model=model, flags=LIMITS))
         self.said: list[list[tuple[list[int], Answer]]] = [[], []]
         """By rank, the prompts of which a replica has the KV on disk, and their answers."""
 
@@ -88,9 +91,11 @@ class Replicas:
         self.stock.stop()
 
 
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> Iterator[Replicas]:
-    replicas = Replicas(tmp_path_factory.mktemp("kv"), leak_guard)
+@pytest.fixture(scope="module", params=MODELS)
+def replicas(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
+) -> Iterator[Replicas]:
+    replicas = Replicas(request.param, tmp_path_factory.mktemp("kv"), leak_guard)
     yield replicas
     replicas.stop()
 

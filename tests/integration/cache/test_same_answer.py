@@ -3,7 +3,8 @@
 Cold answers are taken on the same server under a cache salt of their own, so that nothing is reused. The
 server's HBM holds a fraction of the conversations, its DRAM a larger one, its disk all of them; prefill is
 chunked, and retraction is forced by SGLang's own test switch. The short form has each model and each page
-size once, and latent attention and experts only in the comparison and its twin.
+size once, and latent attention and experts only in the comparison and its twin. Servers of two ranks are in
+the long form.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ CONCURRENCY = 4
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
-def spec(model: str, page_size: int, disk: Path) -> ServerSpec:
-    dram = DRAM_TOKENS * RECIPES[model].kv_elements_per_token * 4
+def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
+    model = kind.removesuffix(TWO_RANKS)
+    recipe, ranks = RECIPES[model], 1 if model == kind else 2
+    # Ranks share the heads; latents have none, and each rank has them all.
+    shares = 1 if "kv_lora_rank" in recipe.config else ranks
+    dram = DRAM_TOKENS * recipe.kv_elements_per_token * 4 // shares
     return ServerSpec(
         model=model,
         flags=(
             *("--radix-cache-backend", "global", "--kv-dram-size", str(dram), "--kv-check"),
             *("--kv-disk-path", str(disk), "--kv-disk-size", "4GB", "--kv-load-policy", "always"),
             *("--max-total-tokens", str(HBM_TOKENS), "--page-size", str(page_size)),
-            *("--chunked-prefill-size", "256"),
+            *("--chunked-prefill-size", "256", "--tp", str(ranks)),
         ),
         environment={
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}),
             "SGLANG_TEST_RETRACT": "1",
             **STRICT,
             "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -52,23 +58,26 @@ def spec(model: str, page_size: int, disk: Path) -> ServerSpec:
     )
 
 
+TWO_RANKS = "-tp2"
 SERVERS = (
     *(("tiny", 1), ("tiny", 16), ("tiny-mla", 1), ("tiny-mla", 16)),
     *(("tiny-moe", 16), ("tiny-mixtral", 1), ("tiny-glm", 16), ("tiny-mla-moe", 16)),
     *(("tiny-gemma2", 1), ("tiny-gemma3", 16), ("tiny-olmo3", 16)),
 )
 """Models and page sizes."""
+RANKS = (("tiny-moe-tp2", 16), ("tiny-mla-tp2", 16), ("tiny-mla-moe-tp2", 16), ("tiny-gemma3-tp2", 16))
+"""The same on two ranks, in the comparison and its twin alone."""
 SLOW = ("tiny-mla", "tiny-mla-moe")
 """Latent attention costs ten times as much on a CPU."""
 LONG = {"tiny": 200, "tiny-mla": 20}
 """Conversations of the long form, where they are more than those of the short one."""
 
 
-def on(*short: tuple[str, int]) -> pytest.MarkDecorator:
-    """A test of all servers, of which the short form has some."""
+def on(*short: tuple[str, int], more: tuple[tuple[str, int], ...] = ()) -> pytest.MarkDecorator:
+    """A test of all servers and more, of which the short form has some."""
     servers = [
         pytest.param(each, id=f"{each[0]}-page{each[1]}", marks=() if each in short else pytest.mark.long)
-        for each in SERVERS
+        for each in (*SERVERS, *more)
     ]
     return pytest.mark.parametrize("server", servers, indirect=True)
 
@@ -77,8 +86,8 @@ def on(*short: tuple[str, int]) -> pytest.MarkDecorator:
 def server(
     request: pytest.FixtureRequest, get_server: GetServer, tmp_path_factory: pytest.TempPathFactory
 ) -> ServerProcess:
-    model, page_size = request.param
-    return get_server(spec(model, page_size, tmp_path_factory.mktemp("kv")))
+    kind, page_size = request.param
+    return get_server(spec(kind, page_size, tmp_path_factory.mktemp("kv")))
 
 
 @dataclass
@@ -119,11 +128,16 @@ def converse(server: ServerProcess, conversations: list[list[list[int]]], reuse:
     return answers
 
 
+def conversations_of(server: ServerProcess, long_run: bool) -> int:
+    model, ranks = server.spec.model, server.spec.flags[-1]
+    short = 3 if model in SLOW else 9
+    return LONG.get(model, short) if long_run and ranks == "1" else short
+
+
 @pytest.mark.timeout(3600)
-@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16))
+@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=RANKS)
 def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run: bool) -> None:
-    short = 3 if server.spec.model in SLOW else 9
-    count = LONG.get(server.spec.model, short) if long_run else short
+    count = conversations_of(server, long_run)
     conversations = random_conversations(
         seed=7, count=count, turns=(2, 4), tokens=(8, 700), system_tokens=150
     )
@@ -170,11 +184,11 @@ def fill(server: ServerProcess, tokens: int, seed: int) -> None:
         server.generate([rng.randrange(100, 30_000) for _ in range(800)], max_new_tokens=1)
 
 
-@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16))
+@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=RANKS)
 def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     """The twin: if this did not fail, the test above would prove nothing."""
     server.flush()
-    (arena,) = arena_files(server.pid)
+    arena = arena_files(server.pid)[0]
     rng = random.Random(11)
     # 25 whole blocks and a tail that no answer fills to another one: the copy in DRAM is the loaded part.
     prompt = [rng.randrange(100, 30_000) for _ in range(25 * 16 + 4)]

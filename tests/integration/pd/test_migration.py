@@ -72,7 +72,7 @@ class Fleet:
 
     place: where they run.
 
-    kind: `colocated`, `decode`, or `decode-` with the name of a deviation from the defaults.
+    kind: `colocated`, `decode`, or `decode-` with the name of a deviation from the defaults, or of a model.
     """
 
     place: Place
@@ -86,9 +86,12 @@ class Fleet:
 KINDS = ("decode", "colocated", "decode-push", "decode-push-by-layer", "decode-tp2", "decode-lab")
 
 
-def with_servers(*short: str) -> pytest.MarkDecorator:
-    """A test of all kinds, of which the short form has some."""
-    kinds = [pytest.param(kind, marks=() if kind in short else pytest.mark.long) for kind in KINDS]
+FAMILIES = ("tiny-moe", "tiny-mla", "tiny-mla-moe", "tiny-gemma3")
+
+
+def with_servers(*short: str, more: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """A test of all kinds and more, of which the short form has some."""
+    kinds = [pytest.param(kind, marks=() if kind in short else pytest.mark.long) for kind in (*KINDS, *more)]
     return pytest.mark.parametrize("fleet", kinds, indirect=True)
 
 
@@ -114,7 +117,8 @@ def fleet(
             return ServerSpec(flags=flags)
         faults[name] = place.folder / name
         faults[name].mkdir()
-        return FaultySpec(flags=flags, environment={FOLDER: str(faults[name])})
+        model = otherwise if otherwise in FAMILIES else "tiny"
+        return FaultySpec(model=model, flags=flags, environment={FOLDER: str(faults[name])})
 
     def decoding(name: str) -> ServerSpec:
         own = spec(name, *switch, "--disaggregation-bootstrap-port", str(free_port()))
@@ -311,7 +315,7 @@ def test_hosts_have_clocks_that_are_minutes_apart(fleet: Fleet) -> None:
             assert "clock.so" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
-@with_servers("decode", "colocated")
+@with_servers("decode", "colocated", more=tuple(f"decode-{model}" for model in FAMILIES))
 async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet) -> None:
     async with client_of(router) as client:
         expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))

@@ -42,15 +42,26 @@ def port() -> int:
     return free_port()
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids="{} rank(s)".format)
+FAMILIES = ("tiny-moe", "tiny-mla", "tiny-mla-moe", "tiny-gemma3")
+RANKS = (("tiny", 1), pytest.param(("tiny", 2), marks=pytest.mark.long))
+of_each_family = pytest.mark.parametrize(
+    "server",
+    [*RANKS, *(pytest.param((name, 1), marks=pytest.mark.long) for name in FAMILIES)],
+    ids=lambda param: f"{param[0]}-{param[1]} rank(s)",
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda param: f"{param[1]} rank(s)")
 def server(
     request: pytest.FixtureRequest,
     port: int,
     tmp_path_factory: pytest.TempPathFactory,
     leak_guard: LeakGuard,
 ) -> Iterator[ServerProcess]:
-    ranks = request.param
+    model, ranks = request.param
     spec = ServerSpec(
+        model=model,
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", "one"),
             *("--kv-router", f"http://127.0.0.1:{port}", "--kv-load-policy", "always"),
@@ -320,6 +331,7 @@ KINDS = [
 ]
 
 
+@of_each_family
 @pytest.mark.parametrize("kind", KINDS)
 async def test_no_hint_changes_an_answer(kind, server, router, client, rng) -> None:
     prompt = await said_and_pushed_out(client, router, server, rng)
@@ -378,6 +390,7 @@ async def test_a_documents_kv_outlives_what_is_not_held_back(server, router, cli
     )
 
 
+@of_each_family
 async def test_a_damaged_bit_of_a_document_is_seen(server, router, client, rng) -> None:
     """The twin of the test above: its KV comes back to HBM as DRAM has it."""
     await asyncio.to_thread(server.flush)

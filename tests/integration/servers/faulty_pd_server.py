@@ -165,7 +165,8 @@ def make_faulty(folder: Path) -> None:
 
         scheduler = PROCESS.scheduler
         allocator = scheduler.token_to_kv_pool_allocator
-        values = allocator.get_kvcache().v_buffer[-1]
+        pool = allocator.get_kvcache()
+        values = (pool.v_buffer if hasattr(pool, "v_buffer") else pool.kv_buffer)[-1]  # latents have one
         # The highest bit of an exponent: whatever the value is, it becomes another order of magnitude.
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hooked_server import serve
+from unfenced_server import drop_fence
 
 
 def change(folder: Path) -> None:
@@ -26,7 +27,7 @@ def change(folder: Path) -> None:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
     _mix_adapters(folder)
-    _drop_fence(folder)
+    drop_fence(folder)
 
 
 def _unpinned(make: Any) -> Any:
@@ -48,20 +49,6 @@ def _mix_adapters(folder: Path) -> None:
             self.extra_key = self.extra_key.removesuffix(self.lora_id) or None
 
     Req.__init__ = initialize  # type: ignore[method-assign]
-
-
-def _drop_fence(folder: Path) -> None:
-    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
-
-    def unless_dropped(inform: Any) -> Any:
-        def informed(self: GlobalRadixCache) -> None:
-            if not (folder / "no-fence").exists():
-                inform(self)
-
-        return informed
-
-    for name in ("weights_changing", "weights_changed"):
-        setattr(GlobalRadixCache, name, unless_dropped(getattr(GlobalRadixCache, name)))
 
 
 if __name__ == "__main__":
