@@ -12,6 +12,11 @@ have added their parts in different orders.
 
 Numbers that each rank measures, such as the speed of its copies, are compared along with those of the parts
 (`Ranks.measure`). They alone are no reason for a collective, unless one is asked for (`Measured.ask`).
+
+The stages of a pipeline (``--pp-size``) make the same passes, but not at the same time: a stage that waited
+for the others in each pass would compute nothing meanwhile. They agree later (`Later`): proposals of one pass
+are compared in the background, and all stages act on the result the same number of passes on. Until then
+nothing else is proposed. So a part must act on what it has proposed, which may have ended meanwhile.
 """
 
 from __future__ import annotations
@@ -19,12 +24,16 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-from sglang_ext.errors import OutOfStepError
+from sglang_ext.errors import InternalError, OutOfStepError
 
 Least = Callable[[Sequence[int]], Sequence[int]]
 """The smallest of the ranks' numbers at each place; 64 bits each. Every rank calls it at once."""
+
+Begin = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
+"""The same without waiting for the other ranks. Returns the function that waits, and returns the numbers."""
 
 NOT_YET: Final = -1
 """Proposed for a value that is not known on this rank yet; smaller than every known value."""
@@ -71,17 +80,48 @@ class Measured:
         self._compared_at = self._ranks.passes
 
 
+@dataclass(frozen=True)
+class Later:
+    """How the stages of a pipeline agree.
+
+    Args:
+        begin: begins to compare numbers.
+        passes: from the pass of a proposal to the pass in which all stages act on it. As many as the pipeline
+            has batches under way: by then a stage has the results of that pass anyway, so that none waits.
+    """
+
+    begin: Begin
+    passes: int
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Proposals of one pass, and in which pass the ranks act on them."""
+
+    parts: tuple[Part, ...]
+    measured: tuple[Measured, ...]
+    lengths: list[int]
+    """Of the numbers of each."""
+    result: Callable[[], Sequence[int]]
+    due: int
+
+
 class Ranks:
     """The ranks of one instance, as one of them sees them. In the scheduler's thread.
 
     Args:
         least: compares numbers; None where there is one rank, which agrees with itself.
+        later: how the ranks compare the numbers of a pass, where they are stages of a pipeline.
         check: compare in each pass, also when no part has anything to decide, so that ranks that are out of
             step fail in that very pass.
     """
 
-    def __init__(self, least: Least | None = None, *, check: bool = False) -> None:
+    def __init__(
+        self, least: Least | None = None, *, later: Later | None = None, check: bool = False
+    ) -> None:
         self._least = least
+        self._later = later
+        self._round: _Round | None = None
         self._check = check
         self._parts: tuple[Part, ...] = ()
         self._order = 0
@@ -99,6 +139,11 @@ class Ranks:
     def alone(self) -> bool:
         """Whether there is one rank, which may record results at any time."""
         return self._least is None
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether they are stages of a pipeline, and agree later."""
+        return self._later is not None
 
     def add(self, part: Part) -> None:
         """Ask a part in each pass from now on, after all earlier parts. On all ranks in the same order."""
@@ -141,41 +186,78 @@ class Ranks:
             OutOfStepError: another rank has other parts or numbers.
         """
         self.passes += 1
-        parts, measured = self._parts, self._measured
+        if self._round is not None:
+            if self.passes < self._round.due:
+                return
+            ended, self._round = self._round, None
+            self._act(ended.parts, ended.measured, _cut(ended.result(), ended.lengths))
+        parts, measured = self._parts, tuple(self._measured)
         said = [part.propose() for part in parts]
         compares, self._compares_next = self._compares_next or self._check or any(said), False
-        read: list[Sequence[int]] = []
         if self._least is None:
-            read = [each.read() for each in measured]
-        elif compares:
-            agreed = self._compare([*said, *(each.read() for each in measured)])
-            said, read = agreed[: len(parts)], agreed[len(parts) :]
-        for each, numbers in zip(measured, read, strict=False):
+            self._act(parts, measured, [*said, *(each.read() for each in measured)])
+        elif not compares:
+            self._act(parts, (), said)
+        else:
+            said += [each.read() for each in measured]
+            lengths = [len(numbers) for numbers in said]
+            vector = self._vector(said)
+            if self._later is None:
+                self._act(parts, measured, _cut(self._agreed(self._least(vector), lengths), lengths))
+            else:
+                begun, due = self._later.begin(vector), self.passes + self._later.passes
+
+                def result() -> Sequence[int]:
+                    return self._agreed(begun(), lengths)
+
+                self._round = _Round(parts, measured, lengths, result, due)
+
+    def _act(
+        self, parts: Sequence[Part], measured: Sequence[Measured], agreed: Sequence[Sequence[int]]
+    ) -> None:
+        """Act on the numbers of the parts, which come first, and of what was measured."""
+        for each, numbers in zip(measured, agreed[len(parts) :], strict=True):
             each.compared(numbers)
-        for part, numbers in zip(parts, said, strict=True):
-            part.act(numbers)
+        for part, numbers in zip(parts, agreed[: len(parts)], strict=True):
+            if part in self._parts:
+                part.act(numbers)
 
     def at_once(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of the ranks' numbers, now, in a collective of its own.
 
         For the one decision that cannot wait for the next pass: whether the KV that streamed into a forward
-        pass was valid, on which its result depends. And where no pass is under way: when the cache is
-        emptied.
-        """
-        return list(numbers) if self._least is None or not numbers else list(self._compare([numbers])[0])
+        pass was valid, on which its result depends.
 
-    def _compare(self, said: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        assert self._least is not None
-        lengths = [len(numbers) for numbers in said]
-        step = zlib.crc32(repr((self.passes, self._order, lengths)).encode())
+        Raises:
+            InternalError: the ranks are stages of a pipeline, and have begun their passes. The others may be
+                waiting for requests of this pass, which this rank has not sent on.
+        """
+        if self._least is None or not numbers:
+            return list(numbers)
+        if self._later is not None and self.passes:
+            raise InternalError("the stages of a pipeline cannot wait for each other in a pass")
+        lengths = [len(numbers)]
+        return list(self._agreed(self._least(self._vector([numbers])), lengths))
+
+    def _vector(self, said: Sequence[Sequence[int]]) -> list[int]:
+        step = zlib.crc32(repr((self.passes, self._order, [len(numbers) for numbers in said])).encode())
         vector = [step, -step, *itertools.chain.from_iterable(said)]
         size = max(_SMALLEST_VECTOR, 1 << (len(vector) - 1).bit_length())
-        vector += [0] * (size - len(vector))
         self.vectors += 1
-        agreed = iter(self._least(vector))
-        if next(agreed) != -next(agreed):
+        return vector + [0] * (size - len(vector))
+
+    def _agreed(self, vector: Sequence[int], lengths: Sequence[int]) -> Sequence[int]:
+        """The numbers of a compared vector, without the two of the step."""
+        first, second, *numbers = vector
+        if first != -second:
             raise OutOfStepError(
                 f"the ranks of this instance are out of step: in pass {self.passes}, another rank has other "
                 f"things to decide than {lengths} numbers of {len(self._parts)} parts, {self._names}"
             )
-        return [list(itertools.islice(agreed, length)) for length in lengths]
+        return numbers[: sum(lengths)]
+
+
+def _cut(numbers: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
+    """The numbers of each."""
+    rest = iter(numbers)
+    return [list(itertools.islice(rest, length)) for length in lengths]

@@ -146,6 +146,20 @@ RECIPES: dict[str, Recipe] = {
             },
         ),
         Recipe(
+            "tiny-untied",
+            "Llama with an output layer of its own, as stages of a pipeline need it: for tests",
+            {
+                **_LLAMA,
+                "tie_word_embeddings": False,
+                "hidden_size": 256,
+                "intermediate_size": 1024,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+            },
+        ),
+        Recipe(
             "small",
             "Llama, few KV heads: for benchmarks, prefill costs far more than moving its KV",
             {

@@ -35,7 +35,7 @@ from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
-from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.ranks import Later, Least, Ranks
 from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -155,6 +155,7 @@ class Rank:
         write_down_class: type[WriteDown] = WriteDown,
         gate_class: type[LayerGate] = LayerGate,
         least: Least | None = None,
+        later: Later | None = None,
         commands: RankCommandQueue | None = None,
         priority_sign: int = 1,
         takes_hints: bool = False,
@@ -192,7 +193,7 @@ class Rank:
         self.write_down: WriteDown | None = None
         self.writes: DiskWrites | None = None
         self.promotions: Promotions | None = None
-        self.ranks = ranks = Ranks(least, check=check)
+        self.ranks = ranks = Ranks(least, later=later, check=check)
         self.weights = Weights("weights", self._read_weights)
         self.spilled: Spilled | None = None
         gate = disk = None

@@ -103,7 +103,6 @@ class DiskWrites:
         self._write_new = write
         self._writer = writer
         self._memory = memory
-        self._ranks = ranks
         ranks.add(self)
         self._renewals = ranks.measure("lost disks", lambda: (-renewals(),))
         self._forgotten = 0
@@ -111,6 +110,8 @@ class DiskWrites:
         self._patience = patience
         self._pending: dict[Hashable, deque[_Write]] = {}
         """The writes of each tenant that has any, the oldest first."""
+        self._proposed: list[_Write] = []
+        """The writes on which the ranks agree."""
         self._submitted = 0
         self._refused: dict[bytes, Outcome] = {}
         """Names of blocks of pending writes that this rank's disk or its writer has refused."""
@@ -198,18 +199,23 @@ class DiskWrites:
 
     def propose(self) -> Sequence[int]:
         """For the oldest writes of each tenant, the number of leading blocks that are durable here."""
-        return [write.durable for write in itertools.islice(self._in_turns(), _MOST_COMPLETED)]
+        self._proposed = list(itertools.islice(self._in_turns(), _MOST_COMPLETED))
+        return [write.durable for write in self._proposed]
 
     def act(self, agreed: Sequence[int]) -> None:
         """Complete the writes that have ended on every rank, of each tenant in the order of submission."""
         self._forget_lost()
+        proposed, self._proposed = self._proposed, []
+        if agreed:
+            self._end(proposed, agreed)
+
+    def _end(self, writes: Sequence[_Write], durable_blocks: Sequence[int]) -> None:
         waiting: set[Hashable] = set()
-        for write, durable in zip(list(itertools.islice(self._in_turns(), len(agreed))), agreed, strict=True):
+        for write, durable in zip(writes, durable_blocks, strict=True):
+            line = self._pending.get(write.owner)
             if durable == NOT_YET:
                 waiting.add(write.owner)
-            elif write.owner not in waiting:
-                line = self._pending[write.owner]
-                assert line[0] is write
+            elif write.owner not in waiting and line is not None and line[0] is write:
                 line.popleft()
                 if not line:
                     del self._pending[write.owner]
@@ -286,9 +292,12 @@ class DiskWrites:
         return self._writer.pending_bytes
 
     def settle(self) -> None:
-        """Wait until all submitted blocks have been written or refused."""
+        """Wait until all submitted blocks have been written or refused. The ranks need not agree on which:
+        `clear` follows.
+        """
         self._writer.flush()
-        self.act(self._ranks.at_once([write.durable for write in self._in_turns()]))
+        writes = list(self._in_turns())
+        self._end(writes, [write.durable for write in writes])
 
     def clear(self) -> None:
         """Remove the disk's placements from the tree."""

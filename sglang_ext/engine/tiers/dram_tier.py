@@ -91,6 +91,7 @@ class DramTier:
         below: take complete blocks on to disk; none without a disk.
         observer: notified of loads under way.
         pressure: orders announced sessions; the smallest gives way first.
+        block_bytes: of a block, by which ranks decide alike; by default those of the arena.
     """
 
     exclusive = True
@@ -107,13 +108,14 @@ class DramTier:
         below: Sequence[DiskWrites] = (),
         observer: CopyObserver = UNOBSERVED,
         pressure: Callable[[Announced], SortKey] = weakest_first,
+        block_bytes: int | None = None,
     ) -> None:
         self.ledger = ledger
         self._tree = ledger.tree
         self._hbm = self.source = hbm
         self._dram = self.holder = dram
         self._arena = arena
-        self.n_blocks, self.block_bytes = arena.n_blocks, arena.block_bytes
+        self.n_blocks, self.block_bytes = arena.n_blocks, block_bytes or arena.block_bytes
         self.copies = copies
         self.below = below
         self._observer = observer

@@ -128,6 +128,8 @@ class Facts:
     disk: bool = False
     acked: bool = False
     """``--kv-durability acked``."""
+    layer_region: bool = False
+    """``--kv-layer-region-size``."""
     page_size: int | None = None
     """None while SGLang has not resolved it."""
     snapshots_at_ends: bool = False
@@ -302,12 +304,15 @@ def _unwaiting(facts: Facts) -> str | None:
         return f"{FLAG} does not serve diffusion language models (--dllm-algorithm). {_STOCK}"
     if facts.post_capture_kv_sizing:
         return f"{FLAG} cannot be combined with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1. Unset that variable"
-    if facts.dram and facts.pp_size > 1:
-        # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
-        return (
-            "--kv-dram-size cannot be combined with --pp-size above 1. "
-            "Use --tp-size instead, or do without a DRAM tier"
-        )
+    if facts.pp_size > 1:
+        for present, flag, way_out in (
+            # The first stage holds the ends of answers back, and does not know the disks of the others.
+            (facts.acked, "--kv-durability acked", "Use disk instead"),
+            # Stages with other layers would keep other ones.
+            (facts.layer_region, "--kv-layer-region-size", "Leave that flag out"),
+        ):
+            if present:
+                return f"{flag} cannot be combined with --pp-size above 1. {way_out}"
     if facts.dram and facts.prefill_graphs not in _WAITING_GRAPHS:
         return (
             f"--kv-dram-size cannot be combined with --cuda-graph-backend-prefill {facts.prefill_graphs}. "

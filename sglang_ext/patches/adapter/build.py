@@ -82,7 +82,8 @@ def create_global_radix_cache(
     """
     _require(ctx, config)
     replica = dp_rank()
-    config, rank = of_replica(config, replica), (replica or 0) * ctx.tp_size + ctx.tp_rank
+    config = of_replica(config, replica)
+    rank = ((replica or 0) * ctx.params.pp_size + ctx.params.pp_rank) * ctx.tp_size + ctx.tp_rank
     if has_components(ctx):
         from sglang_ext.patches.adapter.hybrid.build import create_hybrid_radix_cache
 
@@ -134,11 +135,13 @@ def _require(ctx: TreeCacheBuildContext, config: KvConfig) -> None:
         require_retracting(ctx.server_args)
     if not has_components(ctx):  # where a page is a block
         check_block_size(config, ctx.params.page_size)
-    if config.dram_for_others and not may_fetch(config, adapters=uses_adapters()):
+    adapters, stages = uses_adapters(), ctx.params.pp_size
+    if config.dram_for_others and not may_fetch(config, adapters=adapters, stages=stages):
+        of, flag = ("LoRA adapters", "--enable-lora") if adapters else ("stages", "--pp-size")
         raise ConfigError(
-            "KV of LoRA adapters is not fetched from other servers, nor kept for them",
+            f"KV of {of} is not fetched from other servers, nor kept for them",
             field="--kv-dram-size for-others",
-            hint="Leave it out, or start without --enable-lora",
+            hint=f"Leave it out, or start without {flag}",
         )
 
 
@@ -160,6 +163,7 @@ def _write_down(build: Building) -> WriteDown | None:
         below=() if below is None else (below,),
         observer=observer,
         pressure=pressure_policy_by_name(config.pressure_policy),
+        block_bytes=build.most_block_bytes,
     )
     gate = LayerGate(mover, build.pool.geometry.n_layers)
     build.kvcache.register_layer_transfer_counter(gate)
@@ -185,8 +189,9 @@ def _promotions(build: Building) -> Promotions | None:
     write_down, arena, config = build.find(WriteDown), build.arena, build.config
     if write_down is None or arena is None or build.disk is None or build.below is None:
         return None
-    # KV that was pushed to decode while it was computed cannot be taken back.
-    stream = build.ctx.server_args.disaggregation_mode == "null" or config.transfer_mode != "push-by-layer"
+    # KV that was pushed to decode while it was computed cannot be taken back; nor can work of other stages.
+    pushed = build.ctx.server_args.disaggregation_mode != "null" and config.transfer_mode == "push-by-layer"
+    stream = not pushed and build.ctx.params.pp_size == 1
     return promotions_from(
         build.disk,
         build.below,

@@ -45,12 +45,13 @@ from sglang_ext.patches.process import PROCESS
 logger = logging.getLogger(__name__)
 
 
-def may_fetch(config: KvConfig, *, adapters: bool) -> bool:
+def may_fetch(config: KvConfig, *, adapters: bool, stages: int = 1) -> bool:
     """Whether a server, in whichever role, exchanges KV with peers: when a router can send it `Fetch`.
 
-    Not with adapters, whose names mean something on one server only.
+    Not with adapters, whose names mean something on one server only, nor with stages of a pipeline: `Exports`
+    acts on what it has at the moment, not on what it has proposed.
     """
-    return config.router is not None and config.dram_size > 0 and not adapters
+    return config.router is not None and config.dram_size > 0 and not adapters and stages == 1
 
 
 def hands_over(server_args: Any) -> bool:

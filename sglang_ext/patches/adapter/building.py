@@ -23,7 +23,7 @@ from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.arena_leases import arena_pool
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import P, Planner
-from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.ranks import Begin, Later, Least, Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.opening import open_below
@@ -53,7 +53,7 @@ from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
-from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena, blocks_in, bytes_for
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiers import Tier
 
@@ -76,7 +76,7 @@ class Building:
     def __init__(self, ctx: TreeCacheBuildContext, config: KvConfig, builders: Builders) -> None:
         self.ctx, self.config = ctx, config
         self.instance = str(config.instance_id)
-        self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
+        self.ranks = ranks_of(ctx, check=config.check)
         # One rank's number for all: an instance has one epoch.
         (self.epoch,) = self.ranks.at_once([secrets.randbits(63)])
         self.store = Store(RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy)))
@@ -90,11 +90,11 @@ class Building:
             block_tokens=config.block_size,
             page_tokens=ctx.params.page_size,
         )
-        self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+        self.shard = shard_of(ctx)
         self.host = SglangHost(ctx.params.token_to_kv_pool_allocator)
         self.commands = RankCommandQueue() if ctx.tp_rank == 0 and ctx.params.pp_rank == 0 else None
         self.priority_sign = -1 if small_priorities_first() else 1
-        self.fetches = may_fetch(config, adapters=uses_adapters())
+        self.fetches = may_fetch(config, adapters=uses_adapters(), stages=ctx.params.pp_size)
         self._builders = builders
         self._made: dict[type[Planner], Planner | None] = {}
 
@@ -151,13 +151,22 @@ class Building:
         """The memory of the DRAM tier."""
         if not self.config.dram_size:
             return None
+        layout = self.pool.geometry.layout
+        # A stage with fewer layers has smaller blocks. The trees are alike, so that each has as many blocks.
+        (blocks,) = self.ranks.at_once([blocks_in(layout, self.config.dram_size)])
         place = accelerator_place(self.ctx.server_args.device).numa
         return DramArena(
-            self.pool.geometry.layout,
-            self.config.dram_size,
-            name=f"dram {self.instance} tp{self.ctx.tp_rank}",
+            layout,
+            min(self.config.dram_size, bytes_for(layout, blocks)),
+            name=f"dram {self.instance} {self.shard}",
             place=partial(place_arena, self.config.numa, place),
         )
+
+    @cached_property
+    def most_block_bytes(self) -> int:
+        """Bytes of a block in the stage with the most layers."""
+        (negative,) = self.ranks.at_once([-self.pool.geometry.layout.block_bytes])
+        return -negative
 
     @cached_property
     def below(self) -> DiskWrites | None:
@@ -275,6 +284,41 @@ def uses_adapters() -> bool:
 
     lora = get_lora()
     return bool(lora.enable_lora or lora.lora_paths)
+
+
+def shard_of(ctx: TreeCacheBuildContext) -> str:
+    """The part of the model that this rank has, as its directory on disk is called."""
+    stage = f"pp{ctx.params.pp_rank}of{ctx.params.pp_size}" if ctx.params.pp_size > 1 else ""
+    return f"tp{ctx.tp_rank}of{ctx.tp_size}{stage}"
+
+
+def ranks_of(ctx: TreeCacheBuildContext, *, check: bool) -> Ranks:
+    """The ranks of this instance, of all stages. Called in every rank at once."""
+    params = ctx.params
+    if params.pp_size == 1:
+        return Ranks(least_over(params.tp_cache_group), check=check)
+    # Of our own: comparisons under way must not meet SGLang's collectives.
+    group = torch.distributed.new_group(backend="gloo")
+    # SGLang's `pp_loop_size`, the batches under way.
+    passes = params.pp_size + ctx.server_args.pp_async_batch_depth
+    return Ranks(least_over(group), later=Later(_begin_over(group), passes), check=check)
+
+
+def _begin_over(group: Any) -> Begin:
+    def begin(numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
+        vector = torch.tensor(numbers, dtype=torch.int64)
+        work = torch.distributed.all_reduce(
+            vector, op=torch.distributed.ReduceOp.MIN, group=group, async_op=True
+        )
+
+        def result() -> Sequence[int]:
+            work.wait()
+            found: list[int] = vector.tolist()
+            return found
+
+        return result
+
+    return begin
 
 
 def least_over(group: Any) -> Least | None:

@@ -2,7 +2,7 @@
 
 ``TABLE`` is the one place: docs/models.md is printed from it, ``sglang-ext doctor --model-path`` reads it,
 and ``tests/engine/cache/test_families.py`` holds ``admission`` to it. A cell that is absent is refused at
-start; of pipeline parallelism, a cache in HBM alone is admitted.
+start.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Family:
 _READ = Proof("reading")
 # Families of one slot of KV per token share the code of MHA, which moves planes of any shape.
 _BY_READING: dict[Column, Proof] = dict.fromkeys(
-    ("HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP"), _READ
+    ("HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP", "PP"),
+    _READ,
 )
 
 
@@ -157,6 +158,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "DP": _server(
                     "cache/test_replicas.py::test_a_conversation_stays_with_the_replica_that_has_its_kv"
                 ),
+                "PP": _answers("tiny-untied-pp2")["HBM"],
             },
         ),
         "gqa-moe": Family(

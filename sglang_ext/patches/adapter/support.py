@@ -83,6 +83,7 @@ def _of_config(config: KvConfig) -> dict[str, Any]:
         "dram": bool(config.dram_size),
         "disk": config.disk_path is not None,
         "acked": config.acked_behind is not None,
+        "layer_region": config.layer_region_bytes != 0,
         "by_layer": config.transfer_mode == "push-by-layer",
         "pushes": config.transfer_mode != "pull",
         "aggregated": config.transfer_layout == "aggregated",
@@ -254,6 +255,11 @@ def require_computing(server_args: Any) -> None:
             getattr(server_args, "dp_size", 1) > 1,
             "--dp-size above 1",
             "a replica's idle time does not show that the server is idle",
+        ),
+        (
+            getattr(server_args, "pp_size", 1) > 1,
+            "--pp-size above 1",
+            "stages are idle at other times",
         ),
     ):
         if present:

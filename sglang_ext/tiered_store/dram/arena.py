@@ -30,6 +30,16 @@ Generations = npt.NDArray[np.uint64]
 _GENERATION_BYTES = 8
 
 
+def blocks_in(layout: BlockLayout, nbytes: int) -> int:
+    """The blocks of an arena of so many bytes."""
+    return max(0, nbytes - _GENERATION_BYTES) // (layout.block_bytes + _GENERATION_BYTES)
+
+
+def bytes_for(layout: BlockLayout, blocks: int) -> int:
+    """The bytes with which an arena has so many blocks."""
+    return blocks * (layout.block_bytes + _GENERATION_BYTES) + _GENERATION_BYTES
+
+
 class DramArena:
     """`nbytes` of host memory as blocks of one layout.
 
@@ -62,7 +72,7 @@ class DramArena:
     ) -> None:
         self.layout = layout
         self.block_bytes = layout.block_bytes
-        self.n_blocks = (nbytes - _GENERATION_BYTES) // (self.block_bytes + _GENERATION_BYTES)
+        self.n_blocks = blocks_in(layout, nbytes)
         if self.n_blocks < 1:
             raise ConfigError(
                 f"an arena of {nbytes} bytes holds no block of {self.block_bytes} bytes",

@@ -119,6 +119,8 @@ class MovingOut:
 
     def _problem(self, req: Any, rid: str) -> str:
         scheduler = self._rank.cache.scheduler
+        if self._rank.cache.ranks.pipelined:
+            return "its server is a pipeline of several stages"
         if req is None:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
         if req.finished() or req.to_finish is not None:
