@@ -1,4 +1,4 @@
-"""Draft models of the tiny model that guess well."""
+"""Draft models of tiny models that guess well."""
 
 from __future__ import annotations
 
@@ -35,5 +35,52 @@ def eagle_head(folder: Path) -> Path:
                 nothing = layer < 0 and ("o_proj" in name or "down_proj" in name)
                 place = f"layers.{layer + 1}.{name.removeprefix(prefix)}"
                 weights[place] = np.zeros_like(values) if nothing else values
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def windowed_target(folder: Path, window: int) -> Path:
+    """Write the tiny model with windows to a folder that is not there yet, with longer windows and without
+    gates and feed-forward parts: what its layers compute, layers of Llama can compute. Returns the folder."""
+    shutil.copytree(model_path("tiny-spark"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+    weights = load_file(folder / "model.safetensors")
+    for name, values in weights.items():
+        if "g_proj" in name or "down_proj" in name:
+            values[:] = 0
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def windowed_eagle_head(target: Path, folder: Path) -> Path:
+    """Write an EAGLE head for `windowed_target`. Its layers have no windows: up to the length of one it
+    guesses well."""
+    shutil.copytree(target, folder)
+    config = json.loads((target / "config.json").read_text())
+    size, layers = config["hidden_size"], config["num_hidden_layers"]
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    kept += ("head_dim", "rope_theta", "rms_norm_eps", "max_position_embeddings", "hidden_act", "torch_dtype")
+    llama = {name: config[name] for name in kept} | {"model_type": "llama", "mlp_bias": False}
+    llama |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": layers + 1}
+    (folder / "config.json").write_text(json.dumps(llama | {"tie_word_embeddings": False}))
+    rows = [config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")]
+    found = load_file(target / "model.safetensors")
+    weights = {
+        "fc.weight": np.hstack([np.eye(size, dtype=np.float32), np.zeros((size, size), np.float32)]),
+        "fc.bias": np.zeros(size, np.float32),
+    }
+    for layer in range(-1, layers):
+        here, there = f"model.layers.{max(layer, 0)}.", f"layers.{layer + 1}."
+        rest = {name.removeprefix(here): found[name] for name in found if name.startswith(here)}
+        joined, out = (rest.pop(f"self_attn.{part}_proj.weight") for part in ("q_k_v", "out"))
+        del rest["self_attn.g_proj.weight"]
+        parts = np.split(joined, np.cumsum([rows[0], rows[1]]))
+        rest |= {f"self_attn.{part}_proj.weight": each for part, each in zip("qkv", parts, strict=True)}
+        # A gate of 0 lets half of a head through. The layer in front changes nothing.
+        rest["self_attn.o_proj.weight"] = out * np.float32(0.5 if layer >= 0 else 0)
+        if layer < 0:
+            del rest["input_layernorm.weight"]
+        weights |= {there + name: np.ascontiguousarray(values) for name, values in rest.items()}
     save_file(weights, folder / "model.safetensors")
     return folder

@@ -5,7 +5,8 @@ Files in its folder (`hooked_server`) switch faults on. `hooked_server.holding` 
 first layer has been sent (push by layer). ``generating`` holds a decode server's requests from their first
 ``HELD_TOKENS`` tokens on: its scheduler goes on and obeys, but runs no batch. With a file ``damage``, one bit
 of the last page that was read is inverted before the KV is reported to SGLang. With a file
-``zero-POOL``, the last block that was read into a pool beside it is filled with zeros. With a file
+``zero-POOL``, the last block that was read into a pool beside it is filled with zeros; with ``zero-draft``,
+the draft model's part of every page that was read, of a model with windows or states. With a file
 ``damage-kept``, one bit of the last page that was computed or read is inverted when the server changes its
 role. With a file
 ``no-layers``, no layer is sent ahead of the others (push by layer). With a file ``damage-logprobs``, one bit
@@ -145,6 +146,9 @@ def make_faulty(folder: Path) -> None:
         for each in handover.wanted.beside:
             if (folder / f"zero-{each.pool}").exists():
                 zero(each.pool, int(each.rows[-1]))
+        if (folder / "zero-draft").exists():
+            for page in handover.wanted.pages:
+                zero("hbm", int(page), of_draft=True)
 
     complete, role_changed = PrefillSender.complete, Listeners.role_changed
 
@@ -171,11 +175,14 @@ def make_faulty(folder: Path) -> None:
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30
 
-    def zero(pool: str, block: int) -> None:
+    def zero(pool: str, block: int, *, of_draft: bool = False) -> None:
         from sglang_ext.patches.process import PROCESS
 
         component = PROCESS.manager._components[pool]
-        for plane in (plane for layer in component.planes_by_layer for plane in layer):
+        layers = component.planes_by_layer
+        if of_draft:
+            layers = layers[-sum(runner.token_to_kv_pool.layer_num for runner in PROCESS.drafts) :]
+        for plane in (plane for layer in layers for plane in layer):
             plane[block * component.block_rows : (block + 1) * component.block_rows] = 0
 
     next_batch = Scheduler.get_next_disagg_decode_batch_to_run
