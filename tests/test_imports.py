@@ -80,8 +80,8 @@ PATCHES = folders(
 )
 ROUTER = folders(
     "router",
-    *("http", "api", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster", "placing"),
-    *("hints", "dispatch", "endpoints", "app", ""),
+    *("http", "api", "clients", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster"),
+    *("placing", "hints", "dispatch", "endpoints", "app", ""),
     below=("protocol", "radix_global", "radix_global.sync", "cost_model"),
 )
 MAY_IMPORT: dict[str, set[str]] = {

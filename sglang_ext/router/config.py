@@ -9,6 +9,7 @@ from sglang_ext.addresses import is_loopback
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, list_flag, one_of
 from sglang_ext.flags.removed import ROUTER
+from sglang_ext.router.clients.rules import AUTO, rules_of
 from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named
@@ -93,12 +94,6 @@ class RouterConfig(Flagged):
     description = "One address in front of several SGLang servers."
 
     lists = (
-        list_flag(
-            "--session-keys",
-            "Where a client names its session. Of header, field of the body, and cookie, the first one found "
-            "counts; an empty name is not looked for.",
-            common=True,
-        ),
         list_flag(
             "--tenant-limits",
             "Limits of each tenant. Clients without a tenant share one set of limits, but bytes-per-minute "
@@ -275,23 +270,12 @@ class RouterConfig(Flagged):
         "expected to be faster by far), or the number of tokens to compute from which every prompt is split.",
         metavar="off|auto|TOKENS",
     )
-    session_header: str = flag(
-        "x-session-id",
-        "The header in which a client names its session. Of header, field and cookie the first counts; an "
-        "empty name is not looked for.",
-        metavar="NAME",
-        within="--session-keys",
-        key="header",
-    )
-    session_field: str = flag(
-        "session_id",
-        "The field of the body that names the session.",
-        metavar="NAME",
-        within="--session-keys",
-        key="field",
-    )
-    session_cookie: str = flag(
-        "", "The cookie that names the session.", metavar="NAME", within="--session-keys", key="cookie"
+    client_rules: str = flag(
+        AUTO,
+        "Where clients name their sessions, and repairs of parts of prompts that defeat caches: auto (the "
+        "table that ships), off (its sessions alone), or a TOML file that is put before the table.",
+        metavar="auto|off|FILE",
+        common=True,
     )
     cache_threshold: float = flag(
         0.3,
@@ -689,6 +673,7 @@ class RouterConfig(Flagged):
                 "a certificate and its key are given together",
                 field="--tls-cert-file" if self.tls_cert_file is None else "--tls-key-file",
             )
+        rules_of(self.client_rules)
         for name in self.trusted():
             if not may_be_trusted(name):
                 raise ConfigError(

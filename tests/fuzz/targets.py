@@ -33,6 +33,7 @@ from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import check_conversation
 from sglang_ext.router.api.validation import parse_json_object
+from sglang_ext.router.clients.rules import shipped
 from sglang_ext.router.cluster.roster import decode_member
 from sglang_ext.router.http.body import BodyBudget, unpack
 from sglang_ext.router.http.reader import RequestReader
@@ -48,7 +49,7 @@ from sglang_ext.wire import WireError, unpack_ids
 
 CORPUS = Path(__file__).parent / "corpus"
 LIMITS = Limits(32_000, 4096)
-RULES = Rules(session_header="x-session-id", session_field="session_id")
+RULES = Rules(sessions=shipped().sessions)
 TENANT = Caller("a", 3, False, "kv-tenant-a")
 NEVER = {name for name, who in FIELDS.items() if who in (Who.NOBODY, Who.TRUSTED)}
 NEVER_SAMPLED = {name for name, who in SAMPLING.items() if who is Who.NOBODY}

@@ -48,7 +48,7 @@ class ChatCompletions(OpenAiDialect):
         """continue_final_message task max_completion_tokens reasoning_effort stream_reasoning
         separate_reasoning return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext"""
     )
-    parts_in = ("messages",)
+    parts_in = messages_in = ("messages",)
     hint_fields: ClassVar[tuple[str, ...]] = ("messages",)
     document_fields: ClassVar[Mapping[str, str]] = {"messages": "messages", "input_ids": "input_ids"}
     answer_object = "chat.completion"

@@ -131,6 +131,10 @@ class Dialect(ABC):
     """Fields that hold images, videos and sounds."""
     parts_in: ClassVar[tuple[str, ...]] = ()
     """Fields that hold messages, whose parts may hold such."""
+    instructions_in: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold instructions to the model: a text, or parts."""
+    messages_in: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold messages with roles."""
     takes_default_model: ClassVar[bool] = True
     """The server takes ``default`` for the model's name."""
     custom_params_in: ClassVar[str] = ""

@@ -64,6 +64,8 @@ class Messages(Dialect):
     prompt_field = "messages"
     own_fields = fields("system stop_sequences output_config betas")
     parts_in = ("messages", "system")
+    instructions_in = ("system",)
+    messages_in = ("messages",)
     via = CHAT
 
     def parse(self, payload: Json, limits: Limits) -> Job:

@@ -59,7 +59,8 @@ class Responses(Dialect):
         """instructions max_output_tokens previous_response_id include store service_tier truncation
         max_tool_calls"""
     )
-    parts_in = ("input",)
+    parts_in = messages_in = ("input",)
+    instructions_in = ("instructions",)
     takes_default_model = False
     keeps_answers = True
 

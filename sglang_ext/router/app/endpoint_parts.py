@@ -9,7 +9,7 @@ from sglang_ext.router.app.instance_parts import InstanceParts
 from sglang_ext.router.app.request_parts import RequestParts
 from sglang_ext.router.app.routing_parts import RoutingParts
 from sglang_ext.router.app.service import Service
-from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.clients.rules import rules_of
 from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.bounds import Bounds
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
@@ -20,8 +20,10 @@ from sglang_ext.router.endpoints.generation import Generation, generation_routes
 from sglang_ext.router.endpoints.indexer_api import IndexerApi
 from sglang_ext.router.endpoints.information import Information
 from sglang_ext.router.endpoints.pages import page_routes
+from sglang_ext.router.endpoints.repairing import Repairs
 from sglang_ext.router.endpoints.routes import RouteTable
 from sglang_ext.router.endpoints.sessions import Sessions
+from sglang_ext.router.hints.shared_pins import SharedPins
 from sglang_ext.router.http.server import HttpServer, limits_within, raise_file_limit
 from sglang_ext.router.http.tls import server_context
 from sglang_ext.router.http.web_sites import sites_of
@@ -46,12 +48,17 @@ class EndpointParts:
         cluster: ClusterParts,
     ) -> None:
         config, clock = base.config, base.clock
+        table = rules_of(config.client_rules)
+        pins = SharedPins(base.channel)
+        base.metrics.show_table("pins", pins)
+        repairs = Repairs(table, pins, base.metrics)
         self.advisory = AdvisoryApi(
-            routing.advisor, routing.encoder, of.fleet, routing.documents, clock, routing.queries
+            routing.advisor, routing.encoder, of.fleet, routing.documents, repairs, clock, routing.queries
         )
         self.generation = Generation(
-            _rules(config), of.fleet, routing.chooser, requests.relay, of.tokenizers, routing.admission,
-            requests.flights, requests.suspects, requests.shared, routing.queries, requests.request_log,
+            Rules(config.cache_details, table.sessions), repairs, of.fleet, routing.chooser,
+            requests.relay, of.tokenizers, routing.admission, requests.flights, requests.suspects,
+            requests.shared, routing.queries, requests.request_log,
             self.advisory, routing.documents, base.metrics, clock,
             max_retries=config.max_retries, retry_budget=config.retry_budget,
         )  # fmt: skip
@@ -107,15 +114,6 @@ class ServerParts:
             rounds=base.rounds,
             grace_s=config.shutdown_grace_period_secs,
         )
-
-
-def _rules(config: RouterConfig) -> Rules:
-    return Rules(
-        cache_details=config.cache_details,
-        session_header=config.session_header,
-        session_field=config.session_field,
-        session_cookie=config.session_cookie,
-    )
 
 
 def _sessions(base: Foundation, of: InstanceParts, requests: RequestParts) -> Sessions:

@@ -1,4 +1,4 @@
-"""The channel between routers, and its messages: hints, use of limits, used signatures, queries.
+"""The channel between routers, and its messages: hints, limits, used signatures, pins, queries.
 
 Messages are sent at once and not stored; records of members and documents, which outlive their router, go
 through ``membership``. A later message of the same hint or limit makes up for a lost one, and a router that
@@ -188,6 +188,15 @@ class SignatureUsed(_Message, frozen=True, tag="signature-used"):
     age_s: Seconds
 
 
+class TextPinned(_Message, frozen=True, tag="pinned"):
+    """The text that a session had first at a place of its prompts: see ``hints.shared_pins``."""
+
+    session: Name
+    rule: Name
+    at: Count
+    text: Annotated[str, msgspec.Meta(max_length=256)]
+
+
 class Begun(_Message, frozen=True, tag="begun"):
     """This router begins, or was cut off for a while, and requests the messages of all others."""
 
@@ -209,6 +218,7 @@ RouterMessage: TypeAlias = (
     | LimitUsed
     | RequestLost
     | SignatureUsed
+    | TextPinned
     | Begun
 )
 

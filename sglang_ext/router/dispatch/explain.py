@@ -287,6 +287,7 @@ def as_json(
             "matched_by": _matched_by(logged.prompts),
             "prompts": len(logged.prompts),
         },
+        "repairs": [{"rule": each.rule, "changes": each.changes} for each in record.repairs],
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
         "documents": None
         if record.documents is None

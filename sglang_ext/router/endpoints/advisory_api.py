@@ -22,6 +22,7 @@ from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, check_length, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import no_worker
+from sglang_ext.router.endpoints.repairing import Repairs
 from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
@@ -57,6 +58,7 @@ class AdvisoryApi:
         encoder: makes hints of advisory requests.
         fleet: has the model, against which hints are checked.
         documents: puts documents that a hint names in front of its prompt.
+        repairs: of prompts, as their requests will have them.
         clock: seconds.
     """
 
@@ -66,12 +68,14 @@ class AdvisoryApi:
         encoder: HintEncoder,
         fleet: Fleet,
         documents: Documents,
+        repairs: Repairs,
         clock: Clock,
         queries: Queries,
     ) -> None:
         self._advisor = advisor
         self._encoder = encoder
         self._documents = documents
+        self._repairs = repairs
         self._fleet = fleet
         self._clock = clock
         self._queries = queries
@@ -87,6 +91,8 @@ class AdvisoryApi:
     async def _take(self, request: Request, responder: Responder, record: Record) -> None:
         try:
             payload = await self._with_documents(parse_json_object(request.body), record)
+            if (dialect := hinting_dialect(payload)) is not None:
+                self._repairs.apply(dialect, payload, request, record)
             offered = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
         finally:
             self._documents.ended(record)

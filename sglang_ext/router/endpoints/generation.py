@@ -1,7 +1,7 @@
 """The life of a generation request: admit, encode, place, choose, send, pass back.
 
-1. The body is parsed, checked, and rewritten where the router or the tenant's key requires it
-   (``tenancy.admit``, once for everything).
+1. The body is parsed, repaired (``clients.repairs``), checked, and rewritten where the router or the tenant's
+   key requires it (``tenancy.admit``, once for everything).
 2. Its prompts become keys of the prompt tree (``tokenizing``); too long ones are refused.
 3. When every instance has as many requests as it may, it waits (``queueing``).
 4. The tree finds the instances with the longest prefixes, the policy chooses an instance (``choosing``), and
@@ -36,6 +36,7 @@ from sglang_ext.router.dispatch.pairs import HalfFailed
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
+from sglang_ext.router.endpoints.repairing import Repairs
 from sglang_ext.router.endpoints.retry_budget import RetryBudget
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
@@ -71,6 +72,7 @@ class Generation:
 
     Args:
         rules: for reading requests.
+        repairs: of prompts, before they are read.
         chooser: from requests to instances.
         tokenizers: from prompts to keys.
         admission: where requests wait for room.
@@ -86,6 +88,7 @@ class Generation:
     def __init__(
         self,
         rules: Rules,
+        repairs: Repairs,
         fleet: Fleet,
         chooser: Chooser,
         relay: Relay,
@@ -105,6 +108,7 @@ class Generation:
         retry_budget: float,
     ) -> None:
         self._rules = rules
+        self._repairs = repairs
         self._fleet = fleet
         self._chooser = chooser
         self._relay = relay
@@ -161,6 +165,9 @@ class Generation:
         if DOCUMENT_IDS in payload:
             body = await self._composed(dialect, payload, record)
             payload = await self._parsed(body) if len(body) > LARGE_JSON_BYTES else parse_json_object(body)
+            request = msgspec.structs.replace(request, body=body)
+        if (repaired := self._repairs.apply(dialect, payload, request, record)) is not None:
+            payload, body = repaired
             request = msgspec.structs.replace(request, body=body)
         if dialect.only_warms(payload):
             await self._hinting.serve_prewarm(dialect, payload, responder, record)

@@ -31,6 +31,7 @@ ROUTER: Final = MetricTable("router", (
         "transferred_tokens", COUNTER, "tokens", ("source", "target", "how"),
         "Tokens whose KV went from one instance to another: fetched, or of prompts that were handed over",
     ),
+    Metric("repaired", COUNTER, "requests", ("rule",), "Requests whose prompt a rule has repaired"),
     Metric("client_disconnects", COUNTER, "clients", (), "Clients that went away before the end"),
     Metric("tenant_requests", COUNTER, "requests", ("tenant", "status"), "Generation requests"),
     Metric("tenant_tokens", COUNTER, "tokens", ("tenant", "kind"), "Tokens of generation requests"),

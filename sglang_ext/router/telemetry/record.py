@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_ext.router.clients.repairs import Repair
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.tenancy.budgets import Budget
@@ -57,6 +58,8 @@ class Record:
     attempts: int = 0
     instance_stages: StageTimes | None = None
     """Seconds at the instances, by stage, if they report them."""
+    repairs: tuple[Repair, ...] = ()
+    """The effects of rules on its prompt (``--client-rules``)."""
     durability: str | None = None
     """The durability reported with the end of the answer, if the end waited for the instance's disk."""
     queued_s: float = 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 import msgspec
@@ -18,7 +17,8 @@ from sglang_ext.router.api.dialect import Dialect, ModelName
 from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
-from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS, Json, check_name, take_int
+from sglang_ext.router.api.validation import Json, check_name, take_int
+from sglang_ext.router.clients.sessions import session_of
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.tenancy.admitted import Admitted, AdmittedHint, Rules, Sent
 from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, plain, unjudged
@@ -33,8 +33,6 @@ SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 ROUTING = ("rid", "extra_key", "cache_salt", "priority")
 """Fields of the router's own, which clients may add to a body in any dialect."""
 DEFAULT_MODEL = "default"
-MAX_SESSION_CHARS = MAX_NAME_CHARACTERS
-"""Of a session's name; a longer one is cut: it is a key, and its length is the client's choice."""
 
 
 def admit(
@@ -67,7 +65,7 @@ def admit(
     fields = additions(payload, caller)
     if not dialect.takes_salt:
         fields.pop("cache_salt", None)  # it travels as a header
-    named = session_of(request.headers, payload, rules)
+    named = session_of(request.headers, payload, rules.sessions)
     body = judged(request.body, payload, caller, dialect)
     tells_cached = hides_usage = False
     if dialect.via is not None and caller.salt is not None:
@@ -117,7 +115,7 @@ def _admit_rewritten(
     """``admit`` for a request that goes to workers in another dialect (``Dialect.admitted_as``)."""
     other = dialect.admitted_as
     assert other is not None
-    named = session_of(request.headers, payload, rules)
+    named = session_of(request.headers, payload, rules.sessions)
     body = {name: payload[name] for name in ROUTING if name in payload} | dialect.rewritten(payload, limits)
     sent = msgspec.structs.replace(request, body=orjson.dumps(body), target=other.path)
     admitted = admit(other, body, sent, caller, limits, rules, new_rid, in_place)
@@ -231,34 +229,6 @@ def with_salt(job: Job, caller: Caller) -> Job:
         for prompt in job.prompts
     )
     return msgspec.structs.replace(job, prompts=prompts)
-
-
-def session_of(headers: Mapping[str, str], payload: Json, rules: Rules) -> str | None:
-    """The session's name, or None.
-
-    Args:
-        headers: names in lower case.
-        payload: the request's JSON object.
-    """
-    header, field, cookie = rules.session_header, rules.session_field, rules.session_cookie
-    if header and (named := headers.get(header.lower())):
-        return named[:MAX_SESSION_CHARS]
-    if field:
-        value = payload.get(field)
-        # SGLang's own session_params is an object with an id.
-        if isinstance(value, Mapping):
-            value = value.get("id")
-        if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
-            return str(value)[:MAX_SESSION_CHARS]
-    if cookie and (text := headers.get("cookie")):
-        jar: SimpleCookie = SimpleCookie()
-        try:
-            jar.load(text)
-        except CookieError:
-            return None
-        if cookie in jar and jar[cookie].value:
-            return jar[cookie].value[:MAX_SESSION_CHARS]
-    return None
 
 
 def rids_of(payload: Json, job: Job) -> tuple[str, ...]:

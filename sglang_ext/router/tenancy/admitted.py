@@ -8,16 +8,15 @@ from sglang_ext.router.api.dialect import Dialect, Translation
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.validation import Json
+from sglang_ext.router.clients.rules import SessionRow
 
 
 class Rules(msgspec.Struct, frozen=True):
     """The rules for requests: fields of ``RouterConfig``."""
 
     cache_details: bool = True
-    session_header: str = ""
-    session_field: str = ""
-    session_cookie: str = ""
-    """Where a request names its session: the first of these that does. An empty name is not looked for."""
+    sessions: tuple[SessionRow, ...] = ()
+    """Where a request names its session: the first of these that does."""
 
 
 class Sent(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,6 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.http.types import ConnectFailed, RequestTimeout
 from sglang_ext.router.policies import POLICIES, Instance, Match, Prompt, Reason
-from sglang_ext.router.tenancy.admit import MAX_SESSION_CHARS, session_of
-from sglang_ext.router.tenancy.admitted import Rules
 from sglang_ext.testing.fakes import FakeClock
 from tests.support.servers.workers import Gate
 
@@ -26,41 +25,14 @@ BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_n
 # -- sessions ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("headers", "payload", "named"),
-    [
-        ({"x-session-id": "h"}, {"session_id": "f"}, "h"),
-        ({"x-session-id": ""}, {"session_id": "f"}, "f"),
-        ({}, {"session_id": "f"}, "f"),
-        ({}, {"session_id": 7}, "7"),
-        ({}, {"session_id": {"id": "inner"}}, "inner"),
-        ({}, {"session_id": True}, None),
-        ({}, {"session_id": ""}, None),
-        ({}, {"session_id": ["f"]}, None),
-        ({"cookie": "other=1; sid=c; more=2"}, {}, "c"),
-        ({"cookie": "sid=c"}, {"session_id": "f"}, "f"),
-        ({"cookie": "sid="}, {}, None),
-        ({"cookie": "other=1"}, {}, None),
-        ({"cookie": 'sid="quoted c"'}, {}, "quoted c"),
-        ({}, {"session_id": "x" * 2 * MAX_SESSION_CHARS}, "x" * MAX_SESSION_CHARS),
-        ({"cookie": "sid=" + "y" * 2 * MAX_SESSION_CHARS}, {}, "y" * MAX_SESSION_CHARS),
-        ({"cookie": "bad[]=1; sid=c"}, {}, None),
-    ],
-)
-def test_who_names_the_session(headers: dict[str, str], payload: dict[str, Any], named: str | None) -> None:
-    rules = Rules(session_header="X-Session-Id", session_field="session_id", session_cookie="sid")
-    assert session_of(headers, payload, rules) == named
-    assert session_of(headers, payload, Rules()) is None, "an empty name is not looked for"
-
-
 @pytest.mark.parametrize("how", ["header", "field", "cookie"])
 async def test_a_session_stays_at_its_instance_however_it_is_named(
-    how: str, start_worker, start_router, client
+    how: str, start_worker, start_router, client, tmp_path: Path
 ) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(f'[[session]]\n{how} = "{"X-Talk" if how == "header" else "talk"}"\n')
     workers = [await start_worker() for _ in range(3)]
-    router = await start_router(
-        *workers, policy="session", session_header="x-talk", session_field="talk", session_cookie="talk"
-    )
+    router = await start_router(*workers, policy="session", client_rules=str(rules))
     homes: dict[str, set[str]] = {}
     for number in range(60):
         name = f"s{number % 12}"

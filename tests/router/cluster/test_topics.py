@@ -25,6 +25,7 @@ from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.hints.preparing import Preparer
 from sglang_ext.router.hints.remote_hints import RemoteHints
 from sglang_ext.router.hints.shared_hints import SharedHints
+from sglang_ext.router.hints.shared_pins import SharedPins
 from sglang_ext.router.http.types import Request
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.placing.fetching import Fetching
@@ -138,3 +139,14 @@ def test_a_snapshot_has_the_messages_of_every_topic(count: int) -> None:
         suspects.lost(str(number), "instance")
     assert len(channel.snapshot()) == count
     assert "Suspects" in repr(channel)
+
+
+class TestPins(TopicContract):
+    def make(self, channel: RouterChannel, clock: FakeClock) -> SharedPins:
+        return SharedPins(channel)
+
+    def change(self, topic: SharedPins, number: int) -> None:
+        topic.pin(f"session {number}", "date", 0, f"day {number}")
+
+    def state(self, topic: SharedPins) -> object:
+        return dict(topic._texts.items())

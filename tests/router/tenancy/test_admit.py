@@ -17,6 +17,7 @@ from sglang_ext.router.api.pooling import CLASSIFY, EMBEDDINGS, ENCODE, NATIVE_C
 from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.api.rewritten.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from sglang_ext.router.api.rewritten.vertex import VERTEX
+from sglang_ext.router.clients.rules import SessionRow
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.telemetry.record import Record
@@ -106,7 +107,14 @@ def test_a_rewritten_request_is_admitted_as_the_other_dialect_s(dialect: Dialect
     other = dialect.admitted_as
     assert other is not None
     result, body = admitted(
-        dialect, caller, Rules(session_field="user"), user="u", rid="r", priority=2, extra_key="k", newer="x"
+        dialect,
+        caller,
+        Rules(sessions=(SessionRow(field=("user",)),)),
+        user="u",
+        rid="r",
+        priority=2,
+        extra_key="k",
+        newer="x",
     )
     text = body.get("text", body.get("messages"))
     assert text in ("hello", ["hello"], TURNS)
@@ -162,7 +170,7 @@ def test_names_that_servers_look_up_are_the_tenant_s_own() -> None:
 
 
 def test_a_session_is_the_tenant_s_own() -> None:
-    rules = Rules(session_header="x-session-id")
+    rules = Rules(sessions=(SessionRow(header="x-session-id"),))
     headers = {"x-session-id": "s"}
     assert admitted(CHAT, ANYBODY, rules, headers)[0].session == "s"
     assert admitted(CHAT, TENANT, rules, headers)[0].session == TENANT.scope + "s"

@@ -154,6 +154,7 @@ class OllamaChat(OllamaDialect):
     path = "/api/chat"
     summary = "Ollama's chats"
     prompt_field = "messages"
+    messages_in = ("messages",)
     own_fields = fields("options format keep_alive think")
     admitted_as = CHAT
 
@@ -195,6 +196,7 @@ class OllamaGenerate(OllamaDialect):
     path = "/api/generate"
     summary = "Ollama's completions"
     prompt_field = "prompt"
+    instructions_in = ("system",)
     own_fields = fields("prompt system options format keep_alive think suffix template context raw images")
     admitted_as = GENERATE
 
