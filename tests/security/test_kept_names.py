@@ -17,6 +17,7 @@ from sglang_ext.patches.hooks.request_values import MAX_NAME_CHARACTERS as MOST_
 from sglang_ext.patches.hooks.request_values import check_message
 from sglang_ext.radix_global import Holder
 from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
+from sglang_ext.router.clients.divergence import Turn
 from sglang_ext.router.dispatch.explain import LoggedRequest, RequestLog
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.telemetry.record import Record
@@ -79,7 +80,7 @@ def test_the_request_log_charges_the_names_of_their_prompts() -> None:
 def test_sessions_charge_their_names() -> None:
     memory = SessionMemory(1 << 20)
     for number in range(100):
-        memory.learn(f"{number}" + "s" * 100_000, ("tokens", None, "k" * 1000, None), b"1234")
+        memory.learn(f"{number}" + "s" * 100_000, ("tokens", None, "k" * 1000, None), Turn(b"1234", 1))
     assert len(memory) < 11
 
 

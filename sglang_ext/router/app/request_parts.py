@@ -5,15 +5,17 @@ from __future__ import annotations
 from sglang_ext.router.app.foundation import Foundation
 from sglang_ext.router.app.instance_parts import InstanceParts
 from sglang_ext.router.app.routing_parts import RoutingParts
+from sglang_ext.router.clients.rules import rules_of
 from sglang_ext.router.cluster.shared_limits import SharedLimits
 from sglang_ext.router.cluster.shared_replays import SharedReplays
 from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.explain import Explainer, RequestLog
-from sglang_ext.router.dispatch.flight import Flights, Homes, learning_sessions
+from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
+from sglang_ext.router.dispatch.turns import Turns
 from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 
@@ -44,11 +46,14 @@ class RequestParts:
             worker_api_key=config.worker_api_key,
             tracing=base.tracing,
         )
+        turns = Turns(
+            routing.sessions, rules_of(config.client_rules).rules, of.tokenizers, metrics, config.block_size
+        )
         self.mover = Mover(of.fleet, of.agents, forwarding, clock, metrics, base.rounds)
         self.relay = Relay(
             forwarding, of.fleet, of.trees, of.costs, of.tokenizers, self.homes, metrics, clock, self.mover,
             self.suspects,
             on_background=self.background.keep,
-            on_learnt=(learning_sessions(routing.sessions), routing.spilling.learn),
+            on_learnt=(turns.learn, routing.spilling.learn),
             explains=config.explain_routing,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.router.clients.divergence import Divergence, common_tokens
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import Fleet, Match
 from sglang_ext.router.telemetry.estimate import Estimate
@@ -178,20 +178,8 @@ def _common(logged: LoggedRequest, other: LoggedRequest) -> int:
         for theirs in other.prompts:
             if mine.namespace == theirs.namespace or mine.namespace[:1] != theirs.namespace[:1]:
                 continue
-            most = max(most, _prefix(mine.key, theirs.key))
+            most = max(most, common_tokens(mine.key, theirs.key))
     return most
-
-
-def _prefix(one: bytes, other: bytes) -> int:
-    """Tokens that two keys have in common."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def causes(
@@ -263,9 +251,14 @@ def as_json(
     *,
     block_size: int,
     admin: bool,
+    own: bool,
 ) -> dict[str, Any]:
-    """The answer of ``GET /explain/{request_id}``. spilled: returns the copies of a prompt's prefix that
-    other instances kept before a time."""
+    """The answer of ``GET /explain/{request_id}``.
+
+    Args:
+        spilled: returns the copies of a prompt's prefix that other instances kept before a time.
+        own: the asker's key has sent the request, and may see its words.
+    """
     record = logged.record
 
     def shown(seconds: float) -> float:
@@ -287,6 +280,7 @@ def as_json(
             "matched_by": _matched_by(logged.prompts),
             "prompts": len(logged.prompts),
         },
+        "divergence": _divergence(record.divergence, texts=own),
         "repairs": [{"rule": each.rule, "changes": each.changes} for each in record.repairs],
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
         "documents": None
@@ -330,6 +324,20 @@ def as_json(
     }
 
 
+def _divergence(found: Divergence | None, *, texts: bool) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    shown = {
+        "at": found.at,
+        "lost_tokens": found.lost,
+        "cause": found.cause.value,
+        "rule": found.rule or None,
+    }
+    if not texts:
+        return shown
+    return {**shown, "before": found.before, "after": found.after, "text": found.sentence()}
+
+
 class Explainer:
     """Explains requests that this router has served.
 
@@ -363,6 +371,7 @@ class Explainer:
             self._spilled,
             block_size=self._trees.block_size,
             admin=admin,
+            own=logged.record.caller.tenant == tenant,
         )
 
     def _history(self) -> History | None:

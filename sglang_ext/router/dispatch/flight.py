@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from sglang_ext.router.api.job import session_of_key
 from sglang_ext.router.api.sse import EventFilter
 from sglang_ext.router.dispatch.suspects import digest_of_request
-from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.tenancy.admit import through
@@ -143,18 +142,6 @@ def abort(flight: Flight) -> None:
     if flight.task is not None and not flight.aborted:
         flight.aborted = True
         flight.task.cancel()
-
-
-def learning_sessions(
-    sessions: SessionMemory,
-) -> Callable[[Flight, tuple[str | None, ...], bytes], None]:
-    """A callback that records the last prompt and answer of each session."""
-
-    def learn(flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
-        if flight.admitted.session is not None and len(flight.prompts) == 1 and namespace[0] == "tokens":
-            sessions.learn(flight.admitted.session, namespace, key)
-
-    return learn
 
 
 class Homes:

@@ -32,6 +32,10 @@ ROUTER: Final = MetricTable("router", (
         "Tokens whose KV went from one instance to another: fetched, or of prompts that were handed over",
     ),
     Metric("repaired", COUNTER, "requests", ("rule",), "Requests whose prompt a rule has repaired"),
+    Metric(
+        "diverged_tokens", COUNTER, "tokens", ("cause",),
+        "Tokens of their session's last turn that turns could not reuse, because they differed before them",
+    ),
     Metric("client_disconnects", COUNTER, "clients", (), "Clients that went away before the end"),
     Metric("tenant_requests", COUNTER, "requests", ("tenant", "status"), "Generation requests"),
     Metric("tenant_tokens", COUNTER, "tokens", ("tenant", "kind"), "Tokens of generation requests"),

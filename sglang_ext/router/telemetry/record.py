@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_ext.router.clients.divergence import Divergence
 from sglang_ext.router.clients.repairs import Repair
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
@@ -60,6 +61,8 @@ class Record:
     """Seconds at the instances, by stage, if they report them."""
     repairs: tuple[Repair, ...] = ()
     """The effects of rules on its prompt (``--client-rules``)."""
+    divergence: Divergence | None = None
+    """The place at which it left the last turn of its session, where KV was lost by that."""
     durability: str | None = None
     """The durability reported with the end of the answer, if the end waited for the instance's disk."""
     queued_s: float = 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sglang_ext.errors import UserError
-from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.router.api.job import Chat, Pair
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
@@ -145,6 +145,11 @@ class PromptTokenizer:
         one, other = (self._rendered(each, answer_follows=True)[1] for each in both)
         key = self.segmenter.encode(_common_beginning(one, other), most_new, salt, most)
         return key, payload["messages"][number:]
+
+    def decode(self, key: bytes) -> str:
+        """The text of token ids, special tokens included."""
+        text: str = self._tokenizer.decode(decode_tokens(key).tolist())
+        return text
 
     def _seen(self, chat: Chat) -> Json:
         return chat.seen(self.shows_in_place and (chat.long_in_place or self._chat.system_in_place))

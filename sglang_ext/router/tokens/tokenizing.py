@@ -385,6 +385,10 @@ class TokenizerService:
             return await self.pool.run(_OWN, LARGE_ANSWER, encode)
         return await self.pool.run(budget.owner, LARGE_ANSWER, encode, budget.tokenized)
 
+    def decode(self, key: bytes) -> str:
+        """The text of a few tokens; empty without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(key)
+
     def close(self) -> None:
         """End the threads."""
         self.pool.close()

@@ -12,6 +12,7 @@ from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_ac
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.clients.divergence import Turn
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.tenancy.bounded import ENTRY_BYTES, size_of
@@ -139,9 +140,9 @@ SPACE = ("tokens", None, None, None)
 
 def test_a_session_is_known_by_what_it_sent_last() -> None:
     memory = SessionMemory(10_000)
-    memory.learn("s", SPACE, b"one")
-    memory.learn("s", SPACE, b"one and two")
-    assert memory.find("s") == (SPACE, b"one and two")
+    memory.learn("s", SPACE, Turn(b"one0", 1))
+    memory.learn("s", SPACE, Turn(b"one0two0", 2))
+    assert memory.find("s") == (SPACE, b"one0two0")
     assert memory.find("other") is None
     memory.forget("s")
     assert (memory.find("s"), memory.size_bytes, len(memory)) == (None, 0, 0)
@@ -151,9 +152,9 @@ def test_who_was_not_seen_for_longest_is_forgotten_first() -> None:
     each = ENTRY_BYTES + size_of("a", *SPACE, b"1234")
     memory = SessionMemory(3 * each)
     for name in "abc":
-        memory.learn(name, SPACE, b"1234")
+        memory.learn(name, SPACE, Turn(b"1234", 1))
     memory.find("a")
-    memory.learn("d", SPACE, b"1234")
+    memory.learn("d", SPACE, Turn(b"1234", 1))
     assert memory.find("b") is None
     assert all(memory.find(name) for name in "acd")
     assert memory.size_bytes == 3 * each
@@ -161,5 +162,5 @@ def test_who_was_not_seen_for_longest_is_forgotten_first() -> None:
 
 def test_what_alone_exceeds_the_memory_is_not_kept() -> None:
     memory = SessionMemory(100)
-    memory.learn("s", SPACE, bytes(1000))
+    memory.learn("s", SPACE, Turn(bytes(1000), 250))
     assert (memory.find("s"), memory.size_bytes) == (None, 0)
