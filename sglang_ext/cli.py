@@ -76,6 +76,9 @@ COMMANDS: Mapping[str, Command] = {
         "sglang_ext.cluster.doctor.command",
         "check this machine, or the way to another one, and say what to do",
     ),
+    "diverge": Command(
+        "sglang_ext.router.diverge", "say which turns in a log of requests defeat prefix caches, and why"
+    ),
     "migrate": Command(
         "sglang_ext.migrate.command", "print the command line for one of HiCache, LMCache or SGLang's router"
     ),

@@ -33,6 +33,7 @@ ROUTER: Mapping[str, str] = MappingProxyType(
     {
         "--queue-weight": "the variable SGLANG_EXT_ROUTER_QUEUE_WEIGHT",
         "--exec-weight": "the variable SGLANG_EXT_ROUTER_EXEC_WEIGHT",
+        "--balance-cache-factor": "the variable SGLANG_EXT_ROUTER_BALANCE_CACHE_FACTOR",
         "--no-cache-details": "the variable SGLANG_EXT_ROUTER_CACHE_DETAILS=0",
         "--session-keys": "--client-rules FILE with a row [[session]] for each",
         "--session-header": "--client-rules FILE with a row [[session]] header = NAME",

@@ -299,6 +299,8 @@ class RouterConfig(Flagged):
         "A common beginning stops attracting new prompts to an instance that caches more than the emptiest "
         "one by more than this factor times that beginning.",
         NUMBER.not_negative(),
+        variable_only=True,
+        variable="SGLANG_EXT_ROUTER_BALANCE_CACHE_FACTOR",
     )
 
     index: str = flag(

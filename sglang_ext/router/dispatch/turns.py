@@ -11,6 +11,7 @@ from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.router.tokens.tools import tool_names
 
 logger = logging.getLogger("router.turns")
 
@@ -49,7 +50,7 @@ class Turns:
         if session is None or len(flight.prompts) != 1 or namespace[0] != "tokens":
             return
         prompt_tokens = min(flight.prompts[0].known.units, len(key) // TOKEN_BYTES)
-        turn = Turn(key, prompt_tokens, _tools_of(flight))
+        turn = Turn(key, prompt_tokens, tool_names(flight.admitted.job.prompts[0].chat))
         last = self._sessions.last_turn(session, namespace, turn)
         if last is not None and flight.record.divergence is None:
             self._compare(flight, last, turn)
@@ -67,12 +68,3 @@ class Turns:
 
     def __repr__(self) -> str:
         return f"Turns({self._sessions})"
-
-
-def _tools_of(flight: Flight) -> tuple[str, ...]:
-    chat = flight.admitted.job.prompts[0].chat
-    tools = None if chat is None else chat.payload.get("tools")
-    if not isinstance(tools, list):
-        return ()
-    names = [tool["function"].get("name") for tool in tools if isinstance(tool.get("function"), dict)]
-    return tuple(str(name) for name in names)

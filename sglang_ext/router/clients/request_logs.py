@@ -1,0 +1,154 @@
+"""Requests from logs: OpenAI's and Anthropic's bodies, SGLang's ``--log-requests``, LiteLLM's payloads.
+
+A log has one JSON object in each line. ``read_requests`` finds out which kind each of them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import orjson
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.router.api.validation import Json
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+LEVEL = "Start the server with --log-requests --log-requests-level 3 --log-requests-format json"
+
+
+class LogError(ConfigError):
+    """A line of a log cannot be used; names the line."""
+
+    def __init__(self, line: int, why: str, hint: str = "") -> None:
+        super().__init__(f"line {line} {why}", field="FILE", hint=hint)
+
+
+class LoggedBody(msgspec.Struct, frozen=True):
+    """A request in a log."""
+
+    path: str
+    """Of its HTTP API."""
+    body: Json
+    headers: Mapping[str, str] = {}
+    """Names in lower case."""
+    answer: str = ""
+    """Its text, where the log has one of a single choice."""
+    session: str = ""
+    """Where the log itself has a name for it."""
+
+
+def read_requests(lines: Iterable[bytes]) -> Iterator[LoggedBody]:
+    """The requests of a log, in its order; other lines of SGLang's and LiteLLM's are passed over.
+
+    Raises:
+        LogError: a line is no JSON, none of the kinds, or cut off by its server.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            hint = LEVEL if b"Receive: obj=" in line or b"Finish: obj=" in line else ""
+            raise LogError(number, f"is not JSON: {error}", hint) from None
+        if not isinstance(value, dict):
+            raise LogError(number, "is no JSON object")
+        if (found := _request(value, number)) is not None:
+            yield found
+
+
+def _request(value: Json, number: int) -> LoggedBody | None:
+    if isinstance(value.get("event"), str) and "timestamp" in value:
+        return _of_sglang(value, number)
+    if "call_type" in value and "messages" in value:
+        return _of_litellm(value)
+    headers = _headers(value.get("headers"))
+    answer = _text_of(value.get("response"))
+    if isinstance(body := value.get("body"), dict):  # OpenAI's batches
+        url = value.get("url")
+        path = url if isinstance(url, str) else _path_of(body)
+        return LoggedBody(path or CHAT, body, headers, answer)
+    request = value.get("request")
+    body = request if isinstance(request, dict) else value
+    path = _path_of(body)
+    if path is None:
+        raise LogError(number, "has no messages, input, prompt, text or input_ids")
+    return LoggedBody(path, body, headers, answer)
+
+
+def _path_of(body: Json) -> str | None:
+    if isinstance(messages := body.get("messages"), list):
+        return MESSAGES if "system" in body or _has_anthropic_blocks(messages) else CHAT
+    if "input" in body:
+        return RESPONSES
+    if "prompt" in body:
+        return COMPLETIONS
+    return GENERATE if "input_ids" in body or "text" in body else None
+
+
+def _has_anthropic_blocks(messages: list[Any]) -> bool:
+    return any(
+        isinstance(block, dict) and block.get("type") in ("tool_use", "tool_result", "thinking")
+        for message in messages
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for block in message["content"]
+    )
+
+
+def _of_sglang(value: Json, number: int) -> LoggedBody | None:
+    """A line of SGLang's: the request with the tokens that its server made of it."""
+    if value["event"] != "request.received" or not isinstance(obj := value.get("obj"), dict):
+        return None
+    ids, text = obj.get("input_ids"), obj.get("text")
+    if isinstance(ids, str) or (
+        isinstance(text, str) and " ... " in text and len(text) <= 4096 and ids is None
+    ):
+        raise LogError(number, "has a prompt that its server has cut off", LEVEL)
+    if isinstance(ids, list):
+        body: Json = {"input_ids": ids}
+    elif isinstance(text, str):
+        body = {"text": text}
+    else:
+        raise LogError(number, "has no prompt", LEVEL)
+    if isinstance(key := obj.get("extra_key"), str):
+        body["extra_key"] = key
+    return LoggedBody(GENERATE, body, _headers(value.get("headers")))
+
+
+def _of_litellm(value: Json) -> LoggedBody | None:
+    """LiteLLM's payload for loggers (``StandardLoggingPayload``)."""
+    if value["call_type"] not in ("completion", "acompletion", "anthropic_messages"):
+        return None
+    given = value.get("model_parameters") or {}
+    body = {"model": value.get("model"), "messages": value["messages"]}
+    body |= {name: given[name] for name in ("system", "tools", "max_tokens") if given.get(name) is not None}
+    session = value.get("session_id") or value.get("trace_id")
+    path = _path_of(body) or CHAT
+    return LoggedBody(
+        path, body, {}, _text_of(value.get("response")), session if isinstance(session, str) else ""
+    )
+
+
+def _headers(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    return {name.lower(): text for name, text in value.items() if isinstance(text, str)}
+
+
+def _text_of(response: Any) -> str:
+    """The text of an answer of one choice."""
+    if not isinstance(response, dict):
+        return ""
+    response = response["body"] if isinstance(response.get("body"), dict) else response
+    choices = response.get("choices")
+    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
+        message = choices[0].get("message")
+        text = message.get("content") if isinstance(message, dict) else choices[0].get("text")
+        return text if isinstance(text, str) else ""
+    if isinstance(content := response.get("content"), list):
+        texts = [block.get("text") for block in content if isinstance(block, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
+    return ""
