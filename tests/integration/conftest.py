@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import runpy
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from sglang_ext import native
 from sglang_ext.native import is_compiled
+from sglang_ext.patches.versions import follows_hybrids, installed_sglang_version
 from sglang_ext.router.http import reader
 from tests.support.leaks import LeakGuard
 from tests.support.servers import preloaded
@@ -29,6 +31,19 @@ HERE = Path(__file__).parent
 sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 sys.path.append(str(Path(__file__).parents[1] / "router"))  # for api_fuzz.py
 sys.path.append(str(Path(__file__).parents[1] / "fuzz"))  # for http_bodies.py
+
+
+_HYBRID = re.compile(r"hybrid|tiny-(gdn|kda|lfm2|mamba2|spark|swa)|[\[-](windows?|states?)\b")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers of models with windows or states start with some versions of SGLang only."""
+    installed = installed_sglang_version()
+    if not follows_hybrids(installed):
+        skip = pytest.mark.skip(reason=f"SGLang {installed} is not served with windows or states")
+        for item in items:
+            if HERE in item.path.parents and _HYBRID.search(f"{item.path.name} {item.name}"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session", autouse=True)
