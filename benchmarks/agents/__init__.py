@@ -1,0 +1,1 @@
+"""Agents: what of a turn the next one repeats."""

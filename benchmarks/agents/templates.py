@@ -1,0 +1,142 @@
+"""How much of a turn, its answer included, a chat template repeats in the next turn.
+
+    python -m benchmarks.agents.templates TEMPLATE.jinja... [--keep-reasoning]
+
+The answer of a turn is what the template itself makes of it while it is the last message, which is the form in which models
+are trained to generate it. Characters are counted: a token is lost where its characters are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os.path
+from collections.abc import Callable, Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether a generation prompt follows) -> text."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "read",
+            "description": "Read a file",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}},
+                "required": ["path"],
+            },
+        },
+    }
+]
+SYSTEM = {"role": "system", "content": "You are a coding agent. " * 40}
+TEXT = "One line of the file after another. " * 20
+REASONING = "I should look at the file first, and then think about its contents. " * 10
+KEEP = {"preserve_thinking": True}
+"""The argument by which templates keep the reasoning of earlier answers. GLM-5.3 keeps it by default."""
+
+
+def user(text: str) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
+def answer(text: str = "", *, reasoning: str = "", calls: bool = False) -> Message:
+    """A message of the model, which calls a tool or does not."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        # Templates disagree on the name.
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if calls:
+        call = {"name": "read", "arguments": {"path": "a.py"}}
+        message["tool_calls"] = [{"id": "c0", "type": "function", "function": call}]
+    return message
+
+
+RESULT: Message = {"role": "tool", "tool_call_id": "c0", "name": "read", "content": TEXT}
+START = [SYSTEM, user("Read it.")]
+CASES: dict[str, tuple[list[Message], Message, Message]] = {
+    "answer, then the user": (START, answer(TEXT), user("And now?")),
+    "reasoning and answer, then the user": (START, answer(TEXT, reasoning=REASONING), user("And now?")),
+    "tool call, then its result": (START, answer(calls=True), RESULT),
+    "reasoning and tool call, then its result": (START, answer(reasoning=REASONING, calls=True), RESULT),
+    "tool calls with reasoning, answer, then the user": (
+        [*START, answer(reasoning=REASONING, calls=True), RESULT],
+        answer(TEXT, reasoning=REASONING),
+        user("And now?"),
+    ),
+}
+"""Kind of turn -> (messages before the answer, the answer, the message after it)."""
+
+
+def share(render: Render, before: Sequence[Message], said: Message, after: Message) -> float:
+    """The share of prompt and answer with which the next prompt begins."""
+    prompt, told = render(before, True), render([*before, said], False)
+    # Where the template does not keep the generation prompt, the answer follows it all the same.
+    whole = told if told.startswith(prompt) else prompt + told[len(os.path.commonprefix([prompt, told])) :]
+    following = render([*before, said, after], True)
+    return len(os.path.commonprefix([whole, following])) / len(whole)
+
+
+def of_jinja(template: str, **arguments: Any) -> Render:
+    """The rendering of a template as transformers makes it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(messages: Sequence[Message], answer_follows: bool) -> str:
+        rendered, _ = render_jinja_template(
+            [list(messages)],
+            tools=TOOLS,
+            chat_template=template,
+            add_generation_prompt=answer_follows,
+            **arguments,
+        )
+        text: str = rendered[0]
+        return text
+
+    return render
+
+
+def of_glm(name: str, **arguments: Any) -> Render:
+    """The rendering of GLM-5.3, which is a module of SGLang's and no template."""
+    path = distribution("sglang").locate_file("sglang/srt/parser/glm53_chat_template.py")
+    spec = importlib.util.spec_from_file_location("glm53_chat_template", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    segments = getattr(module, name)
+
+    def render(messages: Sequence[Message], answer_follows: bool) -> str:
+        return "".join(
+            segments(list(messages), tools=TOOLS, add_generation_prompt=answer_follows, **arguments)
+        )
+
+    return render
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("templates", nargs="*", type=Path)
+    parser.add_argument("--keep-reasoning", action="store_true", help="set the arguments that keep reasoning")
+    given = parser.parse_args()
+    kept = KEEP if given.keep_reasoning else {}
+    renders = {
+        path.stem: of_jinja(path.read_text(encoding="utf-8"), enable_thinking=True, **kept)
+        for path in given.templates
+    }
+    for name in ("render_glm53_segments", "render_glm53_flash_segments"):
+        renders[name] = of_glm(name, enable_thinking=True)
+    print("| template |", " | ".join(CASES), "|")
+    print("|---" * (len(CASES) + 1) + "|")
+    for name, render in renders.items():
+        print(f"| {name} |", " | ".join(f"{share(render, *case):.0%}" for case in CASES.values()), "|")
+
+
+if __name__ == "__main__":
+    main()
