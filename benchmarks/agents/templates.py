@@ -2,15 +2,14 @@
 
     python -m benchmarks.agents.templates TEMPLATE.jinja... [--keep-reasoning]
 
-The answer of a turn is what the template itself makes of it while it is the last message, which is the form in which models
-are trained to generate it. Characters are counted: a token is lost where its characters are.
+The answer of a turn is taken in the form that the template gives it as the last message, in which models are
+trained to generate it. Characters are counted: a token is lost where its characters are.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import os.path
 from collections.abc import Callable, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
@@ -78,9 +77,14 @@ def share(render: Render, before: Sequence[Message], said: Message, after: Messa
     """The share of prompt and answer with which the next prompt begins."""
     prompt, told = render(before, True), render([*before, said], False)
     # Where the template does not keep the generation prompt, the answer follows it all the same.
-    whole = told if told.startswith(prompt) else prompt + told[len(os.path.commonprefix([prompt, told])) :]
+    whole = told if told.startswith(prompt) else prompt + told[_common(prompt, told) :]
     following = render([*before, said, after], True)
-    return len(os.path.commonprefix([whole, following])) / len(whole)
+    return _common(whole, following) / len(whole)
+
+
+def _common(one: str, other: str) -> int:
+    both = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
 
 
 def of_jinja(template: str, **arguments: Any) -> Render:
