@@ -1,0 +1,183 @@
+"""Agents as they are, before real servers: their turns find each other, and answers are the server's own.
+
+The requests are written after the public wire formats of the clients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from router_rig import SPECS, running, until
+
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.clients.repairs import repair
+from sglang_ext.router.clients.rules import shipped
+from tests.support.servers.server import ServerProcess, ServerSpec
+
+pytestmark = pytest.mark.integration
+
+Json = dict[str, Any]
+BLOCK = 16
+SYSTEM = (
+    "You are an agent that edits code. " + "It reads files before it changes them, and runs the tests. " * 24
+)
+ASKED = ("Read the file and say in a word why its test fails.", "Mend it.", "Run the tests again.")
+TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+
+
+class Client:
+    """Requests in the form of one client. turn: which of the conversation; said: former answers."""
+
+    path = ""
+    headers: dict[str, str] = {}
+
+    def body(self, turn: int, said: list[str]) -> Json:
+        raise NotImplementedError
+
+    def text(self, answer: Json) -> str:
+        raise NotImplementedError
+
+
+class ClaudeCode(Client):
+    path = "/v1/messages"
+    headers = {"x-claude-code-session-id": "5b1f0a52", "anthropic-version": "2023-06-01"}
+
+    def body(self, turn: int, said: list[str]) -> Json:
+        billing = (
+            f"x-anthropic-billing-header: cc_version=2.1.245.2ef; cc_entrypoint=cli; cch={turn * 7919:05x};"
+        )
+        messages: list[Json] = []
+        for at in range(turn + 1):
+            messages.append({"role": "user", "content": [{"type": "text", "text": ASKED[at]}]})
+            if at < turn:
+                messages.append({"role": "assistant", "content": [{"type": "text", "text": said[at]}]})
+        return {
+            "model": "default", "max_tokens": 8, "temperature": 0,
+            "system": [{"type": "text", "text": text} for text in (billing, SYSTEM)],
+            "tools": [{"name": "Read", "description": "Reads a file", "input_schema": TOOL}],
+            "messages": messages,
+        }  # fmt: skip
+
+    def text(self, answer: Json) -> str:
+        return "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+
+
+class OpenCode(Client):
+    path = "/v1/chat/completions"
+    headers = {"x-opencode-session": "ses_5b1f", "x-session-affinity": "ses_5b1f"}
+
+    def body(self, turn: int, said: list[str]) -> Json:
+        messages: list[Json] = [{"role": "system", "content": SYSTEM}]
+        for at in range(turn + 1):
+            messages.append({"role": "user", "content": ASKED[at]})
+            if at < turn:
+                messages.append({"role": "assistant", "content": said[at]})
+        function = {"name": "read", "description": "Reads a file", "parameters": TOOL}
+        return {
+            "model": "default", "max_tokens": 8, "temperature": 0, "messages": messages,
+            "tools": [{"type": "function", "function": function}],
+        }  # fmt: skip
+
+    def text(self, answer: Json) -> str:
+        return answer["choices"][0]["message"]["content"] or ""
+
+
+class Codex(Client):
+    path = "/v1/responses"
+    headers = {"session-id": "5b1f", "thread-id": "7c20"}
+
+    def body(self, turn: int, said: list[str]) -> Json:
+        items: list[Json] = []
+        for at in range(turn + 1):
+            items.append({"role": "user", "content": [{"type": "input_text", "text": ASKED[at]}]})
+            if at < turn:
+                items.append({"role": "assistant", "content": [{"type": "output_text", "text": said[at]}]})
+        return {
+            "model": "default", "max_output_tokens": 8, "temperature": 0, "store": False,
+            "instructions": SYSTEM, "input": items, "prompt_cache_key": "5b1f",
+        }  # fmt: skip
+
+    def text(self, answer: Json) -> str:
+        parts = [item.get("content") or [] for item in answer["output"] if item["type"] == "message"]
+        return "".join(part["text"] for content in parts for part in content)
+
+
+CLIENTS = {client.__name__: client() for client in (ClaudeCode, OpenCode, Codex)}
+
+
+@pytest.fixture(scope="module")
+def server(get_server: Callable[[ServerSpec], ServerProcess]) -> ServerProcess:
+    return get_server(SPECS[0])
+
+
+@pytest.fixture
+async def start(server: ServerProcess) -> AsyncIterator[Callable[..., Any]]:
+    """Start a router in front of the flushed server."""
+    routers: list[Router] = []
+
+    async def begin(**options: Any) -> Router:
+        await until(lambda: running([server]) == 0)
+        server.flush()
+        router = Router(RouterConfig(worker_urls=(server.url,), port=0, **options))
+        await router.start()
+        routers.append(router)
+        return router
+
+    yield begin
+    for router in routers:
+        router.check()
+        await router.stop()
+
+
+async def talk(url: str, client: Client, bodies: list[Json]) -> list[tuple[str, Json]]:
+    """(answer, what the router explains of it) of each turn; explanations are empty without a router.
+
+    Args:
+        bodies: gets the body of each turn, or has them already.
+    """
+    said: list[str] = []
+    turns = []
+    async with aiohttp.ClientSession() as session:
+        for turn in range(len(ASKED)):
+            if turn == len(bodies):
+                bodies.append(client.body(turn, said))
+            headers = {**client.headers, "x-request-id": f"turn-{turn}"}
+            async with session.post(url + client.path, json=bodies[turn], headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                said.append(client.text(await answer.json()))
+            async with session.get(f"{url}/explain/turn-{turn}") as explained:
+                turns.append((said[-1], await explained.json() if explained.status == 200 else {}))
+    return turns
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+async def test_turns_find_each_other_and_answers_are_the_server_s(
+    name: str, start: Callable[..., Any], server: ServerProcess
+) -> None:
+    client, bodies = CLIENTS[name], []
+    router = await start()
+    turns = await talk(router.url, client, bodies)
+    for (_, last), (_, now) in itertools.pairwise(turns):
+        shared = last["prompt"]["tokens"] // BLOCK * BLOCK
+        assert now["cached"]["tokens"] >= 0.95 * shared > 200
+    dialect = DIALECTS[client.path]
+    for body in bodies:
+        repair(dialect, body, [rule for rule in shipped().rules if rule.on], None)
+        body["model"] = router.fleet.model.model.name
+    await until(lambda: running([server]) == 0)
+    server.flush()
+    assert [text for text, _ in await talk(server.url, client, bodies)] == [text for text, _ in turns]
+
+
+async def test_without_the_rules_claude_code_s_turns_find_nothing(start: Callable[..., Any]) -> None:
+    router = await start(client_rules="off")
+    turns = await talk(router.url, CLIENTS["ClaudeCode"], [])
+    for _, explained in turns[1:]:
+        assert explained["cached"]["tokens"] < 100
+        assert explained["divergence"]["lost_tokens"] > 200
+        assert explained["divergence"]["before"].startswith("cch=")
