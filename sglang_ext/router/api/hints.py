@@ -3,8 +3,9 @@
 - ``POST /v1/advisory``: ours; a session, or the conversation so far;
 - OpenAI's ``prompt_cache_options`` with ``prewarm``: the request itself is only a hint, with its ``ttl``;
 - Anthropic's ``max_tokens: 0``: the same;
-- SGLang's ``kv_hints`` envelope: actions of type ``prefetch``, each with the body of an advisory request as
-  its payload, beside a request that is served as usual.
+- the ``kv_hints`` envelope of SGLang, vLLM and Dynamo: actions of type ``prefetch``, each with the body of an
+  advisory request as its payload, beside a request that is served as usual;
+- Dynamo's ``nvext.agent_hints``: a request's priority.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
@@ -21,6 +24,9 @@ from sglang_ext.router.api.validation import Json, take_name, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 PREFETCH = "prefetch"
+MAX_AGENT_PRIORITY = 1 << 31
+_ACTION_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""Of an action that is answered in a header."""
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -109,12 +115,31 @@ def _ttl(value: object) -> float | None:
     )
 
 
-def prefetch_actions(payload: Json) -> Iterator[Json]:
-    """Bodies of advisory requests in a ``kv_hints`` envelope; actions of other types are left out."""
+class HintAction(msgspec.Struct, frozen=True):
+    """An action of a ``kv_hints`` envelope, the form that SGLang, vLLM and Dynamo share."""
+
+    id: str
+    """By which it is answered: the client's ``action_id``, or its number in the envelope."""
+    body: Json | None
+    """Of an advisory request; None for an action that the router does not take."""
+
+
+def hint_actions(payload: Json) -> Iterator[HintAction]:
+    """The actions of a ``kv_hints`` envelope. Those of the type ``prefetch`` have a body; no other is taken
+    (``kv.fetch`` names a source, which the router chooses by itself)."""
     envelope = payload.get("kv_hints")
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
-    for action in actions if isinstance(actions, list) else ():
-        if isinstance(action, dict) and action.get("action_type") == PREFETCH:
-            body = action.get("payload")
-            if isinstance(body, dict):
-                yield body
+    for number, action in enumerate(actions if isinstance(actions, list) else ()):
+        if isinstance(action, dict):
+            given, body = action.get("action_id"), action.get("payload")
+            name = given if isinstance(given, str) and _ACTION_ID.fullmatch(given) else str(number)
+            taken = action.get("action_type") == PREFETCH and isinstance(body, dict)
+            yield HintAction(name, body if taken else None)
+
+
+def agent_priority(payload: Json) -> int | None:
+    """The priority in Dynamo's ``nvext.agent_hints``; higher is more urgent there too. None without one."""
+    extension = payload.get("nvext")
+    hints = extension.get("agent_hints") if isinstance(extension, dict) else None
+    priority = hints.get("priority") if isinstance(hints, dict) else None
+    return priority if type(priority) is int and abs(priority) <= MAX_AGENT_PRIORITY else None

@@ -17,6 +17,7 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.documents import DOCUMENT_IDS, hinting_dialect
+from sglang_ext.router.api.hints import HintAction
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, check_length, parse_json_object
@@ -43,6 +44,8 @@ logger = logging.getLogger("router.advisory")
 
 PATH = "/v1/advisory"
 MAX_WAIT_S = 60.0
+COMPLETED, REJECTED = "completed", "rejected"
+"""Of hints in other requests, which are answered in the words of their envelope."""
 MOST_ACTIONS = 16
 """Hints that one request may carry beside itself; further ones are left out."""
 MOST_NOTING = 256
@@ -215,23 +218,29 @@ class AdvisoryApi:
         else:
             await _send(responder, record, 200, body, headers)
 
-    def note(self, hints: Sequence[Json], record: Record) -> None:
-        """Take the hints that a request carries beside itself. An error in one of them does not affect the
-        request.
+    def note(self, hints: Sequence[HintAction], record: Record) -> None:
+        """Take the hints that a request carries beside itself, and note the answers in its record. An error
+        in one of them does not affect the request.
         """
-        for number, body in enumerate(hints):
+        for number, action in enumerate(hints):
             if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
                 logger.info("hints in a request beyond the first %d were not taken", number)
                 return
-            self._noting.start(self._note(body, record), name="take a hint")
+            if action.body is None:
+                record.hints[action.id] = REJECTED
+            else:
+                self._noting.start(self._note(action.id, action.body, record), name="take a hint")
 
-    async def _note(self, body: Json, record: Record) -> None:
+    async def _note(self, id: str, body: Json, record: Record) -> None:
         own = Record("", "POST", PATH, self._clock.monotonic(), caller=record.caller)
         own.budget = record.budget
         try:
             body = await self._with_documents(body, own)
-            await self._offer(admit_hint(body, record.caller, self._limits()), own)
+            offered = await self._offer(admit_hint(body, record.caller, self._limits()), own)
+            done = offered["state"] == State.READY.value
+            record.hints[id] = f"{COMPLETED if done else offered['verdict']};id={offered['id']}"
         except RequestRefused as refused:
+            record.hints[id] = REJECTED
             logger.info("a hint in a request was not taken: %s", refused.message)
         except Exception:
             logger.exception("a hint in a request was not taken")

@@ -26,6 +26,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
 from sglang_ext.router.api.documents import DOCUMENT_IDS
+from sglang_ext.router.api.hints import HintAction
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
@@ -63,7 +64,7 @@ class Hinting(Protocol):
     ) -> None:
         """Answer a request that is only a hint."""
 
-    def note(self, hints: Sequence[Json], record: Record) -> None:
+    def note(self, hints: Sequence[HintAction], record: Record) -> None:
         """Take the hints that a request carries beside itself, without being waited for."""
 
 

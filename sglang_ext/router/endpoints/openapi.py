@@ -35,6 +35,7 @@ _HEADERS: Json = {
     for name, text in {
         "x-request-id": "The request's id: yours, if you sent one; /explain/{request_id} takes it.",
         "x-kv-instance": "The instance that answered.",
+        "x-kv-hints": "The answers to actions in kv_hints: accepted, clipped, deferred, completed, rejected.",
         "x-kv-repaired": "Rules that have repaired the prompt, with commas between them.",
         "x-kv-cached-tokens": "Prompt tokens that were cached, where that is known before the answer ends.",
         "x-kv-matched-tokens": "Prompt tokens that the router believed to be cached there.",

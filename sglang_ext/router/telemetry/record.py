@@ -77,6 +77,8 @@ class Record:
         self.caller = caller
         self.tiers: dict[str, int] = {}
         """Tier -> cached tokens found in it."""
+        self.hints: dict[str, str] = {}
+        """The answers to hints that it carries beside itself, by action."""
         self.stages: dict[str, float] = {}
         """Seconds that the router itself spent, by stage, without ``queued_s``."""
 

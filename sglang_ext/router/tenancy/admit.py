@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from sglang_ext.router.api.dialect import Dialect, ModelName
-from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.hints import advisory_of, agent_priority, hint_actions, parse_advisory
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import Json, check_name, take_int
@@ -97,7 +97,7 @@ def admit(
         called=_given_rid(payload),
         tells_cached=tells_cached,
         hides_usage=hides_usage,
-        hints=tuple(prefetch_actions(payload)) if HINTS in payload else (),
+        hints=tuple(hint_actions(payload)) if HINTS in payload else (),
         in_place=in_place,
     )
 
@@ -206,6 +206,10 @@ def priority_of(payload: Json, caller: Caller) -> int:
         RequestRefused: it is no integer, or higher than the key allows.
     """
     asked = take_int(payload, "priority")
+    if asked is None and "nvext" in payload:
+        asked = agent_priority(payload)
+        if asked is not None and caller.priority is not None:
+            asked = min(asked, caller.priority)
     if caller.priority is None:
         return asked or 0
     if asked is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from sglang_ext.router.api.dialect import Dialect, Translation
-from sglang_ext.router.api.hints import Advisory
+from sglang_ext.router.api.hints import Advisory, HintAction
 from sglang_ext.router.api.job import Job
-from sglang_ext.router.api.validation import Json
 from sglang_ext.router.clients.rules import SessionRow
 
 
@@ -53,8 +52,8 @@ class Admitted(msgspec.Struct, frozen=True):
     """The worker was asked for its cached tokens; an answer without them found none."""
     hides_usage: bool = False
     """It was the router that asked; the client's stream must not show it."""
-    hints: tuple[Json, ...] = ()
-    """Bodies of advisory requests that it carries beside itself, not checked yet."""
+    hints: tuple[HintAction, ...] = ()
+    """Hints that it carries beside itself, not checked yet."""
     in_place: bool = False
     """The model sees system messages in the midst of a conversation."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.dialect import Dialect
-from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.hints import advisory_of, agent_priority, hint_actions, parse_advisory
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.responses import RESPONSES
@@ -129,8 +129,45 @@ def test_anthropics_way() -> None:
     ],
 )
 def test_prefetch_actions_of_an_envelope(envelope: Any, payloads: list[Any]) -> None:
-    assert list(prefetch_actions({"kv_hints": envelope})) == payloads
-    assert list(prefetch_actions({})) == []
+    taken = [action.body for action in hint_actions({"kv_hints": envelope}) if action.body is not None]
+    assert taken == payloads
+    assert list(hint_actions({})) == []
+
+
+def test_actions_are_answered_by_their_ids() -> None:
+    actions = [
+        {"action_id": "a-1", "action_type": "prefetch", "payload": {"session": "s"}},
+        {
+            "action_id": "kv",
+            "action_type": "kv.fetch",
+            "action_version": "1.0",
+            "payload": {"block_hashes": [1]},
+        },
+        {"action_id": "x\r\ny: z", "action_type": "prefetch", "payload": {}},
+        3,
+        {"action_id": "a" * 65},
+    ]
+    found = [
+        (action.id, action.body is not None) for action in hint_actions({"kv_hints": {"actions": actions}})
+    ]
+    assert found == [("a-1", True), ("kv", False), ("2", True), ("4", False)]
+
+
+@pytest.mark.parametrize(
+    ("extension", "priority"),
+    [
+        ({"agent_hints": {"priority": 5, "osl": 100, "speculative_prefill": True}}, 5),
+        ({"agent_hints": {"priority": -1}}, -1),
+        ({"agent_hints": {"priority": True}}, None),
+        ({"agent_hints": {"priority": "5"}}, None),
+        ({"agent_hints": {"priority": 1 << 40}}, None),
+        ({"agent_hints": [5]}, None),
+        ({}, None),
+        (5, None),
+    ],
+)
+def test_dynamo_s_priority(extension: Any, priority: int | None) -> None:
+    assert agent_priority({"nvext": extension}) == priority
 
 
 # -- the last prompt of a session ---------------------------------------------------------------------

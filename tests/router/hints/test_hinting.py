@@ -19,6 +19,7 @@ from sglang_ext.router.endpoints.advisory_api import MOST_ACTIONS
 from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
+from tests.support.servers.workers import Gate
 
 pytestmark = pytest.mark.slow
 
@@ -485,9 +486,15 @@ async def test_an_envelope_is_taken_beside_its_request(
     ]
     hints = {"protocol_version": "1", "message_id": "m", "actions": actions}
     body = {"text": "Now", "sampling_params": {"max_new_tokens": 1}, "kv_hints": hints}
-    status, _, _ = await post(client, router, "/generate", body)
-    assert status == 200
+    worker.before_head = Gate()
+    asked = asyncio.create_task(post(client, router, "/generate", body))
     await eventually(lambda: len(router.advisor.book) == 1)
+    await eventually(lambda: not any(task.get_name() == "take a hint" for task in asyncio.all_tasks()))
+    worker.before_head.open()
+    status, _, headers = await asked
+    assert status == 200
+    (entry,) = router.advisor.book.live()
+    assert headers["x-kv-hints"] == f"3=rejected, 1=completed;id={entry.id}, 2=rejected"
 
 
 async def test_an_envelope_of_thousands_costs_as_much_as_one_of_a_few(

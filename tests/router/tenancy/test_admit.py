@@ -11,6 +11,7 @@ from sglang_ext.router.api.chat import CHAT, INVOCATIONS
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.hints import HintAction
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
 from sglang_ext.router.api.pooling import CLASSIFY, EMBEDDINGS, ENCODE, NATIVE_CLASSIFY, RERANK, SCORE
@@ -186,7 +187,7 @@ def test_priority_is_kept_and_unknown_fields_are_dropped() -> None:
     )
     assert "newer" not in body
     assert "kv_hints" not in body
-    assert result.hints == ({"session": "s"},)
+    assert result.hints == (HintAction("0", {"session": "s"}),)
 
 
 @pytest.mark.parametrize(("model", "sent"), [("default", "tiny"), ("default:lora", "tiny:lora"), ("m", "m")])
