@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from engine_pools import PoolKind, chain_of
+from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from pd_rig import METADATA, Rows, transfer_thread
 
@@ -35,7 +36,14 @@ ANSWERED = [*PROMPT, *range(300, 320)]
 
 
 def agent_of(
-    rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int = 1, *, coalescing: bool = True
+    rank: Rank,
+    name: str,
+    bootstrap: str,
+    number: int = 0,
+    ranks: int = 1,
+    *,
+    coalescing: bool = True,
+    metadata_bytes: int = METADATA,
 ) -> Agent:
     geometry = rank.pools.geometry()
     memory = [
@@ -44,11 +52,11 @@ def agent_of(
         for plane in layer
     ]
     spec = PoolSpec.of_geometry(HBM_POOL, geometry, memory, lease_budget=geometry.slots)
-    local = Local(number, ranks, rank.pools.kind.page, METADATA)
+    local = Local(number, ranks, rank.pools.kind.page, metadata_bytes)
     arena = rank.arena
     assert arena is not None
     transfers = transfer_thread(name, [spec, arena_pool(arena, geometry)], rank=number, coalescing=coalescing)
-    return Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
+    return Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows(metadata_bytes))
 
 
 def request_from(host: str, port: str) -> Any:
@@ -133,9 +141,13 @@ def key_of(tokens: list[int]) -> bytes:
 
 
 @contextmanager
-def pair_of(kind: PoolKind, *, hbm_tokens: int = 256, coalescing: bool = True) -> Iterator[Pair]:
+def pair_of(
+    kind: PoolKind, *, hbm_tokens: int = 256, coalescing: bool = True, block: int = 4
+) -> Iterator[Pair]:
     with ExitStack() as stack:
-        ranks = [Rank(Scenario(name, kind, hbm_tokens=hbm_tokens, dram_blocks=20)) for name in ("p", "d")]
+        sizes: dict[str, Any] = {"block": block, "hbm_tokens": hbm_tokens, "dram_blocks": 20}
+        settings = Settings(chunk=max(Settings().chunk, 2 * block))
+        ranks = [Rank(Scenario(name, kind, **sizes, settings=settings)) for name in ("p", "d")]
         for rank in ranks:
             stack.callback(rank.close)
             stack.callback(finish, rank)

@@ -55,11 +55,12 @@ def held(answer: Answer, kind: type, gate: asyncio.Event) -> Answer:
 class Rows:
     """Metadata rows in a dictionary."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_bytes: int = METADATA) -> None:
         self.written: dict[int, bytes] = {}
+        self._row_bytes = row_bytes
 
     def write(self, row: int, metadata: bytes) -> None:
-        if len(metadata) != METADATA:
+        if len(metadata) != self._row_bytes:
             raise ValueError("a row of another size")
         self.written[row] = metadata
 

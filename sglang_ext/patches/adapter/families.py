@@ -132,6 +132,9 @@ def _pages(pools: str) -> dict[Column, Proof]:
 _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints"), _READ) | {
     "TP": Proof("oracle", _RANKS)
 }
+_MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
+_LATENT_MOVES: dict[Column, Proof] = {"migration": Proof("oracle", f"{_MOVED}[mla]")}
+_DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
@@ -169,12 +172,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "mla": Family(
             "MLA, dense",
             "DeepSeek-V2 with dense layers, MiniCPM3",
-            _answers("tiny-mla") | _also("tiny-mla", "fetch", "PD", "return", "speculation"),
+            _answers("tiny-mla") | _also("tiny-mla", "fetch", "PD", "return", "speculation") | _LATENT_MOVES,
         ),
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
-            _answers("tiny-mla-moe") | _also("tiny-mla-moe", "fetch", "PD", "return"),
+            _answers("tiny-mla-moe") | _also("tiny-mla-moe", "fetch", "PD", "return") | _LATENT_MOVES,
         ),
         "window-kept": Family(
             "Sliding windows of which SGLang keeps all KV",
@@ -236,7 +239,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "DeepSeek V3.2, GLM-5 to 5.3, Hy4",
             _BY_READING
             | dict.fromkeys(TIERS, Proof("oracle", _DSA_TIERS))
-            | {"fetch": Proof("oracle", _DSA_FETCH), "PD": Proof("oracle", _DSA_PD)},
+            | {
+                "fetch": Proof("oracle", _DSA_FETCH),
+                "PD": Proof("oracle", _DSA_PD),
+                "return": Proof("oracle", _DSA_RETURN),
+                "migration": Proof("oracle", f"{_MOVED}[dsa]"),
+            },
         ),
         "dsa-group": Family(
             "Latents and an index with a key for several tokens, with states",

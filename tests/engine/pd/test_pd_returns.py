@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_pools import PoolKind
+import torch
+from engine_pools import PoolKind, WrongKvError
 from engine_simulation import Rank, Scenario, finish
 from pd_returns_rig import (
     ANSWERED,
@@ -72,6 +73,37 @@ def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
     )
     for rank in (pair.prefill, pair.decode):
         rank.check()
+
+
+DSA = PoolKind("dsa", 64, layers=3)
+"""Pages of SGLang's kernels, larger than the prompts of the other tests."""
+
+
+@pytest.mark.parametrize("kind", [DSA, PoolKind("mla", 64)], ids=str)
+def test_every_plane_of_a_block_returns(kind: PoolKind, sglang_config: None) -> None:
+    """Latents, and the index keys of layers that have them; prefill has the first block. The twin: a byte of
+    any plane that is another one is seen."""
+    prompt = list(range(100, 170))
+    answered = [*prompt, *range(300, 430)]
+    with pair_of(kind, hbm_tokens=14 * kind.page, block=kind.page) as pair:
+        pair.prefill.serve(prompt)
+        pair.decode.serve(answered)
+        pair.return_sender.ended(pair.request(), answered)
+        pair.until("returned")
+        pair.compare(answered)
+        assert pair.return_receiver.tokens == 2 * kind.page
+        places = pair.return_receiver._places.blocks
+        _, slots, _ = places.held(NAMESPACE, key_of(answered))
+        last = int(np.concatenate(slots)[-1])
+        for plane in (plane for layer in pair.prefill.pools.tensors for plane in layer):
+            row = plane.view(torch.uint8).view(len(plane), -1)[last]
+            row[0] ^= 1
+            with pytest.raises(WrongKvError):
+                pair.compare(answered)
+            row[0] ^= 1
+        pair.compare(answered)
+        for rank in (pair.prefill, pair.decode):
+            rank.check()
 
 
 def test_without_coalescing_a_return_is_read_in_more_ranges(sglang_config: None) -> None:
