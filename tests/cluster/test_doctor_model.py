@@ -45,7 +45,7 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         (),
         0,
         {"start": ("ok", "admitted"), "disk": ("ok", "proof: server"), "hints": ("ok", "served"),
-         "PD": ("warning", "--kv-pd-caching 2 or 3")},
+         "PD": ("warning", "--kv-pd-caching 3")},
     ),
     (
         "whole-windows",
@@ -60,7 +60,7 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         (),
         0,
         {"start": ("ok", "admitted"), "family": ("ok", "short convolution"),
-         "PD": ("warning", "--kv-pd-caching 2 or 3")},
+         "PD": ("warning", "--kv-pd-caching 3")},
     ),
     (
         "states and a router",

@@ -94,15 +94,27 @@ class NamedFetches(FetchPlanner):
 
     Args:
         ranks: agree on when blocks are kept no longer.
+        least_blocks: a fetch must lengthen a prompt that can be resumed by as many.
+        kept_seconds: how long blocks that came stay locked for a request that is not admitted.
     """
 
     _link: NamedReads
 
     def __init__(
-        self, store: HybridStore, link: NamedReads, moves: Moves, ranks: Ranks, names: NamesOf
+        self,
+        store: HybridStore,
+        link: NamedReads,
+        moves: Moves,
+        ranks: Ranks,
+        names: NamesOf,
+        *,
+        least_blocks: int,
+        kept_seconds: float = KEPT_SECONDS,
     ) -> None:
         super().__init__(link, moves, store.block_tokens)
         self._store = store
+        self._least_blocks = least_blocks
+        self._kept_seconds = kept_seconds
         self._names = lru_cache(maxsize=MOST_FETCHES)(names)
         self._kept: list[_Kept] = []
         ranks.add(self)
@@ -159,7 +171,7 @@ class NamedFetches(FetchPlanner):
             return
         if least != greatest:
             move.most = least
-        elif gain < self._store.least_blocks:
+        elif gain < self._least_blocks:
             self._refused(move, FetchEnd.of(move.fetch.job.why or "needless"), go_on=True)
         else:
             self._read(move, least)
@@ -246,7 +258,7 @@ class NamedFetches(FetchPlanner):
             if each.part.disk is not None:
                 each.part.disk.write(each.names, each.ids)
             self.counters.fetched_blocks += len(each.ids)
-        until = self._clock.monotonic() + KEPT_SECONDS
+        until = self._clock.monotonic() + self._kept_seconds
         self._kept.append(_Kept(fetch.wish.namespace, fetch.wish.key, move.parts, until))
         self._span_over(fetch, FetchEnd.DONE, blocks - before, go_on=True)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from sglang_ext.engine.cache.refusals import WHY_NOT_MOVED
 from sglang_ext.geometry import BIDIRECTIONAL
 from sglang_ext.keys import GROUP_TOKENS
 
@@ -75,6 +76,8 @@ class Facts:
     """Whether this version of SGLang lets a cache of others be its tree for windows and states."""
     has_whole_layers: bool = True
     """Whether a model with windows has layers without one."""
+    has_unlike_windows: bool = False
+    """Layers with a window have other heads than the rest, in a form of their own."""
     is_bidirectional: bool = False
     """Tokens attend to those behind them."""
     is_multimodal: bool = False
@@ -123,6 +126,8 @@ class Facts:
     """``--kv-transfer-layout aggregated``."""
     decode_keeps: bool = False
     """``--kv-pd-caching`` 2 or 3."""
+    returns: bool = False
+    """``--kv-pd-caching`` 3."""
     dram: bool = False
     """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
     disk: bool = False
@@ -165,6 +170,7 @@ def with_model(config: ModelConfig, flags: Facts) -> Facts:
         is_hybrid_ssm=mambaish_config(config) is not None,
         is_hybrid_swa=bool(config.is_hybrid_swa),
         has_whole_layers=not config.is_hybrid_swa or bool(config.full_attention_layer_ids),
+        has_unlike_windows=bool(getattr(config, "is_hybrid_swa_compress", False)),
         is_bidirectional=_is_bidirectional(config),
         is_multimodal=config.is_multimodal,
         kv_with_whole_windows=_kv_with_whole_windows(config) if config.is_hybrid_swa else None,
@@ -246,8 +252,8 @@ def _unmovable(facts: Facts) -> str | None:
 
 
 def _unmovable_hybrid(facts: Facts) -> str | None:
-    """Why hand-overs cannot serve windows; None when they can. Blocks of their pools are read beside the
-    pages, and decode keeps none of them."""
+    """Why hand-overs cannot serve windows or states; None when they can. Blocks of their pools are read
+    beside the pages."""
     if not facts.is_hybrid:
         return None
     if not facts.has_whole_layers:
@@ -255,7 +261,16 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
             f"{TRANSFER_FLAG} does not serve models whose layers all have {_kind(facts)}. {_OTHER_TRANSFER}"
         )
     for present, flag, way_out in (
-        (facts.decode_keeps, "--kv-pd-caching 2 or 3", "Use --kv-pd-caching 1, or basic"),
+        (
+            facts.decode_keeps and _differs_on_decode(facts),
+            "--kv-pd-caching 2 or 3",
+            "Use --kv-pd-caching 1, or basic",
+        ),
+        (
+            facts.returns and not facts.dram,
+            "--kv-pd-caching 3 and no --kv-dram-size",
+            "Add --kv-dram-size, by which KV returns, or use --kv-pd-caching 2, 1 or basic",
+        ),
         (facts.pushes, "--kv-transfer-mode push or push-by-layer", "Use --kv-transfer-mode pull"),
         (facts.aggregated, "--kv-transfer-layout aggregated", "Use --kv-transfer-layout blocks"),
         # Prefill then has the window of a request in a ring, in which two pages may be one.
@@ -265,6 +280,22 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
             reason = f"{TRANSFER_FLAG} with {flag} does not serve models with {_kind(facts)}. {way_out}"
             return reason + _whole_windows(facts)
     return None
+
+
+def unmoved(facts: Facts) -> str | None:
+    """Why a running request is not moved to another instance; None when it is. Routers get it in reply."""
+    return WHY_NOT_MOVED if facts.is_hybrid else None
+
+
+def _differs_on_decode(facts: Facts) -> bool:
+    """Whether decode's tree cannot keep the KV. SGLang refuses it for pools of two kinds of heads and for
+    compressed KV; with a draft model, or index keys for groups of tokens, it is not proven."""
+    return (
+        facts.has_unlike_windows
+        or facts.is_deepseek_v4
+        or facts.index_group > 1
+        or facts.speculative_algorithm is not None
+    )
 
 
 def _kind(facts: Facts) -> str:
@@ -330,11 +361,17 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
     if not facts.is_hybrid:
         return None
     kind = _kind(facts)
-    hands_over = facts.transfers and facts.disaggregation_mode == "prefill"
+    apart = facts.disaggregation_mode != "null"
     if not facts.has_whole_layers:
         return f"{FLAG} does not serve models whose layers all have {kind}. {_STOCK}"
     for present, flag, way_out in (
-        (facts.disaggregation_mode != "null" and not hands_over, "--disaggregation-mode", _STOCK),
+        (apart and not facts.transfers, "--disaggregation-mode", _STOCK),
+        # SGLang then has decode's windows begin where its cached prefix ends.
+        (
+            facts.disaggregation_mode == "decode" and facts.is_hybrid_swa and facts.page_size == 1,
+            "--disaggregation-mode decode and --page-size 1",
+            "Add --page-size 64",
+        ),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
         (facts.dp_size > 1, "--dp-size above 1", _REPLICAS),

@@ -60,6 +60,14 @@ def hands_over(server_args: Any) -> bool:
     return ours and bool(server_args.disaggregation_transfer_backend == BACKEND)
 
 
+def returns_by_name(config: KvConfig, server_args: Any, *, adapters: bool) -> bool:
+    """Whether blocks of a model with windows or states go back from decode to prefill, from DRAM to DRAM.
+
+    Not with adapters, see `may_fetch`.
+    """
+    return hands_over(server_args) and config.pd_caching == "3" and config.dram_size > 0 and not adapters
+
+
 def handover_settings(config: KvConfig, server_args: Any, page_tokens: int) -> dict[str, str]:
     """Settings besides the model that both halves of a pair must share; empty for a server in no pair."""
     if not hands_over(server_args):

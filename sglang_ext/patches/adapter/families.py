@@ -116,6 +116,10 @@ def _handed_over(kind: str) -> Proof:
     return _server(f"pd/test_pd_hybrids.py::test_conversations_get_the_answers_of_one_server[{kind}]")
 
 
+def _returned(kind: str) -> Proof:
+    return _server(f"pd/test_pd_hybrid_caches.py::test_the_next_turn_finds_what_its_design_keeps[{kind}]")
+
+
 def _pages(pools: str) -> dict[Column, Proof]:
     """The cells that SGLang's pools with a row for each page prove, with a function in place of the model."""
     test = f"engine/hybrid/test_oracle_pages.py::test_every_row_from_dram_and_disk_is_right[{pools}]"
@@ -229,6 +233,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | _resumed("tiny-spark")
             | {
                 "PD": _handed_over("windows"),
+                "return": _returned("windows-3"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
                 ),
@@ -256,7 +261,11 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
             _BELOW_STOCK
             | _resumed("tiny-gdn")
-            | {"PD": _handed_over("states"), "speculation": Proof("oracle", _STATE_DRAFTS)},
+            | {
+                "PD": _handed_over("states"),
+                "return": _returned("states-3"),
+                "speculation": Proof("oracle", _STATE_DRAFTS),
+            },
         ),
         "dsv4": Family(
             "Compressed latents and windows",

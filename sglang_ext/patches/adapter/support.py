@@ -88,6 +88,7 @@ def _of_config(config: KvConfig) -> dict[str, Any]:
         "pushes": config.transfer_mode != "pull",
         "aggregated": config.transfer_layout == "aggregated",
         "decode_keeps": config.pd_caching in ("2", "3"),
+        "returns": config.pd_caching == "3",
     }
 
 

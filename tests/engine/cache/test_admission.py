@@ -21,7 +21,7 @@ from sglang_ext.patches.adapter.support import require_admitted
 
 CACHE = Facts()
 TRANSFER = Facts(caches=False, transfers=True)
-KEEPING = replace(TRANSFER, decode_keeps=True)
+PUSHING = replace(TRANSFER, pushes=True)
 OLDER = replace(CACHE, follows_hybrids=False)
 """A version of SGLang whose tree for windows and states may not be extended."""
 OLDER_TRANSFER = replace(TRANSFER, follows_hybrids=False)
@@ -117,7 +117,7 @@ def test_index_keys_of_groups_of_tokens_are_refused(tmp_path: Path) -> None:
         assert "groups of 4 tokens" in str(admission(config, flags))
 
 
-@pytest.mark.parametrize("flags", [OLDER, KEEPING], ids=["cache", "transfer"])
+@pytest.mark.parametrize("flags", [OLDER, PUSHING], ids=["cache", "transfer"])
 @pytest.mark.parametrize(("kind", "architecture", "more"), WINDOWED, ids=[a for _, a, _ in WINDOWED])
 def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
     kind: str, architecture: str, more: dict[str, Any], flags: Facts, tmp_path: Path
@@ -173,7 +173,7 @@ def test_a_command_line_is_refused_before_the_weights_are_looked_for(
     config = model(tmp_path, "lfm2", "Lfm2ForCausalLM", {})
     monkeypatch.setattr(ModelConfig, "from_server_args", staticmethod(lambda args: config))
     assert not list(tmp_path.glob("*.safetensors"))
-    with pytest.raises(ConfigError, match="with --kv-pd-caching 2 or 3 does not serve models with states"):
+    with pytest.raises(ConfigError, match="with --kv-pd-caching 3 and no --kv-dram-size does not serve"):
         require_admitted(SimpleNamespace(disaggregation_transfer_backend="global"), KvConfig())
     require_admitted(SimpleNamespace(radix_cache_backend="global"), KvConfig())
     require_admitted(SimpleNamespace(radix_cache_backend=None), KvConfig())

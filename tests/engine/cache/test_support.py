@@ -58,8 +58,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("SGLANG_DSPARK_DEFER_CONTEXT_KV=1", "Unset"),
     ),
     (
-        {"is_hybrid_ssm": True, "disaggregation_mode": "decode", "transfers": True},
-        ("--disaggregation-mode", "states"),
+        {"is_hybrid_swa": True, "disaggregation_mode": "decode", "transfers": True, "page_size": 1},
+        ("--disaggregation-mode decode and --page-size 1", "Add --page-size 64"),
     ),
     ({"is_hybrid_swa": True, "pp_size": 2}, ("--pp-size above 1", "sliding windows")),
     ({"is_hybrid_swa": True, "has_whole_layers": False}, ("layers all have sliding windows",)),
@@ -133,13 +133,16 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"caches": False, "transfers": True, **facts}, ("--disaggregation-transfer-backend global", word))
         for facts, word in (
             ({"is_hybrid_ssm": True, "follows_hybrids": False}, "Use another transfer backend"),
-            ({"is_hybrid_ssm": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
+            ({"is_hybrid_ssm": True, "returns": True}, "Add --kv-dram-size, by which KV returns"),
+            (
+                {"is_hybrid_swa": True, "has_unlike_windows": True, "decode_keeps": True},
+                "Use --kv-pd-caching 1, or basic",
+            ),
             (
                 {"is_deepseek_v4": True, "is_hybrid_swa": True, "enable_encoder_swa_bounded_replay": True},
                 "--enable-encoder-swa-bounded-replay does not serve models with sliding windows. Leave",
             ),
             ({"is_deepseek_v4": True, "follows_hybrids": False}, "sliding windows of DeepSeek V4"),
-            ({"is_hybrid_swa": True, "decode_keeps": True}, "Use --kv-pd-caching 1, or basic"),
             ({"is_hybrid_swa": True, "pushes": True}, "Use --kv-transfer-mode pull"),
             ({"is_hybrid_swa": True, "aggregated": True}, "Use --kv-transfer-layout blocks"),
             ({"is_hybrid_swa": True, "speculative_algorithm": "STANDALONE"}, "--speculative-algorithm"),
@@ -150,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ),
             ({"is_dsa": True, "index_group": 4}, "index keys (DSA) for groups of 4"),
             (
-                {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "decode_keeps": True},
+                {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "returns": True},
                 "--disable-hybrid-swa-memory",
             ),
             ({"dp_size": 2}, "--dp-size above 1"),
@@ -197,6 +200,14 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "disaggregation_mode": "prefill", "transfers": True},
         {"is_hybrid_swa": True, "kv_pool": "SWAKVPool", "caches": False, "transfers": True},
         {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "caches": False, "transfers": True},
+        {
+            "is_hybrid_swa": True,
+            "kv_pool": "SWAKVPool",
+            "disaggregation_mode": "decode",
+            "transfers": True,
+            "decode_keeps": True,
+            "page_size": 16,
+        },
         {"is_hybrid_ssm": True, "caches": False, "transfers": True, "speculative_algorithm": "NEXTN"},
         {"is_hybrid_ssm": True, "is_dsa": True, "index_group": 4, "caches": False, "transfers": True},
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "caches": False, "transfers": True},

@@ -9,12 +9,14 @@ from engine_movers import until
 
 from sglang_ext.clock import Clock
 from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.hybrid.components import Component
 from sglang_ext.engine.hybrid.exports import NamedExports, NamesOf, component_pool, leases_of, pool_name
 from sglang_ext.engine.hybrid.fetches import NamedFetches
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.moves.moves import Moves
+from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.peers.peer_kv import Peers
@@ -32,6 +34,7 @@ class Exchange:
     Args:
         facts: of each component's namespace; those that are not given are like other servers'.
         rank: the number of the rank, and how many there are.
+        handed_over: more pools of the endpoint.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Exchange:
         number: int,
         facts: Mapping[Component, str] | None = None,
         rank: tuple[int, int] = (0, 1),
+        handed_over: Sequence[PoolSpec] = (),
     ) -> None:
         pools = [
             component_pool(component, part.memory.arena, (facts or {}).get(component, "same"))
@@ -57,12 +61,12 @@ class Exchange:
             heartbeat=0.5,
             dead_after=30.0,
         )
-        self.transfers = TransferThread(config, pools)
+        self.transfers = TransferThread(config, [*handed_over, *pools], messages=MESSAGES)
         self.results: list[FetchResult] = []
         moves = Moves(store.ranks, clock=clock)
         link = FetchLink(self.transfers, [pool_name(component) for component in store.parts])
         self.exports = NamedExports(store, leases_of(store, self.transfers), store.ranks, clock, names)
-        self.fetches = NamedFetches(store, link, moves, store.ranks, names)
+        self.fetches = NamedFetches(store, link, moves, store.ranks, names, least_blocks=store.least_blocks)
         self.peers = Peers(
             self.exports,
             self.fetches,

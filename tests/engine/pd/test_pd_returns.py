@@ -33,6 +33,7 @@ from sglang_ext.engine.moves.move import Move
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.messages import RANK_COMMANDS
+from sglang_ext.engine.pd.returns import gathering as gathering_returns
 from sglang_ext.engine.pd.returns import return_receiver as receiving_returns
 from sglang_ext.engine.pd.returns import return_sender as sending_returns
 from sglang_ext.engine.pd.returns.reservations import Blocks, Reservations
@@ -579,7 +580,7 @@ def test_a_part_that_does_not_come_ends_the_return(
     instances: Instances, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank of decode has lost prefill; the other one's pages are free again, on both at once."""
-    for module in (sending_returns, receiving_returns):
+    for module in (sending_returns, gathering_returns):
         monkeypatch.setattr(module, "RETURN_SECONDS", 0.5)
     instances.connect(0)
     instances.ended()

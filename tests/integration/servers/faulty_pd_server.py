@@ -6,7 +6,9 @@ first layer has been sent (push by layer). ``generating`` holds a decode server'
 ``HELD_TOKENS`` tokens on: its scheduler goes on and obeys, but runs no batch. With a file ``damage``, one bit
 of the last page that was read is inverted before the KV is reported to SGLang. With a file
 ``zero-POOL``, the last block that was read into a pool beside it is filled with zeros; with ``zero-draft``,
-the draft model's part of every page that was read, of a model with windows or states. With a file
+the draft model's part of every page that was read, of a model with windows or states, and with ``zero-hbm``
+all of these pages. With ``zero-returned``, the blocks that come back to prefill by name are filled with
+zeros. With a file
 ``damage-kept``, one bit of the last page that was computed or read is inverted when the server changes its
 role. With a file
 ``no-layers``, no layer is sent ahead of the others (push by layer). With a file ``damage-logprobs``, one bit
@@ -39,6 +41,7 @@ def make_faulty(folder: Path) -> None:
 
     from sglang_ext.disagg.transfer.instance import Instance
     from sglang_ext.engine.cache.listeners import Listeners
+    from sglang_ext.engine.hybrid.fetches import NamedFetches
     from sglang_ext.engine.pd.granting import Granting
     from sglang_ext.engine.pd.landing import Landing
     from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
@@ -143,6 +146,9 @@ def make_faulty(folder: Path) -> None:
         kept[:] = [int(handover.wanted.pages[-1])]
         if (folder / "damage").exists():
             flip(*kept)
+        if (folder / "zero-hbm").exists():
+            for page in handover.wanted.pages:
+                zero("hbm", int(page))
         for each in handover.wanted.beside:
             if (folder / f"zero-{each.pool}").exists():
                 zero(each.pool, int(each.rows[-1]))
@@ -184,6 +190,17 @@ def make_faulty(folder: Path) -> None:
             layers = layers[-sum(runner.token_to_kv_pool.layer_num for runner in PROCESS.drafts) :]
         for plane in (plane for layer in layers for plane in layer):
             plane[block * component.block_rows : (block + 1) * component.block_rows] = 0
+
+    ended = NamedFetches.ended
+
+    def ended_and_zeroed(self: NamedFetches, move: Any, *args: Any) -> None:
+        parts = list(move.parts)
+        ended(self, move, *args)
+        if (folder / "zero-returned").exists():
+            for each in parts:
+                each.part.memory.arena.blocks[each.ids] = 0
+
+    NamedFetches.ended = ended_and_zeroed  # type: ignore[method-assign]
 
     next_batch = Scheduler.get_next_disagg_decode_batch_to_run
 

@@ -31,6 +31,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     accelerator_place,
     hands_over,
     may_fetch,
+    returns_by_name,
     specs_of,
 )
 from sglang_ext.patches.adapter.building import least_over, uses_adapters
@@ -67,6 +68,12 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
 
     cache = create_unified_radix_cache(ctx, cache_class=HybridRadixCache)
     assert isinstance(cache, HybridRadixCache)
+    if ctx.server_args.disaggregation_mode == "decode":
+        # No prompt is computed here, and what SGLang's tree matches comes from HBM alone. DRAM has what goes
+        # back to prefill.
+        cache.chunks = None
+        returns = returns_by_name(config, ctx.server_args, adapters=uses_adapters())
+        config = dataclasses.replace(config, dram_size=config.dram_size if returns else 0, disk_path=None)
     if cache.chunks is not None:
         forks = cache.chunks.forks
         logger.info(
@@ -117,7 +124,10 @@ class _Building:
         self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
         models = models_of(ctx, self.drafts)
-        self.fetches = may_fetch(config, adapters=uses_adapters())
+        adapters = uses_adapters()
+        self.fetches = may_fetch(config, adapters=adapters) or returns_by_name(
+            config, ctx.server_args, adapters=adapters
+        )
         # KV that leaves this process belongs to weights that others can compare with theirs.
         leaves = self.fetches or config.disk_path is not None
         self.weights = Weights(

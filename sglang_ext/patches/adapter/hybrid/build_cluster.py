@@ -15,6 +15,7 @@ from sglang_ext.engine.cache.refusals import Refusals
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.router_commands import Replies, RouterCommands
+from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.peers.peer_kv import Peers
 from sglang_ext.engine.planners import Planner
@@ -51,23 +52,26 @@ def join_cluster(
     ranks: Ranks,
     make_exchange: MakeExchange = lambda epoch, replies: None,
 ) -> None:
-    """Have routers know the instance of a cache, which is empty; nothing without ``--kv-router``.
+    """Have routers know the instance of a cache, which is empty, and other instances exchange blocks with it.
 
     Raises:
         ConfigError: see `check_block_size` and `attach_agent`.
     """
     if config.router is None:
+        _exchange_alone(ctx, cache, ranks, make_exchange)
         return
     check_block_size(config, ctx.params.page_size)
     # One rank's number for all: an instance has one epoch.
     (epoch,) = ranks.at_once([secrets.randbits(63)])
     announcing = commands = None
     replies = Replies()
+    # Requests of a decode server find nothing in its DRAM, from which KV returns to prefill.
+    store = None if ctx.server_args.disaggregation_mode == "decode" else cache.store
     if ctx.tp_rank == 0 and ctx.params.pp_rank == 0:
-        announcing, commands = _announcing(config, cache, epoch), RankCommandQueue()
+        announcing, commands = _announcing(config, cache, store, epoch), RankCommandQueue()
         replies = RouterCommands(commands, epoch.to_bytes(16, "big"), announcing.feed.queue.post)
     exchange = make_exchange(epoch.to_bytes(16, "big"), replies)
-    hints = _hints(cache, replies, None if exchange is None else exchange.peers)
+    hints = _hints(cache, store, replies, None if exchange is None else exchange.peers)
     # A planner that carries out more commands of routers goes in front of the refusals.
     planners: list[Planner] = [Refusals(replies, hints=bool(hints)), *hints]
     if exchange is not None:
@@ -91,11 +95,25 @@ def join_cluster(
         )
 
 
-def _announcing(config: KvConfig, cache: HybridRadixCache, epoch: int) -> Announcing:
+def _exchange_alone(
+    ctx: TreeCacheBuildContext, cache: HybridRadixCache, ranks: Ranks, make_exchange: MakeExchange
+) -> None:
+    """Exchange blocks with instances that no router names: what decode returns to prefill."""
+    (epoch,) = ranks.at_once([secrets.randbits(63)])
+    exchange = make_exchange(epoch.to_bytes(16, "big"), Replies())
+    if exchange is not None:
+        first = ctx.tp_rank == 0 and ctx.params.pp_rank == 0
+        commands = RankCommandQueue() if first else None
+        cache.join([exchange.peers, exchange.transfers], commands=commands)
+
+
+def _announcing(
+    config: KvConfig, cache: HybridRadixCache, store: HybridStore | None, epoch: int
+) -> Announcing:
     tiers = [Tier.HBM]
-    if cache.store is not None:
+    if store is not None:
         tiers.append(Tier.DRAM)
-        disks = [part.disk for part in cache.store.parts.values() if part.disk is not None]
+        disks = [part.disk for part in store.parts.values() if part.disk is not None]
         watched = [names_on(disk.tier).values() for disk in disks]
         if disks and all(watched):
             tiers.append(Tier.DISK)
@@ -103,12 +121,13 @@ def _announcing(config: KvConfig, cache: HybridRadixCache, epoch: int) -> Announ
                 for index in indexes:
                     index.watch(lambda stored, removed, disk=disk: disk.given_up(removed))  # type: ignore[misc]
     holders = {tier: Holder.of(str(config.instance_id), epoch, tier) for tier in tiers}
-    return Announcing(cache, holders, config.block_size, cache.store)
+    return Announcing(cache, holders, config.block_size, store)
 
 
-def _hints(cache: HybridRadixCache, replies: Replies, peers: Peers | None) -> list[Planner]:
+def _hints(
+    cache: HybridRadixCache, store: HybridStore | None, replies: Replies, peers: Peers | None
+) -> list[Planner]:
     """The planners of advisory requests; none without DRAM, to which a hint could bring anything."""
-    store = cache.store
     if store is None:
         return []
     from sglang_ext.patches.adapter.building import small_priorities_first

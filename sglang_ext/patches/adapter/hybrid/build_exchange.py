@@ -75,7 +75,7 @@ def exchange_of(
     clock = SystemClock()
     moves = Moves(store.ranks, clock=clock)
     link = FetchLink(transfers, [pool_name(component) for component in store.parts])
-    fetches = NamedFetches(store, link, moves, store.ranks, names)
+    fetches = NamedFetches(store, link, moves, store.ranks, names, least_blocks=store.least_blocks)
     peers = Peers(
         NamedExports(store, leases_of(store, transfers), store.ranks, clock, names),
         fetches,

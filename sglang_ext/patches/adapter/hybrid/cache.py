@@ -123,6 +123,10 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.peers = self.find(Peers)
         self.uses_storage = self.uses_storage or self.peers is not None
 
+    def add(self, planner: Planner) -> None:
+        """Have one more mechanism. Before requests come."""
+        self.planners = (*self.planners, planner)
+
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there."""
         self.scheduler = scheduler
@@ -157,7 +161,19 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._all_reduce_attn_groups(blocks, torch.distributed.ReduceOp.MIN)
         return int(result.device_prefix_len + blocks.item() * self.page_size)
 
+    def forget_below(self, req: Req) -> None:
+        """A request takes nothing from memory below HBM, whatever its last match has found there."""
+        if self.linker is not None:
+            self.linker.release_request(req.rid)
+            self._linker.looked_up.pop(req.rid, None)
+
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        self._checkpoint(req, up_to=up_to, **kwargs)
+        if req.finished():
+            with self.faults.guard("request_ended"):
+                self.listeners.request_ended(req, (req.origin_input_ids + req.output_ids)[:up_to])
+
+    def _checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         if self.chunks is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
         elif not self.chunks.ends_behind_state(req, up_to):
@@ -520,4 +536,7 @@ def _begun(scheduler: Any) -> list[Any]:
         found.append(scheduler.chunked_req)
     # Of a prefill server: those that decode has not got yet. Their KV enters the tree when it has.
     found += getattr(scheduler, "disagg_prefill_inflight_queue", None) or ()
+    # Of a decode server: those whose KV is on its way.
+    coming = getattr(scheduler, "disagg_decode_transfer_queue", None)
+    found += [] if coming is None else [entry.req for entry in coming.queue]
     return [req for req in found if req.kv is not None and req.kv.holds_kv]

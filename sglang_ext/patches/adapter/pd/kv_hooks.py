@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.engine.pd.pushing import Computing
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.pd.kv_manager import GlobalKVManager, poller_of
 from sglang_ext.patches.adapter.pd.kv_requests import GlobalKVSender
 from sglang_ext.patches.adapter.pd.pd_setup import (
@@ -60,11 +61,13 @@ def bring_ahead(queue: Any) -> None:
 def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
     """The prefix of a prompt that decode has in HBM; blocks from its other tiers are there by now."""
     cache = queue.tree_cache
-    if not isinstance(cache, GlobalRadixCache):
+    if not isinstance(cache, GlobalRadixCache | HybridRadixCache):
         return stock(queue, req)
-    if cache.promotions is not None:
+    if isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
         cache.promotions.release(req.cache_request_handle)
     match = stock(queue, req)
+    if isinstance(cache, HybridRadixCache):
+        cache.forget_below(req)
     # Blocks that are still in DRAM only will come from prefill: no forward pass would wait for them here.
     match.l2_host_hit_length = 0
     return match

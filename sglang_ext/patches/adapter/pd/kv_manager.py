@@ -30,6 +30,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import components_of, transfers_of
 from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.handed_over import REQUEST
 from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW
 from sglang_ext.patches.adapter.pd.pd_setup import (
@@ -40,7 +41,7 @@ from sglang_ext.patches.adapter.pd.pd_setup import (
     watch_layers,
     weights_of,
 )
-from sglang_ext.patches.adapter.pd.role_parts import RoleParts, UntilTheEnd
+from sglang_ext.patches.adapter.pd.role_parts import RoleParts, role_parts
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_movable
 from sglang_ext.patches.process import PROCESS
@@ -112,9 +113,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.fence = ForwardFence.of(scheduler)
         self.pushes = config.transfer_mode != "pull"
         prefill = disaggregation_mode.value == "prefill"
-        cache = scheduler.tree_cache if isinstance(scheduler.tree_cache, GlobalRadixCache) else None
-        self.store = None if cache is None else cache.store
-        """By which a request's slots are filled; None where nothing is kept."""
+        cache = None
+        if isinstance(scheduler.tree_cache, GlobalRadixCache | HybridRadixCache):
+            cache = scheduler.tree_cache
+        self.store = cache.store if isinstance(cache, GlobalRadixCache) else None
+        """By which a request's slots are filled; None where SGLang's tree or nothing keeps KV."""
         self._components = components_of(scheduler, args.page_size)
         self._kinds = [kind.value for kind in args.state_types] if self._components else []
         require_pools(self._kinds, self._components)
@@ -138,20 +141,23 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.role: RoleParts | None = None
         """The listeners and parts of the cache while the server has this role; None without our cache."""
         if cache is not None:
-            self.role = RoleParts(cache, self.agent, self.teardown)
+            self.role = role_parts(cache, self.agent, self.teardown)
             if prefill:
                 self.role.prefill(scheduler, self.fence, returns=config.pd_caching == "3")
             else:
                 self.role.decode(config.load_min_tokens, returns=config.pd_caching == "3")
             self.role.begin()
-        elif PROCESS.cache is not None and PROCESS.cache is scheduler.tree_cache:
-            PROCESS.cache.listeners.add(UntilTheEnd(self.teardown))
         if (poller := poller_of(scheduler)) is not None:
             poller.register(self.agent.alarm.fd, POLLIN)
         logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
 
     def _take_part(
-        self, scheduler: Any, cache: GlobalRadixCache | None, config: Any, *, prefill: bool
+        self,
+        scheduler: Any,
+        cache: GlobalRadixCache | HybridRadixCache | None,
+        config: Any,
+        *,
+        prefill: bool,
     ) -> Agent:
         """This rank's agent, which other ranks reach from now on."""
         server_args, parallel, page = self.server_args, get_parallel(), self.kv_args.page_size
