@@ -5,7 +5,8 @@ one plain copy; loads from disk against fio reading the same file system with th
 beside other ways to keep blocks: as values in LMDB, as a file per page, and LMCache's local disk backend.
 With real servers: the time to first token by the tier that holds the prompt, the share of the load that it
 does not show, what writing costs decoding and an acknowledged end its answer, and what retracting others
-gains a request of a higher priority.
+gains a request of a higher priority. With traces (`--parts budget`): the tokens that DRAM of models with
+windows or states reuses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib.common import Options, Report, at_least, at_most
-from benchmarks.tiers import priority
+from benchmarks.lib.data import data_flag, data_folder
+from benchmarks.tiers import budget, priority
 from benchmarks.tiers.acked import measure_acked
 from benchmarks.tiers.copy import measure_copies
 from benchmarks.tiers.disk import measure_disk
@@ -25,7 +27,7 @@ from benchmarks.tiers.serving import measure_servers
 from sglang_ext.flags import flag, one_of
 
 PARTS = ("copy", "disk", "servers")
-ASKED_FOR = ("acked", "gpu", "priority")
+ASKED_FOR = ("acked", "budget", "gpu", "priority")
 """Parts that are measured when they are named."""
 AIMS = {
     "dram_to_hbm_vs_copy": at_least(0.85),
@@ -40,6 +42,7 @@ AIMS = {
     "ttft_disk_vs_recompute_8k": at_most(0.5),
     "write_through_decode_cost": at_most(0.03),
     "acked_answer_vs_disk": at_most(1.1),
+    budget.FIGURE: budget.AIM,
     priority.FIGURE: priority.AIM,
 }
 
@@ -49,6 +52,7 @@ class TierOptions(Options):
     """The flags of this benchmark."""
 
     disk_path: Path | None = flag(None, "Folder on the disk to measure; the temporary folder else.")
+    data: str | None = data_flag()
     lmcache_python: Path | None = flag(None, "Interpreter of an environment with LMCache, to measure it too.")
     parts: tuple[str, ...] = flag(tuple(PARTS), "What to measure.", one_of(*PARTS, *ASKED_FOR), several="+")
 
@@ -65,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_servers(options, report, options.disk_path)
     if "acked" in options.parts:
         measure_acked(options, report, options.disk_path)
+    if "budget" in options.parts:
+        budget.measure_budget(options, report, data_folder(options.data))
     if "gpu" in options.parts:
         measure_gpu(options, report)
     if "priority" in options.parts:

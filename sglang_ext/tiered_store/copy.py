@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sglang_ext.geometry import BlockLayout
 
 if TYPE_CHECKING:
-    from sglang_ext.tiered_store.dram.arena import DramArena
+    from sglang_ext.tiered_store.dram.arena import Arena
     from sglang_ext.tiered_store.dram.memory import Bytes
 
 Int64s = npt.NDArray[np.int64]
@@ -94,7 +94,7 @@ class PoolCopier:
         ValueError: pool and arena do not have the same block layout.
     """
 
-    def __init__(self, geometry: PoolAddresses, arena: DramArena) -> None:
+    def __init__(self, geometry: PoolAddresses, arena: Arena) -> None:
         if geometry.layout != arena.layout:
             raise ValueError(
                 f"the pool's blocks ({geometry.layout.facts()}) are not the arena's ({arena.layout.facts()})"
@@ -244,7 +244,7 @@ class PoolCopier:
             first,
             last,
             self.arena.address,
-            layout.block_bytes,
+            self.arena.block_bytes,
             plan.runs,
             layout.block_tokens,
             to_arena,

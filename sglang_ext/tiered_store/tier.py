@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import BLOCK_KEY_BYTES
-from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.dram.arena import Arena
 from sglang_ext.tiers import Tier
 
 Ids = npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class BlockMemory:
         self._addresses = tuple(int(rows.ctypes.data) for rows in layers)
 
     @staticmethod
-    def of_arena(arena: DramArena) -> BlockMemory:
+    def of_arena(arena: Arena) -> BlockMemory:
         """The blocks of an arena, by arena block id."""
         return BlockMemory(arena.layout, [arena.layer(i) for i in range(arena.layout.n_layers)])
 

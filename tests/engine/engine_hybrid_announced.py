@@ -13,7 +13,7 @@ from engine_hybrids import HybridRank, MakeBelow
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.engine.hybrid.components import resume_points
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import StoredComponent
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing

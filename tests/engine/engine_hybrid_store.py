@@ -14,7 +14,7 @@ from engine_pools import Oracle
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_ext.engine.hybrid.disk import ComponentDisk
-from sglang_ext.engine.hybrid.memory import ComponentMemory
+from sglang_ext.engine.hybrid.memory import ComponentMemory, Dram
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import Mover, ThreadMover
@@ -25,7 +25,6 @@ from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_names
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier
 from sglang_ext.tiered_store.copy import PoolCopier
-from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 from sglang_ext.tiered_store.tier import BlockTier
@@ -36,7 +35,7 @@ class Sizes:
     """How our store is built.
 
     Args:
-        full, other: blocks of DRAM for the KV of all tokens, and for each other component.
+        full, other: blocks for which DRAM has room, of the KV of all tokens and of each other component.
         disk: blocks of a disk of each component; 0 without.
         faults: the share of the disk's calls that fail.
         backlog: bytes that may wait to be written to the disk; blocks that do not fit are left out.
@@ -71,20 +70,22 @@ class StoreBelow:
         self._loader = Loader(1 << 20)
         self.tiers: list[BlockTier] = []
         found = component_pools(pools.params(), cache.sliding_window_size, pools.drafts)
-        parts = [self._part(pool, sizes.other if at else sizes.full) for at, pool in enumerate(found)]
-        self.store = HybridStore(parts, pools.kind.page, self._ranks)
+        blocks = [sizes.full, *(sizes.other for _ in found[1:])]
+        size = sum(count * pool.layout.block_bytes for count, pool in zip(blocks, found, strict=True))
+        layouts = {pool.component: pool.layout for pool in found}
+        self.dram = Dram(layouts, size, pools.kind.page, pin=False)
+        parts = [self._part(pool, self.dram.memories[pool.component]) for pool in found]
+        self.store = HybridStore(self.dram, parts, pools.kind.page, self._ranks)
         cache.serve(StoreLinker(self.store, found), self._weights, check=True)
         self._of_names: dict[bytes, np.ndarray] = {}
         """The hashes of a page's tokens, and of a draft's rows of them. A name differs for each weights."""
 
-    def _part(self, pool: ComponentPool, blocks: int) -> StoredComponent:
+    def _part(self, pool: ComponentPool, memory: ComponentMemory) -> StoredComponent:
         sizes, layout = self._sizes, pool.layout
-        arena = DramArena(layout, blocks * (layout.block_bytes + 8) + 8, pin=False, name=str(pool.component))
-        copier = PoolCopier(pool, arena)
+        copier = PoolCopier(pool, memory.arena)
         mover: Mover = HandMover(copier, layout.n_layers, random.Random(sizes.seed))
         if sizes.threaded:
             mover = ThreadMover(copier, layout.n_layers)
-        memory = ComponentMemory(arena)
         return StoredComponent(pool.component, memory, Copies(mover, Ranks()), self._disk(pool, memory))
 
     def _disk(self, pool: ComponentPool, memory: ComponentMemory) -> ComponentDisk | None:

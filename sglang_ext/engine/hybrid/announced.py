@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.engine.hybrid.components import Component, Flags, resume_points
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiers import Tier

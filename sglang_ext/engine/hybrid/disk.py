@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_ext.engine.hybrid.components import Flags
-from sglang_ext.engine.hybrid.memory import Changed, ComponentMemory, Name
+from sglang_ext.engine.hybrid.memory import Changed, ComponentMemory
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.tiered_store.dram.arena import BlockIds
 from sglang_ext.tiered_store.loading.loader import Load, Loader
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
@@ -22,11 +23,13 @@ MOST_KNOWN = 1_000_000
 
 @dataclass(eq=False)
 class Read:
-    """Blocks on their way from disk, whose memory is reserved and locked."""
+    """Blocks on their way from disk, whose memory is reserved and locked. path: as for
+    `ComponentMemory.enter`."""
 
     names: Sequence[Name]
     ids: BlockIds
     load: Load
+    path: Sequence[Name]
 
 
 class ComponentDisk:
@@ -126,8 +129,9 @@ class ComponentDisk:
         found = (self.tier.match(namespace, [name]) == 1 for name in names)
         return np.fromiter(found, np.bool_, len(names))
 
-    def read(self, names: Sequence[Name], priority: int = 0) -> Read | None:
-        """Begin to read blocks, all of which are on disk; None where DRAM has no room."""
+    def read(self, names: Sequence[Name], priority: int, path: Sequence[Name]) -> Read | None:
+        """Begin to read blocks, all of which are on disk; None where DRAM has no room. path: as for
+        `ComponentMemory.enter`."""
         namespace = self._namespace()
         ids = None if namespace is None else self._memory.reserve(len(names))
         if namespace is None or ids is None:
@@ -135,12 +139,12 @@ class ComponentDisk:
         get = self.tier.prepare_get(namespace, list(names))
         wanted = min(get.blocks, len(names))
         load = self._loader.load(self.tier, get, self._bytes, ids[:wanted], priority=priority)
-        return Read(names, ids, load)
+        return Read(names, ids, load, path)
 
     def finish(self, read: Read) -> int:
         """Enter the blocks that a read has brought; returns how many. They stay locked until `release`."""
         count = read.load.result().blocks
-        self._memory.enter(read.names[:count], read.ids[:count])
+        self._memory.enter(read.names[:count], read.ids[:count], read.path)
         self._learn(read.names[:count])
         return count
 

@@ -19,7 +19,7 @@ import numpy as np
 from sglang_ext.clock import Clock
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.hybrid.components import FULL, Component
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.peers.arena_leases import ArenaLeases
@@ -27,12 +27,13 @@ from sglang_ext.engine.peers.export import ExportCounters
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.geometry import mla_geometry
-from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.dram.arena import Arena
 from sglang_ext.tiered_store.loading.layers import AHEAD
 
 MOST_EXPORTS: Final = 32
 SHARE: Final = 4
-"""At most ``1 / SHARE`` of a component's DRAM is exported at a time, and one block in any case."""
+"""At most ``1 / SHARE`` of DRAM is exported at a time: of each component as many bytes, and one block in any
+case."""
 
 NamesOf = Callable[[Hashable, bytes], Sequence[Name]]
 """The names of a prompt's pages, from its namespace and its encoded whole pages."""
@@ -43,7 +44,7 @@ def pool_name(component: Component) -> str:
     return f"dram {component}"
 
 
-def component_pool(component: Component, arena: DramArena, namespace: str) -> PoolSpec:
+def component_pool(component: Component, arena: Arena, namespace: str) -> PoolSpec:
     """A component's DRAM as a pool of an endpoint. Each block is one row of bytes.
 
     Args:
@@ -178,7 +179,8 @@ class NamedExports:
     def _room(self, part: StoredComponent) -> int:
         """How many more blocks of a component may be exported."""
         used = sum(len(each.ids) for export in self._exports for each in export if each.part is part)
-        return max(0, max(1, part.memory.arena.n_blocks // SHARE) - used)
+        most = part.memory.arena.n_blocks // (SHARE * len(self._store.parts))
+        return max(0, max(1, most) - used)
 
     def propose(self) -> Sequence[int]:
         """For each export, whether it has ended here; for each one yet to be made, whether it is too late."""

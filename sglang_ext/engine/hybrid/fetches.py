@@ -22,7 +22,7 @@ import numpy as np
 
 from sglang_ext.engine.hybrid.components import Component, Flags, resume_points
 from sglang_ext.engine.hybrid.exports import NamesOf, pool_name
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.moves.move import State
@@ -44,8 +44,8 @@ from sglang_ext.mempool.ledger import Committed
 from sglang_ext.wire import unpack_ids
 
 SHARE: Final = 4
-"""At most ``1 / SHARE`` of a component's DRAM is reserved for fetches at a time, and one block in any
-case."""
+"""At most ``1 / SHARE`` of DRAM is reserved for fetches at a time: for each component as many bytes, and one
+block in any case."""
 KEPT_SECONDS: Final = 10.0
 """How long blocks that came stay locked for a request that is not admitted."""
 
@@ -59,12 +59,13 @@ class NamedReads(Reads, Protocol):
 @dataclass(eq=False)
 class _Part:
     """One component's blocks that a resume point needs. held: in DRAM. ids: for those on their way. All are
-    locked."""
+    locked. path: the names of all, in order."""
 
     part: StoredComponent
     held: BlockIds
     names: Sequence[Name]
     ids: BlockIds
+    path: Sequence[Name]
 
     def unlock(self) -> None:
         self.part.memory.unlock(self.held)
@@ -218,7 +219,7 @@ class NamedFetches(FetchPlanner):
     def _reserve_part(self, part: StoredComponent, names: Sequence[Name]) -> _Part | None:
         memory = part.memory
         lacking = [name for name in names if name not in memory]
-        most = max(1, memory.arena.n_blocks // SHARE)
+        most = max(1, memory.arena.n_blocks // (SHARE * len(self._store.parts)))
         taken = sum(len(each.ids) for each in self._under_way() if each.part is part)
         if lacking and taken + len(lacking) > most:
             return None
@@ -228,7 +229,7 @@ class NamedFetches(FetchPlanner):
         if ids is None:
             memory.unlock(held)
             return None
-        return _Part(part, held, lacking, ids)
+        return _Part(part, held, lacking, ids, names)
 
     def _under_way(self) -> list[_Part]:
         parts = [part for kept in self._kept for part in kept.parts]
@@ -254,7 +255,7 @@ class NamedFetches(FetchPlanner):
             return
         before = self._longest(self._names(fetch.wish.namespace, fetch.wish.key)[:blocks], {}, blocks)
         for each in move.parts:
-            each.part.memory.enter(each.names, each.ids)
+            each.part.memory.enter(each.names, each.ids, each.path)
             if each.part.disk is not None:
                 each.part.disk.write(each.names, each.ids)
             self.counters.fetched_blocks += len(each.ids)

@@ -38,8 +38,7 @@ class HybridMetrics:
         self._next = now + UPDATE_SECONDS
         parts, counters = store.parts.values(), store.counters
         self._metrics.set("blocks", sum(len(part.memory) for part in parts), Tier.DRAM.name)
-        capacity = sum(part.memory.arena.n_blocks for part in parts)
-        self._metrics.set("capacity_blocks", capacity, Tier.DRAM.name)
+        self._metrics.set("capacity_blocks", store.dram.capacity_blocks, Tier.DRAM.name)
         self._metrics.count_events(
             "dram_blocks",
             {

@@ -1,4 +1,4 @@
-"""How the DRAM of a model with several components is shared among them: pure."""
+"""How a disk is shared among the components of a model, each of which has a directory of its own: pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SNAPSHOTS = 2
 """States that a turn leaves: at the end of the prompt, and of the answer."""
 
 
-def shares(dram_bytes: int, block_bytes: Mapping[Component, int], block_tokens: int) -> dict[Component, int]:
+def shares(nbytes: int, block_bytes: Mapping[Component, int], block_tokens: int) -> dict[Component, int]:
     """Bytes for each component, so that all of them keep about as many turns.
 
     A turn adds the KV of its tokens, the window at its end, and its states.
@@ -22,11 +22,11 @@ def shares(dram_bytes: int, block_bytes: Mapping[Component, int], block_tokens: 
         block_tokens: tokens of a block.
     """
     turn = {
-        component: nbytes * _blocks_of_a_turn(component, block_tokens)
-        for component, nbytes in block_bytes.items()
+        component: size * _blocks_of_a_turn(component, block_tokens)
+        for component, size in block_bytes.items()
     }
     whole = sum(turn.values())
-    return {component: dram_bytes * nbytes // whole for component, nbytes in turn.items()}
+    return {component: nbytes * size // whole for component, size in turn.items()}
 
 
 def _blocks_of_a_turn(component: Component, block_tokens: int) -> int:

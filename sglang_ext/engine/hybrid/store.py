@@ -28,7 +28,8 @@ import numpy as np
 
 from sglang_ext.engine.hybrid.components import FULL, Component, Flags, resume_points
 from sglang_ext.engine.hybrid.disk import ComponentDisk, Read
-from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
+from sglang_ext.engine.hybrid.memory import ComponentMemory, Dram
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR, BlockIds, of_blocks
 from sglang_ext.engine.ranks import Ranks
@@ -70,9 +71,18 @@ class _Queued:
 
 @dataclass(eq=False)
 class _Save:
-    """Copies of one node to DRAM."""
+    """Copies of one node to DRAM. All blocks are locked until the last copy has ended: a state is worth
+    nothing before its KV has come."""
 
     copying: int = 0
+    locked: list[tuple[StoredComponent, BlockIds]] = field(default_factory=list)
+
+    def ended(self) -> None:
+        """One copy less is under way."""
+        self.copying -= 1
+        if not self.copying:
+            for part, ids in self.locked:
+                part.memory.unlock(ids)
 
 
 @dataclass(eq=False)
@@ -109,6 +119,7 @@ class HybridStore:
     """See the module's docstring. In the scheduler's thread.
 
     Args:
+        dram: of all components.
         parts: the components, `FULL` first.
         block_tokens: tokens of a block.
         ranks: agree on the saves and promotions that have ended.
@@ -116,10 +127,17 @@ class HybridStore:
     """
 
     def __init__(
-        self, parts: Sequence[StoredComponent], block_tokens: int, ranks: Ranks, *, least_tokens: int = 0
+        self,
+        dram: Dram,
+        parts: Sequence[StoredComponent],
+        block_tokens: int,
+        ranks: Ranks,
+        *,
+        least_tokens: int = 0,
     ) -> None:
         if parts[0].component != FULL:
             raise ValueError("the first component must be `FULL`")
+        self.dram = dram
         self.parts = {part.component: part for part in parts}
         self.block_tokens = block_tokens
         self.ranks = ranks
@@ -138,8 +156,7 @@ class HybridStore:
         ranks.add(self)
 
     def __repr__(self) -> str:
-        memories = {part.component: part.memory for part in self.parts.values()}
-        return f"HybridStore({memories}, saving={len(self._saves)}, {self.counters})"
+        return f"HybridStore({self.dram}, saving={len(self._saves)}, {self.counters})"
 
     @property
     def has_disk(self) -> bool:
@@ -149,14 +166,14 @@ class HybridStore:
 
     def save(self, rows: Mapping[Component, Rows]) -> None:
         """Copy the blocks that DRAM lacks. Their rows must not change until `ended_saves` counts this."""
-        save = _Save()
+        save = _Save(1)  # the last copy may end before this has
         self._saves.append(save)
         for component, each in rows.items():
             self._save(save, self.parts[component], each)
+        save.ended()
 
     def _save(self, save: _Save, part: StoredComponent, rows: Rows) -> None:
         lacking = np.flatnonzero(~part.memory.held(rows.names))
-        part.memory.touch(rows.names)
         if not len(lacking):
             return
         ids = part.memory.reserve(len(lacking))
@@ -167,12 +184,12 @@ class HybridStore:
         save.copying += 1
 
         def copied() -> None:
-            save.copying -= 1
             self.counters.saved += len(names)
-            part.memory.enter(names, ids)
+            part.memory.enter(names, ids, rows.names)
             if part.disk is not None:
                 part.disk.write(names, ids)
-            part.memory.unlock(ids)
+            save.locked.append((part, ids))
+            save.ended()
 
         part.copies.write(of_blocks(rows.slots, lacking, len(rows.names)), ids, copied)
 
@@ -212,20 +229,28 @@ class HybridStore:
 
     # -- lookup ---------------------------------------------------------------------------------------
 
-    def lookup(self, names: Sequence[Name]) -> list[int]:
+    def lookup(self, names: Sequence[Name], user: Hashable = None) -> list[int]:
         """After how many blocks a prefix can be resumed from DRAM.
 
         Args:
             names: of the blocks that follow the prefix in HBM, which has all that a resume there needs.
+            user: the request; None for another one at each call.
 
         Returns:
             The numbers of blocks, ascending, without 0.
         """
         points = self._points(names, on_disk=False)
         if points:
-            for part in self.parts.values():
-                part.memory.touch(self.needed(part.component, names[: points[-1]]))
+            self.dram.paths.used(names[points[-1] - 1], user)
         return points
+
+    def used_in_hbm(self, end: Name, user: Hashable) -> None:
+        """A request resumes from HBM after this block, which DRAM may have as well."""
+        self.dram.paths.used(end, user)
+
+    def follows(self, before: Name, first: Name) -> None:
+        """The first block of a save, made or to come, follows this block."""
+        self.dram.paths.expect(before, first)
 
     def leading(self, names: Sequence[Name]) -> int:
         """How many of the first of these blocks have their KV in DRAM, with or without a state."""
@@ -278,7 +303,7 @@ class HybridStore:
         for part, needed in wanted:
             lacking = [name for name in needed if name not in part.memory]
             if lacking:
-                read = None if part.disk is None else part.disk.read(lacking, priority)
+                read = None if part.disk is None else part.disk.read(lacking, priority, needed)
                 if read is None:
                     return False
                 promotion.reads.append((part, read))
@@ -417,8 +442,7 @@ class HybridStore:
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError naming the violated invariant."""
-        for part in self.parts.values():
-            part.memory.check()
+        self.dram.check()
 
     def close(self) -> None:
         """Complete all copies and writes under way, and end."""
@@ -427,7 +451,7 @@ class HybridStore:
             part.copies.close()
             if part.disk is not None:
                 part.disk.close()
-            part.memory.arena.close()
+        self.dram.close()
 
 
 def _unlock(queued: Iterable[_Queued]) -> None:

@@ -47,6 +47,7 @@ class HostArena(Protocol):
 
     layout: BlockLayout
     n_blocks: int
+    block_bytes: int
 
     @property
     def address(self) -> int: ...
@@ -119,13 +120,16 @@ class CudaMover:
         assert source is None, "this mover does not stream"
         self._write_stream.wait_stream(torch.cuda.current_stream(self._device))
         slots.record_stream(self._write_stream)
-        step = max(1, STAGING_BYTES // self._layout.block_bytes)
+        step = max(1, STAGING_BYTES // self._arena.block_bytes)
         tokens = self._layout.block_tokens
         with torch.cuda.stream(self._write_stream):
             for start in range(0, len(blocks), step):
                 part = blocks[start : start + step]
                 staging = gather_blocks(
-                    self._planes, self._layout, slots[start * tokens : (start + len(part)) * tokens]
+                    self._planes,
+                    self._layout,
+                    slots[start * tokens : (start + len(part)) * tokens],
+                    self._arena.block_bytes,
                 )
                 for position, first, count in runs_of_blocks(part):
                     target = self._host[first : first + count]
@@ -236,7 +240,7 @@ class CudaMover:
         count: int,
     ) -> None:
         """One layer of neighbouring arena blocks: rows that lie a whole block apart."""
-        block_bytes, size = self._layout.block_bytes, self._layout.layer_bytes(layer)
+        block_bytes, size = self._arena.block_bytes, self._layout.layer_bytes(layer)
         source = self._arena.address + first * block_bytes + self._layout.layer_offsets[layer]
         status = self._copy_2d(
             ctypes.c_void_p(staging.data_ptr() + position * size),
@@ -298,15 +302,18 @@ def byte_rows(plane: torch.Tensor) -> torch.Tensor:
     return plane.view(plane.shape[0], -1).view(torch.uint8)
 
 
-def gather_blocks(planes: list[list[torch.Tensor]], layout: BlockLayout, slots: torch.Tensor) -> torch.Tensor:
+def gather_blocks(
+    planes: list[list[torch.Tensor]], layout: BlockLayout, slots: torch.Tensor, block_bytes: int
+) -> torch.Tensor:
     """The tokens at ``slots`` as whole blocks in the arena's layout, shape (blocks, block bytes).
 
     Args:
         planes: byte rows by local layer.
         slots: int64, ``block_tokens`` for each block.
+        block_bytes: from one block to the next; at least those of the layout.
     """
     blocks = len(slots) // layout.block_tokens
-    staging = torch.empty((blocks, layout.block_bytes), dtype=torch.uint8, device=slots.device)
+    staging = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=slots.device)
     flat = [plane for layer in planes for plane in layer]
     for index, plane in enumerate(flat):
         start, stop = layout.plane_offsets[index : index + 2]

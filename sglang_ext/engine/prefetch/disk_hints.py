@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult

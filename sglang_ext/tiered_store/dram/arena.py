@@ -40,7 +40,55 @@ def bytes_for(layout: BlockLayout, blocks: int) -> int:
     return blocks * (layout.block_bytes + _GENERATION_BYTES) + _GENERATION_BYTES
 
 
-class DramArena:
+class Arena:
+    """Memory as blocks of one layout: their bytes, which belong to the caller that allocated a block.
+
+    Args:
+        layout: row bytes per plane and tokens per block.
+        block_bytes: from one block to the next; at least those of the layout.
+        data: block 0 first, shape (n_blocks * block_bytes,).
+    """
+
+    def __init__(
+        self, layout: BlockLayout, block_bytes: int, n_blocks: int, memory: ArenaMemory, data: Bytes
+    ) -> None:
+        self.layout = layout
+        self.block_bytes = block_bytes
+        self.n_blocks = n_blocks
+        self.memory = memory
+        self._blocks = data.reshape(n_blocks, block_bytes)
+
+    @property
+    def address(self) -> int:
+        """Where block 0 starts in this process."""
+        return self.memory.address
+
+    @property
+    def pinned(self) -> bool:
+        return self.memory.pinned
+
+    @property
+    def blocks(self) -> Bytes:
+        """Bytes of all blocks, shape (n_blocks, block_bytes), without a copy."""
+        return self._blocks
+
+    def plane(self, index: int) -> Bytes:
+        """Rows of one plane of all blocks, shape (n_blocks, block_tokens, row_bytes), without a copy."""
+        start, stop = self.layout.plane_offsets[index : index + 2]
+        part = self._blocks[:, start:stop]
+        return part.reshape(self.n_blocks, self.layout.block_tokens, self.layout.row_bytes[index], copy=False)
+
+    def layer(self, index: int) -> Bytes:
+        """Bytes of one layer of all blocks, shape (n_blocks, layer bytes), without a copy."""
+        start, stop = self.layout.layer_offsets[index : index + 2]
+        return self._blocks[:, start:stop]
+
+    def _drop_views(self) -> None:
+        # Not slices of the old views: those would keep the memory.
+        self._blocks = np.empty((0, self.block_bytes), dtype=np.uint8)
+
+
+class DramArena(Arena):
     """`nbytes` of host memory as blocks of one layout.
 
     Args:
@@ -70,27 +118,18 @@ class DramArena:
         place: Callable[[int, int], None] = lambda address, nbytes: None,
         progress: Progress | None = None,
     ) -> None:
-        self.layout = layout
-        self.block_bytes = layout.block_bytes
-        self.n_blocks = blocks_in(layout, nbytes)
-        if self.n_blocks < 1:
+        size, n_blocks = layout.block_bytes, blocks_in(layout, nbytes)
+        if n_blocks < 1:
             raise ConfigError(
-                f"an arena of {nbytes} bytes holds no block of {self.block_bytes} bytes",
+                f"an arena of {nbytes} bytes holds no block of {size} bytes",
                 field="--kv-dram-size",
                 hint="Make it larger, or lower --kv-block-size",
             )
-        used = _generations_at(self.n_blocks, self.block_bytes) + self.n_blocks * _GENERATION_BYTES
-        self.memory = ArenaMemory(used, shared=shared, name=name)
-        try:
-            place(self.memory.address, self.memory.nbytes)
-            if touch:
-                self.memory.touch(progress=progress)
-            if pin:
-                self.memory.pin()
-        except BaseException:
-            self.memory.close()
-            raise
-        self._blocks, self._generations = _views(self.memory.bytes, self.n_blocks, self.block_bytes)
+        start = _generations_at(n_blocks, size)
+        memory = ArenaMemory(start + n_blocks * _GENERATION_BYTES, shared=shared, name=name)
+        memory.prepare(place=place, touch=touch, pin=pin, progress=progress)
+        super().__init__(layout, size, n_blocks, memory, memory.bytes[: n_blocks * size])
+        self._generations = memory.bytes[start:].view(np.uint64)
         self._lock = threading.Lock()
         # The free ids are _stack[:_free]. They start descending, so that the first blocks handed out ascend.
         self._stack: BlockIds = np.arange(self.n_blocks - 1, -1, -1, dtype=np.int64)
@@ -102,36 +141,11 @@ class DramArena:
     # --- bytes ---
 
     @property
-    def address(self) -> int:
-        """Where block 0 starts in this process."""
-        return self.memory.address
-
-    @property
-    def pinned(self) -> bool:
-        return self.memory.pinned
-
-    @property
-    def blocks(self) -> Bytes:
-        """Bytes of all blocks, shape (n_blocks, block_bytes), without a copy."""
-        return self._blocks
-
-    @property
     def generations(self) -> Generations:
         """How often each block has been taken back, shape (n_blocks,). Read only; lies in the mapping."""
         view = self._generations.view()
         view.flags.writeable = False
         return view
-
-    def plane(self, index: int) -> Bytes:
-        """Rows of one plane of all blocks, shape (n_blocks, block_tokens, row_bytes), without a copy."""
-        start, stop = self.layout.plane_offsets[index : index + 2]
-        part = self._blocks[:, start:stop]
-        return part.reshape(self.n_blocks, self.layout.block_tokens, self.layout.row_bytes[index], copy=False)
-
-    def layer(self, index: int) -> Bytes:
-        """Bytes of one layer of all blocks, shape (n_blocks, layer bytes), without a copy."""
-        start, stop = self.layout.layer_offsets[index : index + 2]
-        return self._blocks[:, start:stop]
 
     # --- blocks ---
 
@@ -217,8 +231,7 @@ class DramArena:
             if self._closed:
                 return
             self._closed = True
-            # Not slices of the old views: those would keep the memory.
-            self._blocks = np.empty((0, self.block_bytes), dtype=np.uint8)
+            self._drop_views()
             self._generations = np.empty(0, dtype=np.uint64)
             self.memory.close()
 
@@ -238,9 +251,3 @@ class DramArena:
 def _generations_at(n_blocks: int, block_bytes: int) -> int:
     """Byte offset of the generations: behind the blocks, aligned so that each is read in one piece."""
     return -(-n_blocks * block_bytes // _GENERATION_BYTES) * _GENERATION_BYTES
-
-
-def _views(data: Bytes, n_blocks: int, block_bytes: int) -> tuple[Bytes, Generations]:
-    blocks = data[: n_blocks * block_bytes].reshape(n_blocks, block_bytes)
-    start = _generations_at(n_blocks, block_bytes)
-    return blocks, data[start : start + n_blocks * _GENERATION_BYTES].view(np.uint64)

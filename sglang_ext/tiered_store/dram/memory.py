@@ -107,6 +107,33 @@ class ArenaMemory:
         """The sealed memfd that holds the memory from its first byte on; -1 where it is private or closed."""
         return self._fd
 
+    def prepare(
+        self,
+        *,
+        place: Callable[[int, int], None] = lambda address, nbytes: None,
+        touch: bool = True,
+        pin: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        """Place, touch and pin the memory before its first use; closed where that fails.
+
+        Args:
+            place: says where the memory shall lie, by address and bytes, before it is touched.
+
+        Raises:
+            ArenaMemoryError: as `touch`.
+            PinError: as `pin`.
+        """
+        try:
+            place(self.address, self.nbytes)
+            if touch:
+                self.touch(progress=progress)
+            if pin:
+                self.pin()
+        except BaseException:
+            self.close()
+            raise
+
     def touch(self, *, threads: int = 0, progress: Progress | None = None) -> None:
         """Give every page its memory now: no copy pays for a page fault, and lack of memory shows here.
 

@@ -11,14 +11,14 @@ import torch
 
 from sglang_ext.engine.hybrid.components import FULL, Component, LastWindow
 from sglang_ext.engine.hybrid.disk import ComponentDisk
-from sglang_ext.engine.hybrid.memory import ComponentMemory, Name
+from sglang_ext.engine.hybrid.memory import Dram
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore, Rows, StoredComponent
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import ThreadMover
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.patches.adapter.hybrid.pools import STATE, ComponentPool
 from sglang_ext.tiered_store.copy import PoolCopier
-from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind
 from sglang_ext.tiered_store.tier import BlockTier
@@ -84,7 +84,7 @@ class Rig:
     """A store, its pools, and a model in the form of a hash.
 
     Args:
-        blocks: of each component's DRAM.
+        blocks: of each component, for which DRAM has room.
         tiers: makes the disk of a component, by its pool; None without disks.
     """
 
@@ -99,20 +99,20 @@ class Rig:
         self.ranks = Ranks(least)
         self.loader = Loader(1 << 20, threads=1)
         self.pools = {component: Pool.of(component, rows) for component in COMPONENTS}
+        layouts = {component: self.pools[component].pool.layout for component in COMPONENTS}
+        size = sum(count * layouts[component].block_bytes for component, count in blocks.items())
+        self.dram = Dram(layouts, size, PAGE, shared=False, pin=False)
         parts = []
         for component in COMPONENTS:
-            pool = self.pools[component].pool
-            size = blocks[component] * (pool.layout.block_bytes + 8) + 8
-            arena = DramArena(pool.layout, size, shared=False, pin=False)
-            memory = ComponentMemory(arena)
-            mover = ThreadMover(PoolCopier(pool, arena), pool.layout.n_layers)
+            pool, memory = self.pools[component].pool, self.dram.memories[component]
+            mover = ThreadMover(PoolCopier(pool, memory.arena), pool.layout.n_layers)
             disk = None
             if tiers is not None:
                 tier = tiers(pool)
                 writer = WriteBehind(tier, backlog_bytes=1 << 30)
                 disk = ComponentDisk(memory, tier, self.loader, lambda: NAMESPACE, writer)
             parts.append(StoredComponent(component, memory, Copies(mover, Ranks()), disk))
-        self.store = HybridStore(parts, PAGE, self.ranks)
+        self.store = HybridStore(self.dram, parts, PAGE, self.ranks)
 
     def compute(self, tokens: Tokens, *, window_from: int = 0) -> None:
         """Compute a prompt of whole pages and hand it to the store, as a node from the root on."""

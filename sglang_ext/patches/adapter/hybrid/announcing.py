@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.hybrid.announced import NOWHERE, Announced, Ids
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, Flags, LastWindow
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.planners import Planner
 from sglang_ext.keys import encode_tokens

@@ -14,7 +14,7 @@ from sglang_ext.disagg.numa import place_arena
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.hybrid.disk import ComponentDisk
-from sglang_ext.engine.hybrid.memory import ComponentMemory
+from sglang_ext.engine.hybrid.memory import ComponentMemory, Dram
 from sglang_ext.engine.hybrid.metrics import HybridMetrics
 from sglang_ext.engine.hybrid.sizing import shares
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
@@ -44,7 +44,7 @@ from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, names_of_promp
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
-from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.dram.arena import Arena
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 
@@ -101,11 +101,10 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
     cache.serve(linker, build.weights, check=config.check, **publish)
     join_cluster(ctx, config, cache, build.ranks, build.exchange)
     logger.info(
-        "Cache of a model with windows or states: pages of %d tokens, %s, %s",
+        "Cache of a model with windows or states: pages of %d tokens, DRAM of %d chunks for %s, %s",
         ctx.params.page_size,
-        ", ".join(
-            f"DRAM for {part.memory.arena.n_blocks} blocks of {part.component}" for part in build.parts
-        ),
+        build.store.dram.slabs.n_chunks,
+        ", ".join(f"{part.memory.arena.per_chunk} blocks of {part.component}" for part in build.parts),
         "a disk tier" if build.store.has_disk else "no disk tier (--kv-disk-path)",
     )
     return cache
@@ -137,11 +136,15 @@ class _Building:
         self._fresh = secrets.token_hex(8)
         self.loader = Loader(_LOAD_BYTES)
         page = ctx.params.page_size
-        dram = shares(
-            config.dram_size, {pool.component: pool.layout.block_bytes for pool in self.pools}, page
+        dram = Dram(
+            {pool.component: pool.layout for pool in self.pools},
+            config.dram_size,
+            page,
+            name=f"dram {config.instance_id} tp{ctx.tp_rank}",
+            place=partial(place_arena, config.numa, accelerator_place(ctx.server_args.device).numa),
         )
-        self.parts = [self._part(pool, dram[pool.component]) for pool in self.pools]
-        self.store = HybridStore(self.parts, page, self.ranks, least_tokens=config.load_min_tokens)
+        self.parts = [self._part(pool, dram.memories[pool.component]) for pool in self.pools]
+        self.store = HybridStore(dram, self.parts, page, self.ranks, least_tokens=config.load_min_tokens)
 
     def exchange(self, epoch: bytes, replies: Replies) -> Exchange | None:
         """The exchange of blocks with other instances; None where none is possible. In every rank at once."""
@@ -167,19 +170,11 @@ class _Building:
             return []
         return specs_of(handed_over_pools(self.ctx.params, self.window_tokens, self.drafts))
 
-    def _part(self, pool: ComponentPool, dram_bytes: int) -> StoredComponent:
-        place = accelerator_place(self.ctx.server_args.device).numa
-        arena = DramArena(
-            pool.layout,
-            dram_bytes,
-            name=f"dram {self.config.instance_id} {pool.component} tp{self.ctx.tp_rank}",
-            place=partial(place_arena, self.config.numa, place),
-        )
-        memory = ComponentMemory(arena)
-        copies = Copies(self._mover(pool, arena), Ranks())
+    def _part(self, pool: ComponentPool, memory: ComponentMemory) -> StoredComponent:
+        copies = Copies(self._mover(pool, memory.arena), Ranks())
         return StoredComponent(pool.component, memory, copies, self._disk(pool, memory))
 
-    def _mover(self, pool: ComponentPool, arena: DramArena) -> Mover:
+    def _mover(self, pool: ComponentPool, arena: Arena) -> Mover:
         if pool.device.type == "cpu":
             warmup()
             return ThreadMover(
@@ -191,17 +186,18 @@ class _Building:
         config = self.config
         if config.disk_path is None:
             return None
-        share = pool.layout.block_bytes * memory.arena.n_blocks / config.dram_size
+        sizes = {each.component: each.layout.block_bytes for each in self.pools}
+        share = shares(config.disk_size, sizes, self.ctx.params.page_size)[pool.component]
         own = dataclasses.replace(
             config,
             disk_path=str(Path(config.disk_path) / str(pool.component)),
-            disk_size=int(config.disk_size * share),
+            disk_size=share,
         )
         tier = open_below(own, str(config.instance_id), self.shard, pool.layout)
         assert tier is not None
         writer = None
         if config.writes_disk:
-            backlog = min(_MOST_BACKLOG_BYTES, memory.arena.n_blocks * pool.layout.block_bytes // 2)
+            backlog = min(_MOST_BACKLOG_BYTES, config.dram_size // (2 * len(self.pools)))
             writer = WriteBehind(tier, backlog_bytes=backlog, lag=LagPolicy(config.disk_lag))
         return ComponentDisk(memory, tier, self.loader, partial(self._namespace, pool), writer)
 

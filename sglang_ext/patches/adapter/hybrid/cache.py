@@ -40,7 +40,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.command import RankCommands
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing
 from sglang_ext.patches.adapter.hybrid.chunks import Chunks
-from sglang_ext.patches.adapter.hybrid.linker import StoreLinker
+from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_name
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
@@ -148,6 +148,10 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if self.linker is not None:
                 self._linker.looked_up.pop(params.req.rid, None)
         result = super().match_prefix(params)
+        if params.req is not None and self.store is not None and not result.host_hit_length:
+            end = self.get_last_hash_value(result.last_device_node)
+            if end is not None:
+                self.store.used_in_hbm(page_name(end), params.req.rid)
         if params.req is not None and self.chunks is not None:
             self.chunks.matched(params.req, max(result.full_kv_hit_length, self._below(params.req, result)))
         return result
@@ -207,6 +211,13 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def insert(self, params: InsertParams) -> InsertResult:
         result = super().insert(params)
+        node = result.last_device_node
+        if self.store is not None and node is not None:
+            own, before = (
+                get(node) for get in (self.tree_core.get_hash_values, self.tree_core.get_prefix_hash_values)
+            )
+            if own and before:
+                self.store.follows(page_name(before[-1]), page_name(own[0]))
         if self.announcing is not None and params.key is not None and result.last_device_node is not None:
             with self.faults.guard("announce"):
                 self._announce(params.key, result.last_device_node)
@@ -371,7 +382,8 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         held = {Tier.HBM: ((size - free) // block, size // block)}
         if self.store is not None:
             memory = self.store.parts[FULL].memory
-            held[Tier.DRAM] = (len(memory) * page // block, memory.arena.n_blocks * page // block)
+            fitting = memory.arena.used_blocks + memory.arena.available  # beside the other components' blocks
+            held[Tier.DRAM] = (len(memory) * page // block, fitting * page // block)
         return held
 
     def reset(self) -> None:

@@ -12,16 +12,21 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component
-from sglang_ext.engine.hybrid.memory import Name
+from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore, Rows
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import BLOCK_KEY_BYTES, decode_tokens
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
 
 
+def page_name(hashed: str) -> Name:
+    """The name of a page by SGLang's hash of its prefix, in which the tenant is."""
+    return bytes.fromhex(hashed[: 2 * BLOCK_KEY_BYTES])
+
+
 def page_names(hashes: Sequence[str]) -> list[Name]:
-    """The names of pages by SGLang's hashes of their prefixes, in which the tenant is."""
-    return [bytes.fromhex(each[: 2 * BLOCK_KEY_BYTES]) for each in hashes]
+    """The names of pages."""
+    return [page_name(each) for each in hashes]
 
 
 def names_of_key(key: RadixKey, page_size: int, *, pairs: bool = False) -> list[Name]:
@@ -83,7 +88,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         names = page_names(next(each.keys for each in transfers if each.name == PoolName.KV))
         self.looked_up[rid] = names
-        return self.store.lookup(names)
+        return self.store.lookup(names, rid)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         return self.store.load(rid, self._rows(transfers))
