@@ -1,6 +1,9 @@
-"""Servers of the oracle, drawn at random: a family of models, its tiers, how it runs, and its traffic.
+"""Servers of the oracle, drawn at random: a family of models, its tiers, a draft model, how it runs, and its
+traffic.
 
-Traffic changes weights, retracts, aborts and flushes, for several tenants. Equal seeds draw equal servers.
+Traffic changes weights, retracts, aborts, flushes, announces prompts and repeats them, for several tenants.
+A server has one rank or two, or is one of two instances that fetch each other's prompts, or its pools hand
+prompts over from prefill to decode. Equal seeds draw equal servers.
 
     python tests/engine/engine_crossings.py --minutes 30
 
@@ -19,17 +22,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 if __name__ == "__main__":
     import conftest  # noqa: F401 - makes SGLang importable on a CPU
 
+from engine_drafts import with_draft
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import HybridKind, HybridRank, HybridScenario, drive
 from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO
-from engine_pools import PoolKind, publish_server_args
-from engine_scheduler import Settings
+from engine_pools import PoolKind, Pools, chain_of, publish_server_args
+from engine_scheduler import Settings, SimulatedScheduler
 from engine_simulation import Rank, Scenario, run
+from engine_verifying import VerifyingScheduler
+from pd_rig import hand_over, pair
+from test_oracle_fetches import engines, move_prompts
 from test_oracle_ranks import on_two, traffic
+from test_pd_pools import slots_of
+from test_pd_whole_requests import Place, each_layer, side
 
+from sglang_ext.engine.pd.landing import Wanted
+from sglang_ext.engine.transfer_thread import HBM_POOL
+from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 
 STEPS = 100
@@ -41,19 +55,39 @@ class Crossing:
     """The server that a seed draws.
 
     sizes: of the tiers of each rank; empty for plain models, whose scenario says them.
+    apart: how KV comes from elsewhere: "" for a server alone, "fetch", or "pull" or "push" for hand-overs.
     """
 
     seed: int
     family: str
     scenario: HybridScenario | Scenario
     sizes: tuple[Sizes, ...] = ()
+    apart: str = ""
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.family}, {self.scenario!r}, {self.sizes}"
+        return f"seed {self.seed}: {self.family}, {self.scenario!r}, {self.sizes}, {self.apart!r}"
+
+    @property
+    def marks(self) -> list[str]:
+        """The dimensions that it crosses."""
+        scenario = self.scenario
+        drafts = getattr(scenario.kind, "verified", 0) or getattr(scenario.kind, "draft_layers", 0)
+        disk = any(each.disk for each in self.sizes) or bool(getattr(scenario, "disk_blocks", 0))
+        marks = {
+            "disk": disk and self.apart in ("", "fetch"),
+            "hints": bool(scenario.prefetch) and not self.apart,
+            "speculation": bool(drafts),
+            "two ranks": len(self.sizes) == 2,
+            "fetch": self.apart == "fetch",
+            "PD": self.apart in ("pull", "push"),
+        }
+        return [self.family, *(mark for mark, given in marks.items() if given)]
 
     def run(self) -> int:
         """Serve random traffic, with all checks after each pass. Returns how many tokens were loaded."""
         scenario = self.scenario
+        if self.apart in ("pull", "push"):
+            return hand_prompts_over(scenario, self.apart, random.Random(self.seed))
         if isinstance(scenario, Scenario):
             with Rank(scenario, pace=random.Random(self.seed)) as rank:
                 run(rank, self.seed, STEPS)
@@ -62,6 +96,9 @@ class Crossing:
             ranks = on_two(scenario, self.sizes, traffic(self.seed, STEPS))
             return ranks[0].scheduler.loaded
         (sizes,) = self.sizes
+        if self.apart:
+            with engines(scenario, sizes) as both:
+                return move_prompts(both, scenario, seed=self.seed, steps=STEPS)
 
         with HybridRank(
             scenario,
@@ -72,18 +109,71 @@ class Crossing:
             return hybrid.scheduler.loaded
 
 
+def hand_prompts_over(scenario: HybridScenario | Scenario, mode: str, rnd: random.Random) -> int:
+    """Hand prompts over from a prefill server's pools to those of decode. Returns how many tokens came."""
+    over = _hand_over_plain if isinstance(scenario, Scenario) else _hand_over_hybrid
+    return sum(over(scenario, mode, rnd) for _ in range(3))  # type: ignore[operator]
+
+
+def _hand_over_hybrid(scenario: HybridScenario, mode: str, rnd: random.Random) -> int:
+    with side(scenario) as prefill, side(scenario) as decode:
+        here, there = (Place.of(at, rnd.randrange(1, 6)) for at in (prefill, decode))
+        each_layer(here, "write")
+        described = {name: pool.described(1) for name, pool in prefill.found.items()}
+        specs = [[pool.spec(name, 0, 1) for name, pool in at.found.items()] for at in (prefill, decode)]
+        with pair(*specs, scenario.kind.page, mode, components=(described, described)) as (*ends, address):
+            wanted = Wanted(there.pages, 0, 0, beside=there.beside())
+            hand_over(*ends, address, list(here.pages), wanted, here.beside())
+        each_layer(there, "compare", "received")
+        return there.at.tokens
+
+
+def _hand_over_plain(scenario: Scenario, mode: str, rnd: random.Random) -> int:
+    page, count = scenario.kind.page, rnd.randrange(3, 20)
+    prefill, decode = (Pools(scenario.kind, 40 * page, block=page, rows=1, context=1) for _ in range(2))
+    specs = [[EnginePool(pools.tensors, pools.geometry()).spec(HBM_POOL)] for pools in (prefill, decode)]
+    tokens, skip = count * page - rnd.randrange(page), rnd.randrange(count)
+    here, there = (rnd.sample(range(1, 41), pages) for pages in (count, count - skip))
+    chain = np.array(chain_of("prompt", [rnd.randrange(4) for _ in range(tokens)]), np.uint64)
+    for layer in range(prefill.oracle.layers):
+        prefill.oracle.write(slots_of(here, page, tokens), chain, layer)
+    with pair(*specs, page, mode) as (*ends, address):
+        hand_over(*ends, address, here, Wanted(np.array(there), skip, 0))
+    behind = chain[skip * page :]
+    for layer in range(decode.oracle.layers):
+        decode.oracle.compare(slots_of(there, page, len(behind)), behind, layer, "received")
+    return len(behind)
+
+
 def draw(seed: int) -> Crossing:
     """The server of a seed."""
     rnd = random.Random(seed)
     family = rnd.choices(list(FAMILIES), [1 if each == "pages" else 3 for each in FAMILIES])[0]
     scenario = FAMILIES[family](rnd)
+    handed = rnd.random() < 0.15
     if isinstance(scenario, Scenario):
-        return Crossing(seed, family, scenario)
+        return Crossing(seed, family, scenario, apart=rnd.choice(("pull", "push")) if handed else "")
+    scenario = _drafted(rnd, scenario)
+    if handed:
+        return Crossing(seed, family, scenario, apart="pull")
+    if rnd.random() < 0.15 and scenario.tree_core == "python":
+        (sizes,) = (replace(_sizes(rnd, scenario), hints=False),)
+        return Crossing(seed, family, replace(scenario, prefetch=0.0), (sizes,), "fetch")
     ranks = rnd.choice((1, 1, 2))
     sizes = tuple(_sizes(rnd, scenario) for _ in range(ranks))
     if not all(each.disk for each in sizes):  # all ranks have a disk, or none
         sizes = tuple(replace(each, disk=0) for each in sizes)
     return Crossing(seed, family, replace(scenario, tree_core="python"), sizes)
+
+
+def _drafted(rnd: random.Random, scenario: HybridScenario) -> HybridScenario:
+    """Sometimes with a draft model."""
+    kind = scenario.kind
+    if rnd.random() < 0.7 or (kind.latents and kind.page != COMPRESSED.kind.page):
+        return scenario
+    if kind.grid == 8:  # SGLang verifies up to a place of its grid: pages are as long as the grid's steps
+        return scenario
+    return with_draft(scenario)
 
 
 def _settings(rnd: random.Random, page: int, *, mixed: bool = False) -> Settings:
@@ -117,31 +207,42 @@ def _hybrid(rnd: random.Random, *, window: bool, states: bool) -> HybridScenario
         window_tokens=rnd.choice((256, 320) if page > 1 else (200, 240)) if window else 0,
         settings=settings,
         memory=rnd.choice((10, 40)),
+        **_others(rnd),
     )
+
+
+def _others(rnd: random.Random) -> dict[str, float]:
+    """Hints and repeats."""
+    return {"prefetch": rnd.choice((0.0, 0.0, 0.2)), "repeats": rnd.choice((0.0, 0.1))}
 
 
 def _pages(rnd: random.Random) -> HybridScenario:
     scenario = rnd.choice((COMPRESSED, LOW_RATIO, GROUPED))
-    return replace(scenario, settings=replace(scenario.settings, overlap=rnd.random() < 0.4))
+    settings = replace(scenario.settings, overlap=rnd.random() < 0.4)
+    return replace(scenario, settings=settings, **_others(rnd))
 
 
 def _plain(rnd: random.Random) -> Scenario:
     attention, page = rnd.choice((("mha", 1), ("mha", 4), ("mla", 16), ("dsa", 64)))
     block = max(4, page)
     disk = rnd.choice((None, 200, 2000))
+    draft = rnd.choice((0, 0, 1, 2))
+    settings = _settings(rnd, page, mixed=not draft)
     return Scenario(
         "drawn",
-        kind=PoolKind(attention, page, layers=rnd.choice((2, 3)), draft_layers=rnd.choice((0, 0, 1, 2))),
+        kind=PoolKind(attention, page, layers=rnd.choice((2, 3)), draft_layers=draft),
         block=block,
-        hbm_tokens=max(rnd.choice((240, 320)) // block, 8) * block,
+        hbm_tokens=16 * block if page == 64 else rnd.choice((240, 320)) // block * block,
+        stretch=4 if page == 64 else 1,
+        make_scheduler=VerifyingScheduler if draft else SimulatedScheduler,
         dram_blocks=max(280 // block, 8) * rnd.choice((1, 4)),
         disk_blocks=disk,
         disk_faults=rnd.choice((0.0, 0.1)) if disk else 0.0,
         stream=bool(disk) and rnd.random() < 0.3,
         threaded=rnd.random() < 0.5,
-        prefetch=rnd.choice((0.0, 0.2)),
         memory=rnd.choice((20, 50)),
-        settings=_settings(rnd, page, mixed=True),
+        settings=settings,
+        **_others(rnd),
     )
 
 
@@ -167,6 +268,7 @@ def _sizes(rnd: random.Random, scenario: HybridScenario) -> Sizes:
         faults=rnd.choice((0.0, 0.1)) if disk else 0.0,
         backlog=1 << 26,
         threaded=rnd.random() < 0.5,
+        hints=bool(scenario.prefetch),
         seed=rnd.randrange(1000),
     )
 
@@ -180,7 +282,7 @@ def run_for(minutes: float, first: int, failures: Path) -> int:
     while time.monotonic() < end:
         crossing = draw(first + count)
         count += 1
-        families[crossing.family] += 1
+        families.update(crossing.marks)
         try:
             loaded += crossing.run()
         except Exception:  # noqa: BLE001 - every fault is written down

@@ -13,6 +13,7 @@ from engine_movers import HandMover
 from engine_pools import Oracle
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.hybrid.disk import ComponentDisk
 from sglang_ext.engine.hybrid.memory import ComponentMemory, Dram
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
@@ -20,6 +21,7 @@ from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import Mover, ThreadMover
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.weights import Weights
+from sglang_ext.patches.adapter.hybrid.build_cluster import hints_of
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_names
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
@@ -40,6 +42,7 @@ class Sizes:
         faults: the share of the disk's calls that fail.
         backlog: bytes that may wait to be written to the disk; blocks that do not fit are left out.
         threaded: copies by the real mover instead of a mover that copies when it has to.
+        hints: prompts are announced to it.
     """
 
     full: int = 4000
@@ -48,6 +51,7 @@ class Sizes:
     faults: float = 0.0
     backlog: int = 1 << 20
     threaded: bool = False
+    hints: bool = False
     seed: int = 1
     """How late copies are, without the real mover."""
 
@@ -77,6 +81,8 @@ class StoreBelow:
         parts = [self._part(pool, self.dram.memories[pool.component]) for pool in found]
         self.store = HybridStore(self.dram, parts, pools.kind.page, self._ranks)
         cache.serve(StoreLinker(self.store, found), self._weights, check=True)
+        if sizes.hints:
+            cache.join(hints_of(cache, self.store, Replies(), None))
         self._of_names: dict[bytes, np.ndarray] = {}
         """The hashes of a page's tokens, and of a draft's rows of them. A name differs for each weights."""
 

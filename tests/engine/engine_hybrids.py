@@ -119,6 +119,9 @@ class HybridScheduler(SimulatedScheduler):
             return 0, extra_key, salt
         return self._weights_of.get(weights, -1), own[1:] if own else None, salt
 
+    def tenant_of(self, req: Req) -> tuple[str | None, str | None]:
+        return self.space_of(req.extra_key, req.cache_salt)[1:]
+
     def _match(self, req: Req) -> None:
         super()._match(req)
         if req.positional_embed_overrides is None:
@@ -303,6 +306,7 @@ class HybridScenario:
     memory: int = 40
     tenants: bool = True
     prefetch: float = 0.0
+    repeats: float = 0.0
     make_pools: type[HybridPools] = HybridPools
     stretch: int = 1
     """How many times longer than other traffic's the prompts are."""

@@ -72,7 +72,7 @@ def chain_of(namespace: Hashable, tokens: Sequence[int]) -> list[int]:
 @dataclass(frozen=True)
 class PoolKind:
     """How a pool is built: ``mha``, ``mla`` or ``dsa``, tokens per page, the layers of the rank, and those of
-    a draft model, which has one KV head."""
+    a draft model, which has one KV head, or latents and index keys as a ``dsa`` model has them (NEXTN)."""
 
     attention: str = "mha"
     page: int = 1
@@ -88,6 +88,8 @@ class PoolKind:
         """The pool of the draft model; none without."""
         if not self.draft_layers:
             return []
+        if self.attention == "dsa":
+            return [PoolKind("dsa", self.page, self.draft_layers).build(tokens)]
         return [
             MHATokenToKVPool(
                 size=tokens,
@@ -118,8 +120,8 @@ class PoolKind:
                 enable_memory_saver=False,
                 start_layer=self.start_layer,
                 end_layer=end,
-                # The last layer uses the choice of the one before.
-                skip_topk_layers=[False] * (self.layers - 1) + [True],
+                # The last of several layers uses the choice of the one before.
+                skip_topk_layers=[False] * (self.layers - 1) + [self.layers > 1],
             )
         if self.attention == "mla":
             return MLATokenToKVPool(
@@ -193,12 +195,12 @@ class Pools:
 
     def read(self, layer: int) -> None:
         """Get a layer's buffers for reading, as attention does."""
-        if layer >= self.kind.layers:
-            self.drafts[0].get_kv_buffer(layer - self.kind.layers)
-            return
-        self.kvcache.get_kv_buffer(self.kind.start_layer + layer)
+        pool, layer = self.kvcache, self.kind.start_layer + layer
+        if layer >= self.kind.start_layer + self.kind.layers:
+            pool, layer = self.drafts[0], layer - self.kind.start_layer - self.kind.layers
+        pool.get_kv_buffer(layer)
         if self.kind.attention == "dsa":
-            self.kvcache.get_index_k_with_scale_buffer(self.kind.start_layer + layer)
+            pool.get_index_k_with_scale_buffer(layer)
 
     def params(self) -> CacheInitParams:
         """The parameters that SGLang passes to a cache."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -159,6 +159,10 @@ class SimulatedScheduler:
         self._served[req] = Served()
         self._enqueue([req])
         return req
+
+    def tenant_of(self, req: Req) -> tuple[str | None, str | None]:
+        """The extra key and the salt with which a request came."""
+        return req.extra_key, req.cache_salt
 
     def _enqueue(self, reqs: list[Req]) -> None:
         """``Scheduler._add_request_to_queue``."""
@@ -541,7 +545,6 @@ class SimulatedScheduler:
         taken: list[int] = []
         for i, req in enumerate(batch.reqs):
             end = int(batch.seq_lens_cpu[i])
-            served = self._served[req]
             if batch.forward_mode.is_extend() and req not in (batch.decoding_reqs or ()):
                 tokens = req.get_fill_ids()
                 start = current.prefix_tokens(req)
@@ -551,20 +554,27 @@ class SimulatedScheduler:
                 start = end - 1
                 if len(tokens) < end:  # with overlap, only the model has the newest token
                     tokens.append(token_at(req, start))
-            del served.chain[start:]
-            if served.chain and served.weights != self.weights:
-                # KV computed by these weights from KV of other weights equals no other KV.
-                tail = [served.chain[-1] ^ (self.weights << 32)]
-                extend_chain(tail, served.namespace, tokens[len(served.chain) : end])
-                served.chain += tail[1:]
-            else:
-                extend_chain(served.chain, served.namespace, tokens[len(served.chain) : end])
-            served.weights = self.weights
+            chain = self._chain(req, tokens[:end], start)
             row = self.pools.requests.req_to_token[req.kv.req_pool_idx, :end].numpy().astype(np.int64)
-            work.append(Computed(req, row, np.array(served.chain, np.uint64), start))
+            work.append(Computed(req, row, chain, start))
             taken += row[start:].tolist()
         assert sorted(taken) == sorted(batch.out_cache_loc.tolist()), "the batch computes other slots"
         return work
+
+    def _chain(self, req: Req, tokens: Sequence[int], start: int) -> np.ndarray:
+        """The hashes of a text of which the tokens from ``start`` on are computed now."""
+        served = self._served[req]
+        del served.chain[start:]
+        new = tokens[len(served.chain) :]
+        if served.chain and served.weights != self.weights:
+            # KV computed by these weights from KV of other weights equals no other KV.
+            tail = [served.chain[-1] ^ (self.weights << 32)]
+            extend_chain(tail, served.namespace, new)
+            served.chain += tail[1:]
+        else:
+            extend_chain(served.chain, served.namespace, new)
+        served.weights = self.weights
+        return np.array(served.chain, np.uint64)
 
     # -- results --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from engine_movers import HandMover
 from engine_pools import PoolKind, Pools, WrongKvError, node_chains
 from engine_scheduler import Settings, SimulatedScheduler, token_at
+from engine_verifying import VerifyingScheduler, speculation
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_serving
@@ -33,6 +34,7 @@ from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
+from sglang_ext.engine.prefetch.disk_hints import DiskHints
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Later, Least, Ranks
@@ -106,6 +108,8 @@ class Scenario:
     """Load blocks from disk only if computing them is expected to be slower."""
     prefetch: float = 0.0
     """Share of the passes before which a hint announces a prompt."""
+    repeats: float = 0.0
+    """Share of the passes before which a request that has ended comes again."""
     layers: int | None = 0
     """Most bytes of HBM for the lowest layers of announced sessions; None: as many as pay off."""
     pressure: str = "weakest-first"
@@ -114,6 +118,9 @@ class Scenario:
     """``--kv-dram-size for-others``, in blocks."""
     memory: int = 12
     """Number of earlier prompts to continue; few make hits in HBM, many make hits in DRAM."""
+    stretch: int = 1
+    """How many times longer than other traffic's the prompts are."""
+    make_scheduler: type[SimulatedScheduler] = SimulatedScheduler
 
     def __str__(self) -> str:
         return self.name
@@ -168,12 +175,15 @@ class Rank:
         peers: Callable[[Rank, TransferThread], PeerKv] | None = None,
     ) -> None:
         self.scenario = scenario
+        self._settings = ExitStack()
+        if issubclass(scenario.make_scheduler, VerifyingScheduler):
+            self._settings.enter_context(speculation(scenario.kind))
         self.pools = Pools(
             scenario.kind,
             scenario.hbm_tokens,
             block=scenario.block,
             rows=scenario.rows,
-            context=CONTEXT + 64,
+            context=CONTEXT * scenario.stretch + 64,
         )
         self.tree = RadixTree(scenario.block, policy=policy_by_name(scenario.policy))
         self.store = Store(self.tree)
@@ -325,7 +335,7 @@ class Rank:
         """Calls of the cache fail, because a test has them do so."""
         self.look_inside = True
         """Compare everything in every tier after each step, not only the blocks that a forward pass reads."""
-        self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
+        self.scheduler = scenario.make_scheduler(self.pools, self.cache, gate, scenario.settings)
 
     @staticmethod
     def layout_of(scenario: Scenario) -> BlockLayout:
@@ -369,6 +379,7 @@ class Rank:
 
     def close(self) -> None:
         """End the mover and give the arena back."""
+        self._settings.close()
         self.cache.release_host_resources()
         if self.feed is not None:
             assert self.cache.command_queue is not None
@@ -508,6 +519,7 @@ class Traffic:
         self._stretch = stretch
         self.random = random.Random(seed)
         self._hints = random.Random(seed + 1)
+        self._repeats = random.Random(seed + 2)
         self._scenario = scenario
         self._known: list[list[int]] = [[0] * 8 * stretch, self._words(40), self._words(90)]
         self._lull = False
@@ -522,6 +534,8 @@ class Traffic:
         self._passes += 1
         if self._scenario.prefetch and self._hints.random() < self._scenario.prefetch:
             self._hint(scheduler)
+        if self._scenario.repeats and self._repeats.random() < self._scenario.repeats:
+            self._repeat(scheduler)
         draw = self.random.random()
         if self._lull:
             if scheduler.idle:
@@ -546,7 +560,7 @@ class Traffic:
 
     def _hint(self, scheduler: SimulatedScheduler) -> None:
         """Announce a prompt that will be sent soon, or never."""
-        prefetcher = scheduler.cache.find(Prefetcher)
+        prefetcher = scheduler.cache.find(Prefetcher) or scheduler.cache.find(DiskHints)
         assert prefetcher is not None
         rnd = self._hints
         prefetcher.expire(self._passes)
@@ -558,10 +572,28 @@ class Traffic:
         known = rnd.choice(self._known[-self._scenario.memory :])
         prefetcher.prefetch(
             f"session {rnd.randrange(4)}",
-            known,
+            encode_tokens(known),
             cache_salt=salt,
             priority=rnd.randrange(3),
             until=self._passes + rnd.randrange(1, 60),
+        )
+
+    def _repeat(self, scheduler: SimulatedScheduler) -> None:
+        """Send a request again that has ended: as it was, with a word more, or with its answer."""
+        rnd = self._repeats
+        ended = [req for req in scheduler.finished[-20:] if req.positional_embed_overrides is None]
+        if not ended or self._lull or len(scheduler.waiting) >= 12:
+            return
+        self._count("repeat")
+        req = rnd.choice(ended)
+        prompt = [*req.origin_input_ids, *(req.output_ids if rnd.random() < 0.5 else ())]
+        prompt += [1] if rnd.random() < 0.5 else []
+        extra_key, salt = scheduler.tenant_of(req)
+        scheduler.submit(
+            prompt[: CONTEXT * self._stretch - 40],
+            new_tokens=rnd.choice((1, 2, 6, 20)),
+            extra_key=extra_key,
+            salt=salt,
         )
 
     def _submit(self, scheduler: SimulatedScheduler) -> None:
@@ -608,7 +640,7 @@ def run(
     after_step: Callable[[Rank, int], None] | None = None,
 ) -> Traffic:
     """Drive one rank through ``steps`` passes, check after each, then let everything finish and flush."""
-    traffic = Traffic(rank.scenario, seed)
+    traffic = Traffic(rank.scenario, seed, rank.scenario.stretch)
     strip = get_serving().override(strip_thinking_cache=rank.scenario.strip_thinking)
     with envs.SGLANG_RADIX_FORCE_MISS.override(rank.scenario.force_miss), strip:
         for step in range(steps):
@@ -686,11 +718,25 @@ SCENARIOS = (
         "dsa, index keys by page",
         kind=PoolKind("dsa", 64, layers=3),
         block=64,
-        hbm_tokens=64 * 14,
-        dram_blocks=40,
+        hbm_tokens=64 * 16,
+        dram_blocks=10,
         disk_blocks=400,
-        memory=20,
+        memory=60,
+        stretch=4,
         settings=Settings(chunk=128, new_token_ratio=0.05),
+    ),
+    Scenario(
+        "dsa, a draft with index keys, brought ahead, overlap",
+        kind=PoolKind("dsa", 64, layers=3, draft_layers=1),
+        block=64,
+        hbm_tokens=64 * 16,
+        dram_blocks=10,
+        disk_blocks=400,
+        memory=60,
+        stretch=4,
+        prefetch=0.3,
+        settings=Settings(overlap=True, chunk=128, new_token_ratio=0.05),
+        make_scheduler=VerifyingScheduler,
     ),
     Scenario(
         "a draft's layers, streamed from disk",

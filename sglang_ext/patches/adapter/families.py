@@ -125,7 +125,11 @@ def _pages(pools: str) -> dict[Column, Proof]:
     test = f"engine/hybrid/test_oracle_pages.py::test_every_row_from_dram_and_disk_is_right[{pools}]"
     draft = f"engine/hybrid/test_oracle_drafts.py::test_every_row_of_a_draft_with_pages_is_right[{pools}]"
     moved = f"engine/pd/test_pd_whole_requests.py::test_all_of_a_request_is_handed_over[{pools}]"
+    hint = f"engine/hybrid/test_oracle_hints.py::test_blocks_that_a_hint_brings_are_right[{pools}]"
+    fetch = f"engine/hybrid/test_oracle_fetches.py::test_a_prompt_of_another_instance_is_found[{pools}]"
     return dict.fromkeys(TIERS, Proof("oracle", test)) | {
+        "hints": Proof("oracle", hint),
+        "fetch": Proof("oracle", fetch),
         "TP": Proof("oracle", f"{_RANKS}_of_large_pages"),
         "PD": Proof("oracle", moved),
         "speculation": Proof("oracle", draft),
@@ -141,7 +145,10 @@ _LATENT_MOVES: dict[Column, Proof] = {"migration": Proof("oracle", f"{_MOVED}[ml
 _DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
-_DSA_TIERS = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
+_DSA_TIERS = "engine/cache/test_simulation.py::test_a_prompt_with_index_keys_is_found"
+_DSA_TRAFFIC = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
+_DSA_HINTS = "engine/prefetch/test_prefetch.py::test_index_keys_of_model_and_draft_are_brought_from_disk"
+_DSA_RANKS = "engine/cache/test_ranks_in_step.py::test_ranks_keep_equal_trees"
 _DSA_PD = "engine/pd/test_pd_pools.py::test_every_plane_of_a_page_is_handed_over"
 _DSA_FETCH = "engine/peers/test_peer_kv.py::test_every_plane_of_a_block_comes"
 _STOCK = "Start without `--radix-cache-backend global`"
@@ -249,6 +256,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "PD": Proof("oracle", _DSA_PD),
                 "return": Proof("oracle", _DSA_RETURN),
                 "migration": Proof("oracle", f"{_MOVED}[dsa]"),
+                "hints": Proof("oracle", _DSA_HINTS),
+                "speculation": Proof("oracle", _DSA_TRAFFIC),
+                "TP": Proof("oracle", _DSA_RANKS),
             },
         ),
         "dsa-group": Family(

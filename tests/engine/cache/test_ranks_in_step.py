@@ -138,7 +138,7 @@ class RankThread(threading.Thread):
             rank.close()
 
     def _serve(self, rank: Rank) -> None:
-        traffic = Traffic(rank.scenario, self._seed)
+        traffic = Traffic(rank.scenario, self._seed, rank.scenario.stretch)
         for step in range(self._steps):
             traffic.act(rank.scheduler)
             self._step(rank)
@@ -231,6 +231,17 @@ SCENARIOS = [
         dram_blocks=40,
         memory=30,
         settings=Settings(chunk=48, policy="lpm"),
+    ),
+    Scenario(
+        "index keys, a draft with them",
+        kind=PoolKind("dsa", 64, layers=3, draft_layers=1),
+        block=64,
+        hbm_tokens=64 * 16,
+        dram_blocks=20,
+        disk_blocks=400,
+        memory=30,
+        stretch=4,
+        settings=Settings(chunk=128, new_token_ratio=0.05),
     ),
     Scenario("disks of their own", hbm_tokens=256, dram_blocks=70, disk_blocks=2000, memory=60),
     Scenario(

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 from engine_scheduler import SimulatedScheduler
 from engine_simulation import SCENARIOS, Rank, Scenario, Traffic, run
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
@@ -52,6 +53,23 @@ def test_the_disk_is_used() -> None:
         assert rank.scheduler.disk_tokens > 0
         assert rank.promotions.counters.promoted > 0
         assert rank.writes.counters.written > 0
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in DRAM", "on disk"])
+@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if "dsa" in each.name], ids=str)
+def test_a_prompt_with_index_keys_is_found(scenario: Scenario, on_disk: bool) -> None:
+    prompt = [at % 5 for at in range(4 * 64 + 1)]
+    with Rank(scenario) as rank:
+        rank.serve(prompt)
+        rank.settle()
+        rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
+        if on_disk:
+            assert rank.tier is not None
+            rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
+            assert not rank.tier.used_blocks
+        rank.serve([*prompt, 1, 2], new_tokens=30)
+        assert rank.scheduler.loaded_tokens == 4 * 64
+        assert rank.scheduler.disk_tokens == 4 * 64 * on_disk
 
 
 @pytest.mark.parametrize("scenario", [each for each in SCENARIOS if "retraction" in each.name], ids=str)

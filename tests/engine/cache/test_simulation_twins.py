@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, run
+from engine_verifying import VerifyingScheduler
 from sglang.srt.mem_cache.base_prefix_cache import (
     DecLockRefParams,
     DecLockRefResult,
@@ -56,6 +58,9 @@ INDEXED = Scenario(
     dram_blocks=40,
     memory=20,
     settings=Settings(chunk=128, new_token_ratio=0.05),
+)
+INDEXED_DRAFT = replace(
+    INDEXED, kind=PoolKind("dsa", 64, layers=3, draft_layers=1), make_scheduler=VerifyingScheduler
 )
 DRAFTED = Scenario("drafted", kind=PoolKind(draft_layers=2), hbm_tokens=256, dram_blocks=250, memory=40)
 ON_DISK = Scenario("on disk", hbm_tokens=256, dram_blocks=70, disk_blocks=4000, memory=60)
@@ -283,8 +288,8 @@ class FlipsBits:
 )
 @pytest.mark.parametrize(
     ("scenario", "plane"),
-    [(BUSY, None), (INDEXED, 1), (DRAFTED, 7)],
-    ids=["anywhere", "in index keys", "in the draft's KV"],
+    [(BUSY, None), (INDEXED, 1), (DRAFTED, 7), (INDEXED_DRAFT, 6)],
+    ids=["anywhere", "in index keys", "in the draft's KV", "in the draft's index keys"],
 )
 def test_one_wrong_bit_in_dram_is_seen(scenario: Scenario, plane: int | None, look_inside: bool) -> None:
     for seed in range(4):
@@ -298,5 +303,5 @@ def test_one_wrong_bit_in_dram_is_seen(scenario: Scenario, plane: int | None, lo
 
 
 def test_without_a_fault_the_same_runs_pass() -> None:
-    for scenario in (BUSY, PAGED, ON_DISK, INDEXED, DRAFTED):
+    for scenario in (BUSY, PAGED, ON_DISK, INDEXED, INDEXED_DRAFT, DRAFTED):
         assert survives(Rank(scenario), 0, AssertionError)

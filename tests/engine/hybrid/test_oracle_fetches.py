@@ -6,14 +6,15 @@ Each row that a model reads and each block in DRAM equals the oracle's, as in `t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
-from engine_hybrid_store import StoreBelow, our_store
+from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import SCENARIOS, HybridRank, HybridScenario
 from engine_movers import until
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
 from engine_pools import WrongKvError
 from engine_simulation import Traffic
 from exchange_rig import Exchange
@@ -21,7 +22,7 @@ from test_oracle_store import BOTH, PAGED, PROMPT, STATES, WINDOW, damage, flip_
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.engine.peers.fetch_results import FetchEnd
-from sglang_ext.patches.adapter.hybrid.cache import _BOUND, HybridRadixCache
+from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import names_of_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
@@ -30,12 +31,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 class Engine:
     """A scheduler, its store, and its exchange with others."""
 
-    def __init__(self, scenario: HybridScenario, number: int, **sizes: Any) -> None:
-        self.rank = HybridRank(scenario, make_cache=HybridRadixCache, make_below=our_store(**sizes))
+    def __init__(self, scenario: HybridScenario, number: int, sizes: Sizes) -> None:
+        self.rank = HybridRank(
+            scenario,
+            make_cache=HybridRadixCache,
+            make_below=lambda pools, cache: StoreBelow(pools, cache, sizes),
+        )
         below, page = self.rank.below, scenario.kind.page
         assert isinstance(below, StoreBelow)
         self.store = below.store
-        names = partial(names_of_prompt, page_size=page)
+        names = partial(names_of_prompt, page_size=page, pairs=self.rank.cache.tree_core.is_eagle)
         self.exchange = Exchange(self.store, below._weights, names, SystemClock(), number=number)
         self.rank.cache.join([self.exchange.peers, self.exchange.transfers])
 
@@ -51,15 +56,26 @@ class Engine:
 
 
 Pair = tuple[Engine, Engine]
+PAGES = [at % 5 for at in range(4 * PAGE)]
+
+
+@contextmanager
+def engines(scenario: HybridScenario, sizes: Sizes) -> Iterator[Pair]:
+    """Two instances."""
+    with ExitStack() as stack:
+        pair = []
+        for number in range(2):
+            pair.append(Engine(scenario, number, sizes))
+            stack.callback(pair[-1].close)
+        yield pair[0], pair[1]
 
 
 @pytest.fixture
 def pair(scenario: HybridScenario) -> Iterator[Pair]:
     """Two engines with the test's scenario."""
-    owner, reader = (Engine(scenario, number, full=600, other=400) for number in range(2))
-    yield owner, reader
-    reader.close()
-    owner.close()
+    room = {"full": 120, "other": 60} if scenario.kind.page == PAGE else {"full": 600, "other": 400}
+    with engines(scenario, Sizes(**room)) as pair:
+        yield pair
 
 
 def fetch(owner: Engine, reader: Engine, prompt: list[int], **tenant: Any) -> None:
@@ -72,21 +88,32 @@ def fetch(owner: Engine, reader: Engine, prompt: list[int], **tenant: Any) -> No
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
-@pytest.mark.parametrize("scenario", [WINDOW, PAGED, STATES, BOTH], ids=str)
-def test_a_prompt_of_another_instance_is_found(pair: Pair, damaged: bool) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "prompt"),
+    [
+        pytest.param(WINDOW, PROMPT, id="window"),
+        pytest.param(PAGED, PROMPT, id="window, page 16"),
+        pytest.param(STATES, PROMPT, id="states"),
+        pytest.param(BOTH, PROMPT, id="window and states"),
+        pytest.param(whole(COMPRESSED), PAGES, id="compressed"),
+        pytest.param(whole(LOW_RATIO), PAGES, id="low-ratio"),
+        pytest.param(whole(GROUPED), PAGES, id="grouped"),
+    ],
+)
+def test_a_prompt_of_another_instance_is_found(pair: Pair, prompt: list[int], damaged: bool) -> None:
     owner, reader = pair
-    owner.rank.serve(PROMPT)
+    owner.rank.serve(prompt)
     owner.rank.settle()
     if damaged:
         for part in owner.store.parts.values():
             damage(owner.rank, part.component.name, flip_a_bit)
         owner.rank.below.check = lambda rank: None  # the reader is to notice it
-    fetch(owner, reader, PROMPT)
-    req = reader.rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=1)
+    fetch(owner, reader, prompt)
+    req = reader.rank.scheduler.submit([*prompt, 1, 2, 3], new_tokens=1)
     with pytest.raises(WrongKvError) if damaged else nullcontext():
         reader.passes_until(lambda: req.finished() and reader.rank.scheduler.idle, "the request")
-        assert reader.rank.scheduler.loaded == 64
-        assert req.cached_tokens == 64
+        assert reader.rank.scheduler.loaded == len(prompt)
+        assert req.cached_tokens == len(prompt)
     assert reader.exchange.fetches.counters.ends[FetchEnd.DONE] == 1
 
 
@@ -106,28 +133,27 @@ def test_a_request_waits_for_its_blocks_and_others_go_first(pair: Pair) -> None:
     assert waiting.cached_tokens == 64
 
 
-# Not with states on a grid, pages of 16 and overlap: in this traffic SGLang's own cache keeps a wrong state.
-MOVED = [each for each in SCENARIOS if not (each.kind.grid == 16 and each.settings.overlap)]
-
-
 @pytest.mark.parametrize("scenario", [PAGED, BOTH], ids=str)
 def test_every_row_is_right_when_prompts_move(pair: Pair, scenario: HybridScenario) -> None:
-    move_prompts(pair, scenario, seed=3, steps=60)
+    assert move_prompts(pair, scenario, seed=3, steps=60)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("scenario", MOVED, ids=str)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, COMPRESSED, GROUPED], ids=str)
 def test_every_row_is_right_when_prompts_move_for_long(
     pair: Pair, scenario: HybridScenario, seed: int
 ) -> None:
-    move_prompts(pair, scenario, seed=100 + seed, steps=400)
+    assert move_prompts(pair, scenario, seed=100 + seed, steps=400)
 
 
-def move_prompts(pair: Pair, scenario: HybridScenario, *, seed: int, steps: int) -> None:
-    """Traffic at both, and in every tenth pass a prompt that ended at one comes to the other."""
+def move_prompts(pair: Pair, scenario: HybridScenario, *, seed: int, steps: int) -> int:
+    """Traffic at both, and in every tenth pass a prompt that ended at one comes to the other.
+
+    Returns how many blocks were fetched.
+    """
     owner, reader = pair
-    traffic = [Traffic(scenario, seed + number) for number in range(2)]
+    traffic = [Traffic(scenario, seed + number, scenario.stretch) for number in range(2)]
     brought = 0
     for step in range(steps):
         for engine, each in zip((owner, reader), traffic, strict=True):
@@ -137,11 +163,11 @@ def move_prompts(pair: Pair, scenario: HybridScenario, *, seed: int, steps: int)
         if step % 10 == 9 and ended:
             req = traffic[0].random.choice(ended)
             prompt = list(req.origin_input_ids)
-            own, _ = getattr(req, _BOUND, (req.extra_key, ""))  # not yet marked with weights
-            tenant = {"cache_salt": req.cache_salt, "extra_key": own}
+            own, salt = owner.rank.scheduler.tenant_of(req)
+            tenant = {"cache_salt": salt, "extra_key": own}
             fetch(owner, reader, prompt, **tenant)
             scheduler = reader.rank.scheduler
-            scheduler.submit([*prompt, 1], new_tokens=2, extra_key=own, salt=req.cache_salt)
+            scheduler.submit([*prompt, 1], new_tokens=2, extra_key=own, salt=salt)
             fetches = reader.exchange.fetches
             reader.passes_until(lambda fetches=fetches: not fetches.busy, "the fetch")
             brought += fetches.counters.fetched_blocks
@@ -149,4 +175,4 @@ def move_prompts(pair: Pair, scenario: HybridScenario, *, seed: int, steps: int)
             traffic.reverse()
     for engine in pair:
         engine.rank.run_out()
-    assert brought
+    return brought

@@ -7,6 +7,7 @@ has had equals the oracle's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -206,3 +207,35 @@ def test_the_pass_after_a_request_overwrites_its_state_in_sglang() -> None:
     """The twin: of two slots for states, SGLang 0.5.23 writes the same one twice."""
     with pytest.raises(WrongKvError, match="MAMBA of node"):
         a_prefill_comes_between(UnifiedRadixCache, 4)
+
+
+AGAIN = replace(
+    next(each for each in SCENARIOS if each.kind.grid == 16 and each.settings.overlap), repeats=0.1
+)
+
+
+def requests_come_again(rank: HybridRank, seed: int) -> None:
+    with rank:
+        traffic = drive(rank, seed, steps=200)
+        assert traffic.counts["repeat"] > 5
+
+
+MEET_THE_FAULT = 2, 10, 11
+"""Of 12 seeds, those that keep a wrong state in SGLang's own cache."""
+
+
+@pytest.mark.parametrize("seed", MEET_THE_FAULT)
+def test_states_of_requests_that_come_again_are_right(seed: int) -> None:
+    requests_come_again(stored(AGAIN, full=600, other=400, disk=4000), seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12, 62))
+def test_states_of_requests_that_come_again_are_right_for_long(seed: int) -> None:
+    requests_come_again(stored(AGAIN, full=600, other=400, disk=4000), seed)
+
+
+def test_states_of_requests_that_come_again_are_wrong_in_sglang() -> None:
+    """The same fault in random traffic."""
+    with pytest.raises(WrongKvError, match="MAMBA of node"):
+        requests_come_again(HybridRank(AGAIN), MEET_THE_FAULT[0])

@@ -6,12 +6,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_movers import until
-from engine_pools import WrongKvError
+from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from prefetch_rig import BLOCK, in_hbm, leave_hbm, prompt
@@ -128,6 +130,27 @@ def test_what_is_on_disk_is_hit_in_hbm(make_rank: MakeRank) -> None:
     req = rank.serve(tokens)
     assert (req.cached_tokens_device, req.cached_tokens_host) == (80, 0)
     finish(rank)
+
+
+@pytest.mark.parametrize("plane", [None, 1, 6], ids=["sound", "wrong index keys", "wrong keys of the draft"])
+def test_index_keys_of_model_and_draft_are_brought_from_disk(make_rank: MakeRank, plane: int | None) -> None:
+    """The twins damage a plane in HBM."""
+    kind = PoolKind("dsa", 64, layers=3, draft_layers=1)
+    rank = make_rank(
+        Scenario("dsa", kind, 64, hbm_tokens=64 * 8, dram_blocks=8, disk_blocks=40, settings=LONG.settings)
+    )
+    tokens = prompt(1, 2 * 64 // BLOCK)
+    rank.serve(tokens)
+    leave_memory(rank)
+    assert prefetch(rank, tokens).brought == 128
+    if plane is not None:
+        rank.look_inside = False
+        planes = [each for layer in rank.pools.tensors for each in layer]
+        planes[plane].view(torch.uint8)[:] ^= 1
+    with pytest.raises(WrongKvError, match="in forward") if plane is not None else nullcontext():
+        req = rank.serve(tokens)
+        assert (req.cached_tokens_device, req.cached_tokens_host) == (128, 0)
+        finish(rank)
 
 
 def test_what_comes_later_gets_hbm_shortly_before_and_dram_at_once(make_rank: MakeRank) -> None:

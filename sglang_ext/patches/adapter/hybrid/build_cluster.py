@@ -71,7 +71,7 @@ def join_cluster(
         announcing, commands = _announcing(config, cache, store, epoch), RankCommandQueue()
         replies = RouterCommands(commands, epoch.to_bytes(16, "big"), announcing.feed.queue.post)
     exchange = make_exchange(epoch.to_bytes(16, "big"), replies)
-    hints = _hints(cache, store, replies, None if exchange is None else exchange.peers)
+    hints = hints_of(cache, store, replies, None if exchange is None else exchange.peers)
     # A planner that carries out more commands of routers goes in front of the refusals.
     planners: list[Planner] = [Refusals(replies, hints=bool(hints)), *hints]
     if exchange is not None:
@@ -124,7 +124,7 @@ def _announcing(
     return Announcing(cache, holders, config.block_size, store)
 
 
-def _hints(
+def hints_of(
     cache: HybridRadixCache, store: HybridStore | None, replies: Replies, peers: Peers | None
 ) -> list[Planner]:
     """The planners of advisory requests; none without DRAM, to which a hint could bring anything."""

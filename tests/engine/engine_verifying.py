@@ -1,0 +1,87 @@
+"""SGLang's scheduler with speculative decoding around our own cache.
+
+As in `engine_scheduler`; but in a decoding pass the model verifies several tokens, of which it accepts a
+random number. The rows of those that it does not accept are spoilt. SGLang allocates the slots. The draft
+model's rows are beside the model's, in the same slots.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from engine_pools import PoolKind
+from engine_scheduler import Computed, SimulatedScheduler, token_at
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+VERIFIED = 4
+"""Tokens that the model verifies in a decoding pass."""
+
+
+class VerifyingScheduler(SimulatedScheduler):
+    """The scheduler's loop with a draft model."""
+
+    algorithm = SpeculativeAlgorithm.EAGLE
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.drafted = 0
+        """Tokens of drafts that the model has accepted."""
+        self._random = random.Random(3)
+
+    def _forward(self, batch: ScheduleBatch) -> list[Any]:
+        if not batch.forward_mode.is_decode():
+            return [[token] for token in super()._forward(batch)]
+        starts = batch.seq_lens_cpu.tolist()
+        accepted = torch.tensor([self._random.randint(1, VERIFIED) for _ in starts])
+        work = [self._work(*each) for each in zip(batch.reqs, starts, accepted.tolist(), strict=True)]
+        oracle = self.pools.oracle
+        for layer in range(oracle.layers):
+            self.pools.read(layer)
+            for each in work:
+                what = f"prefix of {each.req.rid} in forward"
+                oracle.compare(each.row[: each.start], each.chain[: each.start], layer, what)
+                oracle.write(each.row[each.start : len(each.chain)], each.chain[each.start :], layer)
+            self.layer_written(layer)
+        for each in work:
+            oracle.spoil(each.row[len(each.chain) :])
+        batch.seq_lens = batch.seq_lens + accepted
+        batch.seq_lens_cpu = batch.seq_lens_cpu + accepted
+        return [[_text(each.req, at) for at in range(each.start + 1, len(each.chain) + 1)] for each in work]
+
+    def _work(self, req: Req, start: int, count: int) -> Computed:
+        """Of the verified tokens of a request, those that are accepted; ``row`` has all."""
+        tokens = [_text(req, at) for at in range(start + count)]
+        chain = self._chain(req, tokens, start)
+        row = self.pools.requests.req_to_token[req.kv.req_pool_idx, : start + VERIFIED]
+        return Computed(req, row.numpy().astype(np.int64), chain, start)
+
+    def _append(self, req: Req, token: Any) -> None:
+        req.kv.kv_committed_len += len(token)
+        req.output_ids.extend(token)
+        req.update_finish_state(len(token))
+        self.drafted += len(token) - 1
+
+    def _process_prefill(self, req: Req, token: Any, *, decoding: bool) -> None:
+        super()._process_prefill(req, token[0], decoding=decoding)
+
+
+def _text(req: Req, place: int) -> int:
+    """The token at a place of a request's text, also of its future."""
+    prompt = req.origin_input_ids
+    return int(prompt[place]) if place < len(prompt) else token_at(req, place)
+
+
+@contextmanager
+def speculation(kind: PoolKind) -> Iterator[None]:
+    """SGLang's process-wide settings for it."""
+    drafts = {"speculative_algorithm": "EAGLE", "speculative_num_steps": VERIFIED - 1}
+    drafts |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": VERIFIED}
+    with get_spec().override(**drafts), get_schedule().override(page_size=kind.page):
+        yield
