@@ -131,6 +131,22 @@ KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "headwise_attn_output_gate": True,
         },
     ),
+    "tiny-gpt-oss": (
+        "gpt-oss, sliding windows and attention sinks, four experts",
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            **_WINDOWS,
+            **_UNTIED,
+            "sliding_window": 32,
+            "intermediate_size": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
 }
 """Name: summary, architecture, model type, and the fields of config.json that other models lack."""
 
@@ -183,8 +199,34 @@ def _dense(prefix: str, hidden: int, inner: int, names: tuple[str, str, str]) ->
     yield f"{prefix}{down}.weight", (hidden, inner)
 
 
+def sinks_attention(config: dict[str, Any], prefix: str) -> Shapes:
+    """Weights of gpt-oss's attention: biases, and a sink for each head."""
+    hidden, head, heads = config["hidden_size"], config["head_dim"], config["num_attention_heads"]
+    keys = config["num_key_value_heads"] * head
+    for name, size in (("q", heads * head), ("k", keys), ("v", keys)):
+        yield f"{prefix}{name}_proj.weight", (size, hidden)
+        yield f"{prefix}{name}_proj.bias", (size,)
+    yield prefix + "sinks", (heads,)
+    yield prefix + "o_proj.weight", (hidden, heads * head)
+    yield prefix + "o_proj.bias", (hidden,)
+
+
+def _fused_experts(config: dict[str, Any], prefix: str) -> Shapes:
+    """gpt-oss's experts, all in one tensor."""
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    yield prefix + "router.weight", (experts, hidden)
+    yield prefix + "router.bias", (experts,)
+    yield prefix + "experts.gate_up_proj", (experts, hidden, 2 * inner)
+    yield prefix + "experts.gate_up_proj_bias", (experts, 2 * inner)
+    yield prefix + "experts.down_proj", (experts, inner, hidden)
+    yield prefix + "experts.down_proj_bias", (experts, hidden)
+
+
 def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
     """Weights of a layer's feed-forward part, dense or with experts."""
+    if config["model_type"] == "gpt_oss":
+        yield from _fused_experts(config, prefix + "mlp.")
+        return
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     names = ("gate_proj", "up_proj", "down_proj")
     experts = next(

@@ -41,6 +41,7 @@ from sglang_ext.testing.model_kinds import (
     feed_forward,
     head_norms,
     norms,
+    sinks_attention,
     spark_attention,
 )
 from sglang_ext.testing.state_kinds import CONVOLUTION, STATE_KINDS, has_attention, state_layer
@@ -354,6 +355,8 @@ def _mla_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, t
 def _attention(config: dict[str, Any]) -> Callable[..., Iterator[tuple[str, tuple[int, ...]]]]:
     if config["model_type"] == "spark2_5":
         return spark_attention
+    if config["model_type"] == "gpt_oss":
+        return sinks_attention
     return _mla_attention if "kv_lora_rank" in config else _llama_attention
 
 
@@ -392,6 +395,8 @@ def parameter_count(recipe: Recipe) -> int:
 def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     if name.endswith("A_log"):  # states that fade over some tokens to some hundreds, head by head
         return np.linspace(-6.0, 0.0, math.prod(shape), dtype=np.float32).reshape(shape)
+    if name.endswith("sinks"):  # SGLang keeps them in bfloat16, which has these
+        return np.linspace(-1.0, 1.0, math.prod(shape) + 1, dtype=np.float32)[1:]
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
     name = _EMBEDDINGS if name == _OUTPUT else name

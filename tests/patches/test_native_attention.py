@@ -124,6 +124,52 @@ def test_another_key_gives_another_result(shape: Shape) -> None:
     assert (given.attend() - expected).abs().max() > 1e-3
 
 
+def with_sinks(given: Batch, sinks: torch.Tensor, window: int | None) -> torch.Tensor:
+    """As transformers computes it: the sinks are further logits, whose weights are dropped."""
+    found, start = [], 0
+    for row, length, new in zip(given.rows.tolist(), given.lengths.tolist(), given.new.tolist(), strict=True):
+        slots = given.req_to_token[row, :length].long()
+        copies = given.shape.heads // given.shape.kv_heads
+        key, value = (part[slots].repeat_interleave(copies, dim=1) for part in (given.k, given.v))
+        query = given.query[start : start + new]
+        logits = torch.einsum("qhs,khs->hqk", query, key) * given.shape.size**-0.5
+        distance = torch.arange(length - new, length).unsqueeze(1) - torch.arange(length)
+        logits.masked_fill_((distance < 0) | (distance > (length if window is None else window)), -torch.inf)
+        last = sinks.view(-1, 1, 1).expand(-1, new, 1)
+        weights = torch.cat((logits, last), dim=-1).softmax(-1)[..., :-1]
+        found.append(torch.einsum("hqk,khs->qhs", weights, value))
+        start += new
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("window", [None, 50], ids=["all", "window"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_sinks_take_part_in_the_softmax(
+    batch: tuple[list[int], list[int]], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Batch(SHAPES["GQA"], *batch)
+    sinks = torch.linspace(-1.0, 4.0, given.shape.heads)
+    native_attention.apply()
+    monkeypatch.setattr(BACKEND, native_attention._SINKS, sinks, raising=False)
+    got, expected = given.attend(sliding_window_size=window), with_sinks(given, sinks, window)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0.0)
+    # The twin: other sinks.
+    assert (with_sinks(given, sinks + 1.0, window) - expected).abs().max() > 1e-2
+
+
+def test_the_sinks_of_a_layer_are_there_while_it_is_computed() -> None:
+    backend = SimpleNamespace()
+    seen = []
+
+    def stock(backend: Any, layer: str) -> None:
+        seen.append((layer, getattr(backend, native_attention._SINKS, None)))
+
+    forward = native_attention._forward(stock)
+    forward(backend, "first", sinks="its sinks")
+    forward(backend, "second")
+    assert seen == [("first", "its sinks"), ("second", None)]
+
+
 def test_encoders_attend_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query of theirs sees all keys; that is SGLang's own."""
     given = Batch(SHAPES["GQA"], [0], [64])

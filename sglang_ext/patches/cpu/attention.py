@@ -1,6 +1,6 @@
 """Attention on a CPU whose cost grows with the new tokens, not with the cached ones.
 
-Change: two methods of the attention backend ``torch_native``. For a prompt of which a part is cached,
+Change: three methods of the attention backend ``torch_native``. For a prompt of which a part is cached,
 SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and throws away those
 of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013 new ones, so that a
 hit is worth far less than on a GPU, whose backends do not do this. Ours attends with the new queries only.
@@ -10,6 +10,9 @@ fifth of the rate that ``index_select`` reaches on a CPU.
 Layers with a sliding window may have a pool of their own, with slots of its own. SGLang's two methods read it
 at the slots of the other layers, though it was written at its own: they read other tokens' KV, or past its
 end, which ends the server. Ours read where it was written, and no token that the window has left behind.
+
+Models with attention sinks (gpt-oss, MiMo-V2) pass them to ``forward``, and SGLang's fails on them. Ours
+takes them: a sink is a logit of each head that takes part in the softmax, and has no value.
 
 Keys, values and the mask of each query are the same; results differ by rounding at most (a few 1e-7 in
 float32: how many queries are multiplied at once decides that, as it does in SGLang between a hit and a miss).
@@ -37,6 +40,9 @@ from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, res
 _CLASS = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _EXTEND = "_run_sdpa_forward_extend"
 _DECODE = "_run_sdpa_forward_decode"
+_FORWARD = "forward"
+_SINKS = "_sglang_ext_sinks"
+"""Attribute of a backend: the sinks of the layer that it computes."""
 _NAME = "native_attention"
 
 Method = Callable[..., torch.Tensor]
@@ -72,6 +78,7 @@ def _ours(stock: Method, *, extends: bool) -> Method:
                 _mask(given.self, new, length - first, prefix - first, window) if extends else None,
                 given.scaling,
                 given.enable_gqa,
+                getattr(given.self, _SINKS, None),
             )
             start = end
         output: torch.Tensor = given.output
@@ -117,8 +124,14 @@ def _attend(
     mask: torch.Tensor | str | None,
     scaling: float | None,
     enable_gqa: bool,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """Attention of one request. query, output: (queries, heads, size); key, value: (heads, tokens, size)."""
+    """Attention of one request. query, output: (queries, heads, size); key, value: (heads, tokens, size);
+    sinks: (heads,)."""
+    if sinks is not None:
+        mask = _with_sinks(mask, sinks.to(query.dtype), len(query), key.shape[1])
+        # The sink is one more key, of which only the mask counts.
+        key, value = (torch.nn.functional.pad(each, (0, 0, 0, 1)) for each in (key, value))
     causal = isinstance(mask, str)
     found = scaled_dot_product_attention(
         query.movedim(0, 1).unsqueeze(0),
@@ -132,29 +145,58 @@ def _attend(
     output.copy_(found.squeeze(0).movedim(0, 1))
 
 
+def _with_sinks(
+    mask: torch.Tensor | str | None, sinks: torch.Tensor, queries: int, keys: int
+) -> torch.Tensor:
+    """What is added to the logits (heads, queries, keys + 1), the last of which are the sinks."""
+    added = sinks.new_zeros(len(sinks), queries, keys + 1)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril_() if isinstance(mask, str) else mask
+    if seen is not None:
+        added[..., :-1].masked_fill_(~seen, -torch.inf)
+    added[..., -1] = sinks.unsqueeze(1)
+    return added
+
+
+def _forward(stock: Method) -> Method:
+    @functools.wraps(stock)
+    def forward(backend: Any, *args: Any, sinks: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        if sinks is None:
+            return stock(backend, *args, **options)
+        setattr(backend, _SINKS, sinks)
+        try:
+            return stock(backend, *args, **options)
+        finally:
+            setattr(backend, _SINKS, None)
+
+    return forward
+
+
 def apply() -> None:
-    """Put both in the place of SGLang's."""
+    """Put them in the place of SGLang's."""
     if applied():
         return
     backend = resolve(_CLASS)
+    put_in_place(backend, _FORWARD, _forward(getattr(backend, _FORWARD)), _NAME)
     for name in (_EXTEND, _DECODE):
         put_in_place(backend, name, _ours(getattr(backend, name), extends=name == _EXTEND), _NAME)
 
 
 def applied() -> bool:
     """Whether SGLang's backend calls ours."""
-    return all(is_in_place(resolve(_CLASS), name, _NAME) for name in (_EXTEND, _DECODE))
+    return all(is_in_place(resolve(_CLASS), name, _NAME) for name in (_EXTEND, _DECODE, _FORWARD))
 
 
 PATCH = Patch(
     name=_NAME,
-    summary="torch_native attends with new tokens' queries only, and reads windows where they were written",
+    summary="torch_native attends with new tokens' queries only, reads windows where they were written, and "
+    "takes attention sinks",
     scope=Scope.CPU,
     targets=(
         f"{_CLASS}.{_EXTEND}",
         f"{_CLASS}.{_DECODE}",
         f"{_CLASS}._make_sliding_window_mask",
         f"{_CLASS}.init_forward_metadata",
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
         "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
     ),
     apply=apply,

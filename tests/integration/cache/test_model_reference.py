@@ -20,9 +20,23 @@ ANSWER_TOKENS = 12
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
-@pytest.fixture(scope="module", params=["tiny", "tiny-mla"])
+WINDOWS = ("--page-size", "16", "--swa-full-tokens-ratio", "0.5", "--attention-backend", "intel_amx")
+MODELS: dict[str, tuple[str, ...]] = {
+    "tiny": (),
+    "tiny-mla": (),
+    "tiny-gpt-oss": WINDOWS,
+}
+SHORT = ("tiny", "tiny-mla")
+of_each_model = pytest.mark.parametrize(
+    "server",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MODELS],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, get_server: GetServer) -> ServerProcess:
-    return get_server(ServerSpec(model=request.param, flags=FLAGS))
+    return get_server(ServerSpec(model=request.param, flags=(*FLAGS, *MODELS[request.param])))
 
 
 def random_prompt(length: int) -> list[int]:
@@ -30,6 +44,7 @@ def random_prompt(length: int) -> list[int]:
     return [rng.randrange(3, 32_000) for _ in range(length)]
 
 
+@of_each_model
 def test_the_server_answers_as_transformers_does(server: ServerProcess) -> None:
     reference = Reference(server.spec.model)
     server.flush()
@@ -41,6 +56,7 @@ def test_the_server_answers_as_transformers_does(server: ServerProcess) -> None:
         assert assert_same(replace(cold, tokens=tokens, logprobs=logprobs), cold) > 0
 
 
+@of_each_model
 def test_a_stream_ends_with_the_same_answer(server: ServerProcess) -> None:
     prompt = random_prompt(77)
     whole = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
@@ -50,6 +66,7 @@ def test_a_stream_ends_with_the_same_answer(server: ServerProcess) -> None:
     assert min(streamed.margins) >= 0
 
 
+@pytest.mark.parametrize("server", SHORT, indirect=True)
 def test_each_turn_of_a_chat_finds_the_answer_before_it(server: ServerProcess) -> None:
     server.flush()
     messages = [{"role": "system", "content": "Answer at length."}]
