@@ -107,6 +107,7 @@ class RunningCluster:
         arguments, flags: before and after ``--``.
         host: of a lab, on which it runs.
         machine: an unusual one, on which it runs.
+        model: name of a tiny model.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class RunningCluster:
         flags: tuple[str, ...] = (),
         host: Host | None = None,
         machine: Machine | None = None,
+        model: str = "tiny",
     ) -> None:
         self.log_dir = log_dir = folder / "logs"
         self.disk, self.temporary = folder / "kv", folder / "tmp"
@@ -127,7 +129,7 @@ class RunningCluster:
                 path.chmod(0o1777)
         command = [
             *(machine.user if machine is not None else ()),
-            *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path("tiny"))),
+            *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path(model))),
             *("--port", "0", "--log-dir", str(log_dir), *arguments),
             *("--", "--max-total-tokens", "8192", "--kv-dram-size", "64MB"),
             *("--kv-disk-path", str(self.disk), "--kv-disk-size", "1GB", *flags),
