@@ -161,7 +161,11 @@ _NORMS = {
     "falcon_h1": ("input_layernorm", "pre_ff_layernorm"),
     "lfm2": ("operator_norm", "ffn_norm"),
 }
-FINAL_NORMS = {"falcon_h1": "model.final_layernorm", "lfm2": "model.embedding_norm"}
+FINAL_NORMS = {
+    "falcon_h1": "model.final_layernorm",
+    "lfm2": "model.embedding_norm",
+    "nemotron_h": "model.norm_f",
+}
 """Model type: the norm in front of the output layer, where it is not ``model.norm``."""
 
 

@@ -44,7 +44,13 @@ from sglang_ext.testing.model_kinds import (
     sinks_attention,
     spark_attention,
 )
-from sglang_ext.testing.state_kinds import CONVOLUTION, STATE_KINDS, has_attention, state_layer
+from sglang_ext.testing.state_kinds import (
+    CONVOLUTION,
+    STATE_KINDS,
+    has_attention,
+    mixer_layer,
+    state_layer,
+)
 from sglang_ext.testing.tokenizer import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -64,6 +70,9 @@ CONVOLUTION_DEVIATION = 0.6
 """Of weights that sum a few tokens only: with the usual one, a damaged state would go unseen."""
 CONTEXT_LENGTH = 32_768
 _EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_MIXERS = "hybrid_override_pattern"
+"""In a config.json: each layer is one mixer, and the embeddings have a name of their own."""
+_EMBEDDINGS_OF_MIXERS = "model.embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -369,9 +378,13 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
         return dict(bert_shapes(config))
     hidden = config["hidden_size"]
     attention = _attention(config)
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDINGS: (config["vocab_size"], hidden)}
+    embeddings = _EMBEDDINGS_OF_MIXERS if _MIXERS in config else _EMBEDDINGS
+    shapes: dict[str, tuple[int, ...]] = {embeddings: (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
+        if _MIXERS in config:
+            shapes.update(mixer_layer(config, layer, prefix))
+            continue
         shapes.update(norms(config, prefix))
         shapes.update(state_layer(config, layer, prefix))
         if has_attention(config, layer):
@@ -399,7 +412,7 @@ def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         return np.linspace(-1.0, 1.0, math.prod(shape) + 1, dtype=np.float32)[1:]
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
-    name = _EMBEDDINGS if name == _OUTPUT else name
+    name = _EMBEDDINGS if name in (_OUTPUT, _EMBEDDINGS_OF_MIXERS) else name
     # A generator per weight: adding or reordering weights leaves the others as they are.
     generator = np.random.Generator(np.random.PCG64([SEED, zlib.crc32(name.encode())]))
     deviation = CONVOLUTION_DEVIATION if name.endswith(CONVOLUTION) else DEVIATION

@@ -123,6 +123,29 @@ STATE_KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             },
         },
     ),
+    "tiny-nemotron": (
+        "Nemotron-H, each layer Mamba2, attention without positions, or feed-forward",
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        {
+            **_DENSE,
+            "hybrid_override_pattern": "M-M*-M-",
+            "num_hidden_layers": 7,
+            # The file has the output layer too, equal to the embeddings.
+            "tie_word_embeddings": False,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            # SGLang reads both.
+            "n_groups": 2,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+            "use_conv_bias": True,
+        },
+    ),
     "tiny-lfm2": (
         "LFM2, grouped-query attention and short convolutions",
         "Lfm2ForCausalLM",
@@ -146,9 +169,33 @@ CONVOLUTION = ".conv.conv.weight"
 
 def has_attention(config: dict[str, Any], layer: int) -> bool:
     """Whether a layer keeps KV of its tokens."""
+    if "hybrid_override_pattern" in config:
+        return bool(config["hybrid_override_pattern"][layer] == "*")
     if "linear_attn_config" in config:
         return layer + 1 in config["linear_attn_config"]["full_attn_layers"]
     return "layer_types" not in config or config["layer_types"][layer] not in ("linear_attention", "conv")
+
+
+def mixer_layer(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
+    """All weights of a layer of Nemotron-H, which has one part: Mamba2, attention, or feed-forward."""
+    hidden, kind = config["hidden_size"], config["hybrid_override_pattern"][layer]
+    yield prefix + "norm.weight", (hidden,)
+    if kind == "M":
+        own = {
+            "mamba_d_ssm": config["mamba_num_heads"] * config["mamba_head_dim"],
+            "mamba_n_heads": config["mamba_num_heads"],
+            "mamba_d_state": config["ssm_state_size"],
+        }
+        yield from _mamba2({**config, **own}, prefix + "mixer.")
+    elif kind == "*":
+        queries = config["num_attention_heads"] * config["head_dim"]
+        keys = config["num_key_value_heads"] * config["head_dim"]
+        for name, size in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{prefix}mixer.{name}_proj.weight", (size, hidden)
+        yield prefix + "mixer.o_proj.weight", (hidden, queries)
+    else:
+        yield prefix + "mixer.up_proj.weight", (config["intermediate_size"], hidden)
+        yield prefix + "mixer.down_proj.weight", (hidden, config["intermediate_size"])
 
 
 def state_layer(config: dict[str, Any], layer: int, prefix: str) -> Shapes:

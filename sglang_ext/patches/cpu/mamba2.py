@@ -1,6 +1,6 @@
 """The scan of Mamba2 layers (state-space duality), token by token in plain torch.
 
-Change: five functions that SGLang's ``MambaMixer2`` calls. On a CPU, SGLang imports two of them from Triton,
+Change: six functions that SGLang's ``MambaMixer2`` calls. On a CPU, SGLang imports two of them from Triton,
 which refuses without a GPU driver, and none of the short convolution. Of each head, the state is a matrix
 (size of a head, size of the state)::
 
@@ -145,6 +145,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_conv1d_fn_cpu,
     "causal_conv1d_update": causal_conv1d_update_cpu,
     "causal_conv1d_fn_triton": causal_conv1d_fn_cpu,
+    "causal_conv1d_update_triton": causal_conv1d_update_cpu,
     "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
     "selective_state_update": selective_state_update,
 }

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 CHUNK = 128
 ANSWER_TOKENS = 12
-LONG = ("tiny-gdn-moe", "tiny-mamba2", "tiny-kda")
+LONG = ("tiny-gdn-moe", "tiny-mamba2", "tiny-nemotron", "tiny-kda")
 MODELS = ("tiny-gdn", "tiny-lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG))
 GetServer = Callable[[ServerSpec], ServerProcess]
 
