@@ -78,6 +78,18 @@ class TierContract(abc.ABC):
         assert tier.complete_puts([put]) == [Outcome.DONE]
         assert tier.match(NAMESPACE, keys) == 3
 
+    def test_each_block_is_held_by_itself(self, tier: BlockTier) -> None:
+        keys = prefix_keys(1, 5)
+        assert tier.held(NAMESPACE, []) == []
+        assert put_all(tier, NAMESPACE, keys) is Outcome.DONE
+        others = prefix_keys(2, 2)
+        assert tier.held(NAMESPACE, [others[0], *keys[3:], others[1], keys[0]]) == [
+            *(False, True, True, False, True)
+        ]
+        assert tier.drop(NAMESPACE, keys[1:2]) == 1
+        assert tier.held(NAMESPACE, keys) == [True, False, True, True, True]
+        assert tier.held(OTHER, keys) == [False] * 5
+
     def test_an_aborted_put_leaves_nothing(self, tier: BlockTier) -> None:
         keys = prefix_keys(1, 3)
         for layers in range(tier.layout.n_layers + 1):

@@ -23,8 +23,8 @@ Two sides, as with any contract:
   `DONE`.
 
 **Calls that may block**
-- `match`, `prepare_put`, `prepare_get`, `complete_get`, `abort_put`, `stats`: index work only, microseconds
-  per block; may be called from the scheduler's thread.
+- `match`, `held`, `prepare_put`, `prepare_get`, `complete_get`, `abort_put`, `stats`: index work only,
+  microseconds per block; may be called from the scheduler's thread.
 - `put_layer`, `complete_puts`, `get_layer`, `drop`, `clear`, `check`, `close`: may do I/O; call them
   elsewhere.
 
@@ -224,6 +224,10 @@ class BlockTier(abc.ABC):
     @abc.abstractmethod
     def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         """How many leading keys are here: the longest prefix that a `prepare_get` would pin."""
+
+    def held(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """For each key, whether its block is here, whatever is before it. Keys need not be of one prefix."""
+        return [self.match(namespace, [key]) == 1 for key in keys]
 
     @abc.abstractmethod
     def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> Put | Outcome:

@@ -36,6 +36,9 @@ class WrappedTier(BlockTier):
     def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         return self.inner.match(namespace, keys)
 
+    def held(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        return self.inner.held(namespace, keys)
+
     def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> Put | Outcome:
         return self.inner.prepare_put(namespace, keys)
 

@@ -126,8 +126,12 @@ class ComponentDisk:
         namespace = self._namespace()
         if namespace is None:
             return np.zeros(len(names), np.bool_)
-        found = (self.tier.match(namespace, [name]) == 1 for name in names)
-        return np.fromiter(found, np.bool_, len(names))
+        return np.array(self.tier.held(namespace, names), np.bool_)
+
+    def leading(self, names: Sequence[Name]) -> int:
+        """How many of the first blocks are on disk."""
+        namespace = self._namespace()
+        return 0 if namespace is None else self.tier.match(namespace, names)
 
     def read(self, names: Sequence[Name], priority: int, path: Sequence[Name]) -> Read | None:
         """Begin to read blocks, all of which are on disk; None where DRAM has no room. path: as for

@@ -254,15 +254,26 @@ class HybridStore:
 
     def leading(self, names: Sequence[Name]) -> int:
         """How many of the first of these blocks have their KV in DRAM, with or without a state."""
-        lacking = np.flatnonzero(~self.parts[FULL].memory.held(names))
-        return int(lacking[0]) if len(lacking) else len(names)
+        return self._leading(self.parts[FULL], names, on_disk=False)
 
     def _points(self, names: Sequence[Name], *, on_disk: bool) -> list[int]:
-        lacking = np.flatnonzero(~self._held(self.parts[FULL], names, on_disk=on_disk))
-        names = names[: lacking[0]] if len(lacking) else names
-        held = {component: self._held(part, names, on_disk=on_disk) for component, part in self.parts.items()}
+        names = names[: self._leading(self.parts[FULL], names, on_disk=on_disk)]
+        held = {
+            component: np.ones(len(names), np.bool_)
+            if component == FULL
+            else self._held(part, names, on_disk=on_disk)
+            for component, part in self.parts.items()
+        }
         points: list[int] = np.flatnonzero(resume_points(held, self.block_tokens))[1:].tolist()
         return points
+
+    @staticmethod
+    def _leading(part: StoredComponent, names: Sequence[Name], *, on_disk: bool) -> int:
+        """How many of the first blocks a component has."""
+        lacking = np.flatnonzero(~part.memory.held(names))
+        if on_disk and part.disk is not None and len(lacking):
+            lacking = lacking[part.disk.leading([names[position] for position in lacking.tolist()]) :]
+        return int(lacking[0]) if len(lacking) else len(names)
 
     @staticmethod
     def _held(part: StoredComponent, names: Sequence[Name], *, on_disk: bool) -> Flags:

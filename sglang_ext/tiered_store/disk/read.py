@@ -62,6 +62,25 @@ class DiskReader:
     def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         return sum(len(piece.positions) for piece in self._find(namespace, keys, pin=False))
 
+    def held(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """See `BlockTier.held`: all keys in one transaction of the index."""
+        state = self._state
+        check_names(namespace, keys[:1])
+        if not keys or state.index.closed:
+            return [False] * len(keys)
+        try:
+            found = state.index.find(namespace, keys)
+        except IndexFailedError as error:
+            state.note_index_failure(error)
+            return [False] * len(keys)
+        with state.lock:
+            return [place is not None and self._serves(namespace, *place) for place in found]
+
+    def _serves(self, namespace: bytes, number: int, position: int) -> bool:
+        """Whether a run can be read and has the position. With the lock."""
+        run = self._state.readable(number)
+        return run is not None and position < run.row.blocks and run.row.namespace == namespace
+
     def _find(self, namespace: bytes, keys: Sequence[bytes], *, pin: bool) -> list[Piece]:
         state = self._state
         check_names(namespace, keys[:1])

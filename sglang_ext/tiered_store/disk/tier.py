@@ -206,6 +206,9 @@ class DiskTier(BlockTier):
     def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         return self._reader.match(namespace, keys)
 
+    def held(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        return self._reader.held(namespace, keys)
+
     def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> DiskPut | Outcome:
         return self._writer.prepare_put(namespace, keys)
 
