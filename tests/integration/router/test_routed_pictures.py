@@ -1,4 +1,6 @@
-"""Two servers of a vision model behind a router, which knows prompts up to their first picture."""
+"""Servers of a vision model behind a router, which knows prompts up to their first picture: two colocated,
+and prefill and decode apart.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.index.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S
 from sglang_ext.testing.waiting import until
 from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import PdServers, pd_servers
 from tests.support.servers.ports import free_port
 from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
@@ -119,4 +122,46 @@ async def test_what_comes_before_a_picture_is_matched_fetched_and_prefetched(
         assert headers["x-kv-instance"] == hint["instance"]
         assert headers["x-kv-route-reason"] == "advised"
         assert cached >= before // BLOCK * BLOCK
+        router.check()
+
+
+@pytest.fixture(scope="module")
+def apart(leak_guard: LeakGuard) -> Iterator[tuple[PdServers, ServerProcess, int]]:
+    """Prefill and decode, a server that keeps nothing, and the port where the first two look for a router."""
+    port = free_port()
+    flags = (
+        *("--kv-router", f"http://127.0.0.1:{port}", "--kv-check", "--kv-pd-caching", "3"),
+        *("--kv-dram-size", str(8000 * TOKEN_BYTES), "--kv-load-policy", "always"),
+        *("--max-total-tokens", "2400", "--chunked-prefill-size", "512", "--enable-cache-report"),
+    )
+    base = ServerSpec(model=MODEL, flags=flags, environment=STRICT)
+    alone = ServerSpec(model=MODEL, flags=("--max-total-tokens", "2400", "--disable-radix-cache"))
+    with leak_guard.adopting(), pd_servers([base], [base], [alone]) as (pair, (truth,)):
+        yield pair, truth, port
+
+
+@pytest.mark.timeout(900)
+async def test_prefill_and_decode_behind_a_router_answer_about_pictures(
+    apart: tuple[PdServers, ServerProcess, int], client: aiohttp.ClientSession
+) -> None:
+    """Cold, from HBM, and after its KV has left HBM. What damage does is in `test_pictures.py`."""
+    pair, truth, port = apart
+    prefill = pair.prefill[0].server
+    async with Router(RouterConfig(port=port)) as router:
+        await until(lambda: len(router.fleet.usable()) == 2, 60, "prefill and decode")
+        await until(lambda: router.tokenizers.trust.chat, 60, "the comparison of tokens")
+        right = {number: (await ask(client, truth.url, chat(number)))[0] for number in (1, 2)}
+        assert right[1] != right[2], "the model does not see its pictures"
+        shared = 0
+        for number in (1, 2):
+            answer, shared, _ = await ask(client, router.url, chat(number))
+            assert answer == right[number]
+        answer, whole, headers = await ask(client, router.url, chat(1))
+        assert answer == right[1]
+        assert headers["x-kv-prefill-instance"] == prefill.url
+        assert whole >= shared + BLOCK > 600, "the picture's KV was not found"
+        for seed in range(4):  # until all of it has left HBM
+            await ask(client, router.url, chat(None, f"{seed} " + RULES))
+        answer, cached, _ = await ask(client, router.url, chat(1))
+        assert (answer, cached) == (right[1], whole)
         router.check()
