@@ -28,6 +28,8 @@ from sglang_ext.own_functions import policy_name
 
 MAX_BLOCK_SIZE = 1024
 MAX_ID_CHARS = 200
+HICACHE_ORDERS = ("layer_first", "page_first", "page_first_direct", "page_unified")
+"""SGLang's words for the orders of HiCache's pages that can be read (`tiered_store.hicache`)."""
 
 
 def parse_id(text: str) -> str:
@@ -71,6 +73,18 @@ def parse_region(text: str) -> str:
     """
     if text != "auto":
         parse_size(text)
+    return text
+
+
+def parse_hicache(text: str) -> str:
+    """An order of HiCache's pages and a directory, with a colon between them.
+
+    Raises:
+        ValueError: the order cannot be read, or there is no directory.
+    """
+    order, _, folder = text.partition(":")
+    if order not in HICACHE_ORDERS or not folder:
+        raise ValueError(f"{text!r} is not LAYOUT:DIR with a LAYOUT of {', '.join(HICACHE_ORDERS)}")
     return text
 
 
@@ -242,6 +256,15 @@ class KvConfig(Flagged):
         within="--kv-load-policy",
         key="min-tokens",
     )
+    hicache: str | None = flag(
+        None,
+        "The directory of HiCache's file backend, behind the --hicache-mem-layout of the servers that wrote "
+        "it (layer_first, page_first, page_first_direct or page_unified), as in layer_first:/tmp/hicache. KV "
+        "that --kv-disk-path lacks is read from there. The files have no checksums. Not given: none.",
+        Parser(parse_hicache, "LAYOUT:DIR"),
+        within="--kv-load-policy",
+        key="hicache",
+    )
     pressure_policy: str = flag(
         "weakest-first",
         "Which announced sessions lose their KV when nothing else is left that could go: weakest-first "
@@ -404,6 +427,12 @@ class KvConfig(Flagged):
                 "the disk tier is written from DRAM and read into it",
                 field="--kv-disk-path",
                 hint="Give the DRAM tier a size too, such as --kv-dram-size 4GB",
+            )
+        if self.hicache is not None and (self.disk_path is None or self.acked_behind is not None):
+            raise ConfigError(
+                "what is read from HiCache's files goes on to the disk tier, and is no durable answer",
+                field="--kv-load-policy hicache",
+                hint="Give --kv-disk-path too, and a --kv-durability other than acked",
             )
         if self.acked_behind is not None and self.disk_path is None:
             raise ConfigError(

@@ -12,7 +12,7 @@ from sglang_ext.errors import UserError
 from sglang_ext.migrate.gateway import GATEWAY, WORKERS
 from sglang_ext.migrate.lmcache import LMCACHE, VARIABLE
 from sglang_ext.migrate.rules import MANY, NoEqualError, Rule
-from sglang_ext.migrate.server_flags import FILE_STORE, GLOBAL, SERVER_FLAGS
+from sglang_ext.migrate.server_flags import FILE_FOLDER, FILE_STORE, GLOBAL, SERVER_FLAGS, file_store
 
 CONFIG_FILE: Final = "LMCACHE_CONFIG_FILE"
 CONFIG_FLAG: Final = "--lmcache-config-file"
@@ -183,8 +183,8 @@ def _server_words(
             continue
         rule = SERVER_FLAGS.get(name)
         new += made.put(name, rule, values) if rule is not None else [*([name] if name else []), *values]
-    if FILE_STORE in variables and "--kv-disk-path" in new:
-        new[new.index("--kv-disk-path") + 1] = variables[FILE_STORE]
+    if ("--hicache-storage-backend", ["file"]) in given:
+        new += _hicache_files(made, new, variables.get(FILE_STORE, FILE_FOLDER), given)
     for key, value in lmcache.items():
         rule = LMCACHE.get(key)
         if rule is None:
@@ -192,6 +192,21 @@ def _server_words(
         else:
             new += made.put(key, rule, [value])
     return _completed(new, names)
+
+
+def _hicache_files(
+    made: Migrated, words: list[str], folder: str, given: Sequence[tuple[str, list[str]]]
+) -> list[str]:
+    """The words that have the files of HiCache read; ``words`` get the disk tier beside them."""
+    values = {name: value[0] for name, value in given if value}
+    layout = values.get("--hicache-mem-layout", "layer_first")
+    try:
+        own, more = file_store(folder, layout, values.get("--hicache-io-backend", ""))
+    except NoEqualError as error:
+        made.lacking["--hicache-mem-layout"] = str(error)
+        return []
+    words[words.index("--kv-disk-path") + 1] = own
+    return more
 
 
 def _completed(words: list[str], names: set[str]) -> list[str]:

@@ -19,14 +19,35 @@ _SPARSE = (
 )
 FILE_STORE: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 """SGLang's environment variable for the folder of HiCache's file backend."""
-DISK_FOLDER: Final = "/tmp/hicache"
+FILE_FOLDER: Final = "/tmp/hicache"
 """That folder where the variable is not set."""
+_ORDERS: Final = ("layer_first", "page_first", "page_first_direct")
+_OWN: Final = "-kv"
 
 
 def _storage(given: Words) -> Words:
     if given == ["file"]:
-        return ["--kv-disk-path", DISK_FOLDER]
+        return ["--kv-disk-path", FILE_FOLDER + _OWN]
     raise NoEqualError(_STORE)
+
+
+def file_store(folder: str, layout: str, io_backend: str) -> tuple[str, Words]:
+    """The folder of the disk tier beside one of HiCache's, and the flags with which that one is read.
+
+    Args:
+        layout, io_backend: values of ``--hicache-mem-layout`` and ``--hicache-io-backend``.
+
+    Raises:
+        NoEqualError: files of that layout are not read.
+    """
+    folder = folder.rstrip("/")
+    if layout == "page_first" and io_backend == "direct":
+        layout = "page_first_direct"  # as SGLang does
+    if layout not in _ORDERS:
+        raise NoEqualError(
+            f"files of the layout {layout} are not read: leave them; the disk tier fills as prompts come"
+        )
+    return folder + _OWN, ["--kv-load-policy", f"hicache={layout}:{folder}"]
 
 
 def _transfer(given: Words) -> Words:
@@ -56,9 +77,14 @@ SERVER_FLAGS: Final[Mapping[str, Rule]] = {
         "KV is written through, behind the computation; `--kv-durability` says how far"
     ),
     "--hicache-io-backend": nothing("copies between device and host choose their way by themselves"),
-    "--hicache-mem-layout": nothing("the DRAM tier has one layout"),
+    "--hicache-mem-layout": nothing(
+        "the DRAM tier has one layout; with `--hicache-storage-backend file` the layout of the files to read"
+    ),
     "--hicache-storage-backend": Rule(
-        _storage, "`--kv-disk-path`: file → its folder", "each server needs its own", others=_STORE
+        _storage,
+        "file → `--kv-disk-path`, a folder beside HiCache's, and `--kv-load-policy hicache=LAYOUT:DIR`",
+        "each server needs its own disk tier; HiCache's files are only read",
+        others=_STORE,
     ),
     "--hicache-storage-backend-extra-config": no_equal(_STORE),
     "--hicache-storage-prefetch-policy": choice(

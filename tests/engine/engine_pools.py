@@ -79,6 +79,8 @@ class PoolKind:
     layers: int = 2
     start_layer: int = 0
     draft_layers: int = 0
+    value_dim: int = 6
+    """Of a head of V, with ``mha``; K has 4."""
 
     def __str__(self) -> str:
         draft = f"-draft{self.draft_layers}" if self.draft_layers else ""
@@ -142,7 +144,7 @@ class PoolKind:
             dtype=torch.float32,
             head_num=2,
             head_dim=4,
-            v_head_dim=6,
+            v_head_dim=self.value_dim,
             layer_num=self.layers,
             device="cpu",
             enable_memory_saver=False,

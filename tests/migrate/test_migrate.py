@@ -165,7 +165,13 @@ def test_one_setting_of_lmcache(
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR=/data CUDA_VISIBLE_DEVICES=1 sglang serve "
             "--model-path M --enable-hierarchical-cache --hicache-storage-backend file",
             "CUDA_VISIBLE_DEVICES=1 sglang-ext serve --model-path M --radix-cache-backend global "
-            "--kv-disk-path /data --kv-dram-size 4GB",
+            "--kv-disk-path /data-kv --kv-load-policy hicache=layer_first:/data --kv-dram-size 4GB",
+        ),
+        (
+            "sglang serve --model-path M --enable-hierarchical-cache --hicache-storage-backend file "
+            "--hicache-size 8 --hicache-mem-layout page_first --hicache-io-backend direct",
+            "sglang-ext serve --model-path M --radix-cache-backend global --kv-disk-path /tmp/hicache-kv "
+            "--kv-dram-size 8GB --kv-load-policy hicache=page_first_direct:/tmp/hicache",
         ),
         (
             "env LMCACHE_MAX_LOCAL_CPU_SIZE=2.5 LMCACHE_LOCAL_DISK=file:///data/kv/ "
@@ -221,6 +227,8 @@ def test_what_is_unknown_is_named() -> None:
     assert made.words == ["sglang-ext", "router"]
     assert "--policy session" in made.lacking["--policy"]
     assert "--new-flag" in made.lacking
+    file = ["--hicache-storage-backend", "file", "--hicache-mem-layout", "page_head"]
+    assert "page_head" in migrate(["sglang", "serve", *file]).lacking["--hicache-mem-layout"]
     assert "brand_new" in migrate(["sglang", "serve"], {"brand_new": "1"}).lacking
     with pytest.raises(UnknownCommandError, match="sglang-router"):
         migrate(["env"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,21 @@ def unpack_names(names: Names) -> list[bytes]:
     return [name.tobytes() for name in names]
 
 
+@runtime_checkable
+class FollowsPrompts(Protocol):
+    """A tier that finds blocks by their tokens, and has to be given them with the names."""
+
+    def follow(
+        self,
+        namespace: bytes,
+        tenant: tuple[str | None, str | None],
+        parent: bytes,
+        names: Sequence[bytes],
+        key: bytes,
+    ) -> None:
+        """See `tiered_store.hicache.HiCacheStore.follow`."""
+
+
 class BlockNames:
     """Names the blocks of one rank.
 
@@ -49,6 +64,7 @@ class BlockNames:
         adapters: whether requests may use LoRA adapters. SGLang puts an adapter's id into the extra key, and
             makes it from name and path, where other weights may lie at the next start.
         weights: has the version of each generation of weights; without it, only the first has a version.
+        followers: are given the tokens of prompts under the weights of the server's start, without adapters.
     """
 
     def __init__(
@@ -60,6 +76,7 @@ class BlockNames:
         *,
         adapters: bool = False,
         weights: Weights | None = None,
+        followers: Sequence[FollowsPrompts] = (),
     ) -> None:
         self.identity = identity
         self._weights = weights or Weights(identity.weights_version)
@@ -67,6 +84,7 @@ class BlockNames:
         self._disk = disk
         self._fresh = fresh
         self.adapters = adapters
+        self._followers = tuple(followers)
         self._cached: Callable[[Hashable], bytes] = functools.lru_cache(_TENANTS_CACHED)(self._digest)
 
     def digest(self, namespace: Any) -> bytes:
@@ -113,4 +131,13 @@ class BlockNames:
 
     def following(self, namespace: Hashable, parent: bytes, key: bytes) -> list[bytes]:
         """Names of the whole blocks of ``key``, which continue the block named ``parent``."""
-        return block_keys(self.digest(namespace), key, self._block_tokens, parent)
+        names = block_keys(self.digest(namespace), key, self._block_tokens, parent)
+        if self._followers:
+            self._follow(namespace, parent, names, key)
+        return names
+
+    def _follow(self, namespace: Any, parent: bytes, names: Sequence[bytes], key: bytes) -> None:
+        generation, extra_key, salt = namespace
+        if generation == 0 and not (self.adapters and extra_key):
+            for follower in self._followers:
+                follower.follow(self.digest(namespace), (extra_key, salt), parent, names, key)

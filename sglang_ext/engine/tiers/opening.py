@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +30,13 @@ class Opener(Protocol):
         the model, as ``tp0of1``."""
 
 
-def open_below(config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
+def open_below(
+    config: KvConfig, instance: str, shard: str, layout: BlockLayout, farther: Sequence[BlockTier] = ()
+) -> BlockTier | None:
     """All tiers below memory, as one; ``None`` where there are none.
+
+    Args:
+        farther: tiers below the registered ones, which are open already.
 
     Raises:
         ConfigError: see `Opener`.
@@ -46,6 +52,7 @@ def open_below(config: KvConfig, instance: str, shard: str, layout: BlockLayout)
         for made in opened:
             made.close()
         raise
+    opened += farther
     return opened[0] if len(opened) == 1 else TierChain(opened) if opened else None
 
 

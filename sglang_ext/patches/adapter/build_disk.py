@@ -11,7 +11,7 @@ from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_di
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
-from sglang_ext.engine.tiers.block_names import BlockNames
+from sglang_ext.engine.tiers.block_names import BlockNames, FollowsPrompts
 from sglang_ext.engine.tiers.disk_reads import DiskReads
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -86,7 +86,13 @@ def disk_below(
     """The writes that take blocks on from DRAM to ``disk``."""
     holder = Holder.of(facts.instance, facts.epoch, Tier.DISK)
     names = BlockNames(
-        identity, tree.block_size, holder, f"{facts.epoch:x}", adapters=facts.adapters, weights=weights
+        identity,
+        tree.block_size,
+        holder,
+        f"{facts.epoch:x}",
+        adapters=facts.adapters,
+        weights=weights,
+        followers=[part for part in disk.parts if isinstance(part, FollowsPrompts)],
     )
     writer = WriteBehind(
         disk,

@@ -50,6 +50,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     start_transfers,
 )
 from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
+from sglang_ext.patches.adapter.hicache import hicache_store
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
@@ -129,7 +130,16 @@ class Building:
         """All tiers below memory, as one."""
         if not self.config.dram_size:
             return None
-        return open_below(self.config, self.instance, self.shard, self.pool.geometry.layout)
+        layout = self.pool.geometry.layout
+        store = hicache_store(
+            self.ctx,
+            self.config,
+            self.pool.geometry,
+            model=served_model(),
+            drafts=bool(self.drafts.pools),
+        )
+        farther = () if store is None else (store,)
+        return open_below(self.config, self.instance, self.shard, layout, farther)
 
     @cached_property
     def identity(self) -> Namespace | None:
@@ -277,6 +287,13 @@ def small_priorities_first() -> bool:
     from sglang.srt.runtime_context import get_schedule
 
     return bool(get_schedule().schedule_low_priority_values_first)
+
+
+def served_model() -> str:
+    """The name of the model in answers, by default its path."""
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().served_model_name or "")
 
 
 def uses_adapters() -> bool:

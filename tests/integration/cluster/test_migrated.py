@@ -146,7 +146,8 @@ def test_migrated_lines_serve_as_stock_does(
         other = ask(url, [*prompt[:-1], (prompt[-1] + 1) % 30_000])
         with pytest.raises(AssertionError):
             assert_same(expected, other)
-    assert any(disk.iterdir()), "the folder of HiCache's files did not become the disk tier"
+    assert any(disk.with_name("hicache-kv").iterdir()), "there is no disk tier beside HiCache's files"
+    assert not disk.exists(), "the disk tier is in the folder of HiCache's files"
     assert not re.search("Traceback", log.read_text())
 
 
