@@ -50,7 +50,7 @@ class Server:
 
     def __init__(self, scenario: HybridScenario, number: int, bootstrap: str, full: int) -> None:
         self.rank = HybridRank(
-            scenario, make_cache=HybridRadixCache, make_below=our_store(full=full, other=400)
+            scenario, make_cache=HybridRadixCache, make_below=our_store(full=full, other=full // 2)
         )
         below, cache, pools = self.rank.below, self.rank.cache, self.rank.pools
         assert isinstance(below, StoreBelow)
@@ -159,7 +159,7 @@ def test_prefill_goes_on_behind_the_answer(pair: Pair, damaged: bool) -> None:
     pair.decode.rank.settle()
     if damaged:
         for part in pair.decode.store.parts.values():
-            part.memory.arena.blocks[:, 0] ^= 1
+            part.memory.arena.blocks[list(part.memory._names), 0] ^= 1
         pair.decode.rank.below.check = lambda rank: None  # prefill is to notice it
     pair.until(ReturnEnd.RETURNED)
     page = pair.prefill.rank.pools.kind.page
