@@ -7,7 +7,10 @@ with a router, which some tests have there, and which gets decode's URL.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -15,18 +18,20 @@ from typing import Any
 
 import aiohttp
 import pytest
+from index_truth import assert_right
 from pd_faults import ended
 from pd_fleet import FaultySpec, Rig, fault, kill, nothing_is_left, prompt_of
-from token_requests import generate
+from token_requests import advise, generate, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.waiting import until, wait_until
+from sglang_ext.tiers import Tier
 from tests.support.compare import Answer, assert_same
 from tests.support.leaks import LeakGuard
-from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.pd_servers import pd_servers, prefill_spec
 from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess, ServerSpec
 
@@ -38,6 +43,8 @@ WINDOW: int = RECIPES["tiny-spark"].config["sliding_window"]
 LENGTHS = (5, WINDOW - 1, WINDOW, WINDOW + 1, 300, 417)
 """Of the first turns: less than the window and more, less than a chunk and more."""
 TURN = 90
+DRAM = "32MB"
+"""For some prompts more than HBM has."""
 NS = ("tokens", None, None, None)
 
 
@@ -77,6 +84,8 @@ class HybridRig(Rig):
     kind: Kind = WINDOWS
     port: int = 0
     """Where prefill looks for a router."""
+    base: ServerSpec | None = None
+    """The prefill server's, without its part in the pair, name, disk and faults."""
 
     turns: tuple[tuple[list[int], Answer], ...] = ()
     second: tuple[tuple[list[int], Answer], ...] = ()
@@ -111,13 +120,13 @@ def rig(
     )
     disk = ("--kv-disk-path", str(folder / "disk"), "--kv-disk-size", "1GB")
     port = free_port()
-    registers = ("--kv-dram-size", "64MB", "--kv-router", f"http://127.0.0.1:{port}")
+    registers = ("--kv-dram-size", DRAM, "--kv-router", f"http://127.0.0.1:{port}")
     base = replace(spec, flags=(*spec.flags, *registers))
     prefill, decode = base.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
     prefill = replace(prefill, flags=(*prefill.flags, "--kv-instance-id", "prefill", *disk))
     with leak_guard.adopting(), pd_servers([prefill], [decode]) as (servers, _):
         faults = [folder / "prefill"], [folder / "decode"]
-        yield HybridRig(servers, servers.decode[0], *faults, None, kind, port, *turns)
+        yield HybridRig(servers, servers.decode[0], *faults, None, kind, port, base, *turns)
         # A test may have started it anew.
         servers.prefill[0].server.stop()
 
@@ -232,3 +241,82 @@ async def test_a_router_sends_pairs_and_knows_what_prefill_has(
         assert answer.cached_tokens >= before
         assert_same(expected_second, answer)
     assert nothing_is_left(rig.pd.servers)
+
+
+def in_memory(router: Router, url: str, prompt: list[int]) -> int:
+    match = there(router, url, prompt)
+    return match.hbm + match.below.get(Tier.DRAM, 0)
+
+
+def pushed_out(rig: HybridRig, remembered: Callable[[], int]) -> None:
+    """Have prefill compute other prompts until it announces nothing of a prompt in memory."""
+    for seed in itertools.count(5000):
+        if not remembered():
+            return
+        assert seed < 5200, "it stays in memory"
+        rig.pd.generate(prompt_of(seed, 400), max_new_tokens=1)
+        time.sleep(0.2)
+
+
+@pytest.mark.long
+async def test_a_hint_brings_a_conversation_that_is_handed_over(
+    rig: HybridRig, client: aiohttp.ClientSession
+) -> None:
+    """Its copy of prefill's index is right. A hint brings a conversation from disk to DRAM, and its next turn
+    is handed over from there."""
+    prefill, decode = rig.pd.prefill[0].server, rig.pd.decode[0]
+    (first, expected), (second, expected_second) = rig.turns[-1], rig.second[-1]
+    before = len(first) - rig.kind.resumed
+    async with routing(rig, 2, policy="prompt-tree") as router:
+        answer, headers = await generate(client, router.url, first, session="s")
+        assert headers["x-kv-instance"] == decode.url
+        assert headers["x-kv-prefill-instance"] == prefill.url
+        assert_same(expected, answer)
+        await until(lambda: there(router, prefill.url, first).tokens >= before, 30, "the index to have it")
+        await assert_right(router, prefill, 30)
+
+        await asyncio.to_thread(pushed_out, rig, lambda: in_memory(router, prefill.url, first))
+        assert there(router, prefill.url, first).below.get(Tier.DISK, 0) >= before, "announced on disk"
+        told = await advise(client, router, session="s")
+        assert (await settled(client, router, told["id"]))["state"] == "ready"
+        await until(
+            lambda: there(router, prefill.url, first).below.get(Tier.DRAM, 0) >= before, 30, "it in DRAM"
+        )
+        loads = loaded(prefill)
+        answer, _ = await generate(client, router.url, second, session="s")
+        assert answer.cached_tokens >= before
+        assert_same(expected_second, answer)
+        await asyncio.to_thread(
+            wait_until, lambda: loaded(prefill) > loads, seconds=10, what="blocks from DRAM"
+        )
+        with fault(rig.decode_faults[0], f"zero-{rig.kind.pool}"):
+            damaged, _ = await generate(client, router.url, second, session="s")
+        with pytest.raises(AssertionError):
+            assert_same(expected_second, damaged)
+        await assert_right(router, prefill, 30)
+    assert nothing_is_left(rig.pd.servers)
+
+
+@pytest.mark.long
+async def test_a_second_prefill_server_fetches_and_hands_over(
+    rig: HybridRig, client: aiohttp.ClientSession
+) -> None:
+    """What one prefill server has computed, the other reads by name from its DRAM."""
+    assert rig.base is not None
+    (first, _), (second, expected) = rig.turns[-1], rig.second[-1]
+    spec = replace(rig.base, flags=(*rig.base.flags, "--kv-instance-id", "another"))
+    with ServerProcess(prefill_spec(spec, free_port())) as another:
+        async with routing(rig, 3, policy="round-robin", explain_routing=True) as router:
+            await asyncio.to_thread(rig.pd.prefill[0].server.flush)
+            _, headers = await generate(client, router.url, first)
+            owner = headers["x-kv-prefill-instance"]
+            before = len(first) - rig.kind.resumed
+            await until(lambda: there(router, owner, first).tokens >= before, 30, "the index to have it")
+            answer, headers = await generate(client, router.url, second)
+            assert {owner, headers["x-kv-prefill-instance"]} == {another.url, rig.pd.prefill[0].server.url}
+            assert headers["x-kv-fetch"] in ("done", "under-way")
+            assert headers["x-kv-fetch-source"] == owner
+            assert answer.cached_tokens >= before
+            assert_same(expected, answer)
+        await asyncio.to_thread(rig.pd.wait_idle)
+        assert nothing_is_left([another, *rig.pd.servers])
