@@ -88,18 +88,22 @@ def pool(rank: int, ranks: int, page: int, seed: int) -> tuple[PoolSpec, Planes]
     return pool_and_geometry(rank, ranks, page, seed)[:2]
 
 
-def pool_and_geometry(rank: int, ranks: int, page: int, seed: int) -> tuple[PoolSpec, Planes, Geometry]:
-    """As `pool`, with the geometry of its pages."""
+def pool_and_geometry(
+    rank: int, ranks: int, page: int, seed: int, layers: range = range(LAYERS)
+) -> tuple[PoolSpec, Planes, Geometry]:
+    """As `pool`, with the geometry of its pages. layers: of its stage."""
     rng = np.random.default_rng(seed)
     heads = HEADS // ranks
     planes = {
         (layer, kind): rng.standard_normal((PAGES * page, heads, WIDTH)).astype(np.float32)
-        for layer in range(LAYERS)
+        for layer in layers
         for kind in "kv"
     }
     geometry = mha_geometry(
-        k_addresses=tuple(int(planes[layer, "k"].ctypes.data) for layer in range(LAYERS)),
-        v_addresses=tuple(int(planes[layer, "v"].ctypes.data) for layer in range(LAYERS)),
+        k_addresses=tuple(int(planes[layer, "k"].ctypes.data) for layer in layers),
+        v_addresses=tuple(int(planes[layer, "v"].ctypes.data) for layer in layers),
+        first_layer=layers.start,
+        model_layers=LAYERS,
         slots=PAGES * page,
         heads=heads,
         head_dim=WIDTH,
@@ -195,9 +199,11 @@ def rig(
     staging: tuple[int, int] | None = None,
     coalescing: bool = True,
     latent: bool = False,
+    stages: Sequence[range] = (),
 ) -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`.
-    latent: every rank has the model's whole KV.
+    latent: every rank has the model's whole KV. stages: the layers of each rank of prefill, which has all
+    heads of these then.
     staging: with the layout `aggregated`, the pages that prefill's and decode's ranks have for it.
     """
     with ExitStack() as stack:
@@ -206,9 +212,12 @@ def rig(
 
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
             seed = 10 * len(name)
-            spec, planes, geometry = (
-                latent_pool(page, seed) if latent else pool_and_geometry(rank, ranks, page, seed + rank)
-            )
+            if stages and name == "prefill":
+                spec, planes, geometry = pool_and_geometry(0, 1, page, seed + rank, stages[rank])
+            elif latent:
+                spec, planes, geometry = latent_pool(page, seed)
+            else:
+                spec, planes, geometry = pool_and_geometry(rank, ranks, page, seed + rank)
             rows = Rows()
             layout = "blocks" if staging is None else "aggregated"
             config = AgentConfig(
