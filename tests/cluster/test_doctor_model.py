@@ -73,10 +73,10 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
     ("replicas", RECIPES["tiny"].config, ("--dp-size", "2"), 0, {"start": ("ok", "admitted")}),
     (
         "DP attention",
-        RECIPES["tiny"].config,
-        ("--dp-size", "2", "--enable-dp-attention"),
-        1,
-        {"start": ("problem", "--attn-dp-size above 1")},
+        RECIPES["tiny-moe"].config,
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        0,
+        {"start": ("ok", "admitted")},
     ),
     (
         "transfer",

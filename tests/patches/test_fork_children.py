@@ -53,14 +53,21 @@ def test_forks(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert multiprocessing.get_start_method() == "fork"
 
 
-@pytest.mark.parametrize(("replicas", "method"), [(1, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(
+    ("sizes", "method"),
+    [
+        ({"dp_size": 1}, "fork"),
+        ({"dp_size": 2}, "spawn"),
+        ({"dp_size": 1, "attn_dp_size": 2}, "spawn"),
+    ],
+)
 def test_a_child_that_starts_replicas_spawns_them(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, replicas: int, method: str
+    engine: Any, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], method: str
 ) -> None:
     """The data parallel controller has threads by the time it starts the schedulers."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     fork_children.apply()
-    engine._set_envs_and_config(SimpleNamespace(enable_metrics=False, dp_size=replicas))
+    engine._set_envs_and_config(SimpleNamespace(enable_metrics=False, **sizes))
     assert multiprocessing.get_start_method() == "fork"
     fork = multiprocessing.get_context("fork")
     methods = fork.Queue()

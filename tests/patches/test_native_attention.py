@@ -186,3 +186,9 @@ def test_applying_it_twice_changes_nothing() -> None:
     once = TorchNativeAttnBackend._run_sdpa_forward_extend
     native_attention.apply()
     assert TorchNativeAttnBackend._run_sdpa_forward_extend is once
+
+
+def test_a_request_that_pads_a_batch_attends_to_one_token() -> None:
+    """With DP attention, SGLang asks the backend for the length of such a request."""
+    native_attention.apply()
+    assert TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value(object()) == 1

@@ -305,25 +305,29 @@ def _kind(facts: Facts) -> str:
 def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
     """Why this kind of parallelism does not go with the flag ``chosen``, with the way out; None when it does.
 
-    A replica is an instance of its own. With DP attention the groups of one model step together, and it is
-    not proven that they do while one of them waits for KV. With context parallelism the ranks of one prefix
-    would not agree on what each of them has loaded.
+    A replica is an instance of its own. With DP attention all replicas step together; one whose pass waits
+    for KV delays the others only, because nothing that it waits for needs a step of theirs. With context
+    parallelism the ranks of one prefix would not agree on what each of them has loaded.
     """
-    for size, flag, way_out in (
-        (facts.dp_size if facts.transfers else 1, "--dp-size", _REPLICAS),
-        (facts.attn_dp_size, "--attn-dp-size", _REPLICAS),
-        (facts.attn_cp_size, "--attn-cp-size", "Use --tp-size instead"),
-    ):
-        if size > 1:
-            return f"{chosen} cannot be combined with {flag} above 1, with DP attention or without. {way_out}"
-    if facts.dp_size > 1:
-        for present, flag in (
+    if facts.attn_cp_size > 1:
+        return f"{chosen} cannot be combined with --attn-cp-size above 1. Use --tp-size instead"
+    for size, flag in ((facts.dp_size, "--dp-size"), (facts.attn_dp_size, "--attn-dp-size")):
+        if size == 1:
+            continue
+        if facts.transfers:
+            return f"{TRANSFER_FLAG} cannot be combined with {flag} above 1. {_REPLICAS}"
+        for present, other in (
             (facts.disaggregation_mode != "null", "--disaggregation-mode"),
             (facts.pp_size > 1, "--pp-size above 1"),
             (facts.nnodes > 1, "--nnodes above 1"),
         ):
             if present:
-                return f"{chosen} cannot be combined with --dp-size above 1 and {flag}. {_REPLICAS}"
+                return f"{chosen} cannot be combined with {flag} above 1 and {other}. {_REPLICAS}"
+    if facts.attn_dp_size > 1 and facts.speculative_algorithm is not None:
+        return (
+            f"{chosen} cannot be combined with --attn-dp-size above 1 and --speculative-algorithm. "
+            f"Drop one of them"
+        )
     return None
 
 
@@ -374,7 +378,7 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
         ),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
-        (facts.dp_size > 1, "--dp-size above 1", _REPLICAS),
+        (facts.attn_dp_size > 1, "--attn-dp-size above 1", _REPLICAS),
     ):
         if present:
             return f"{FLAG} with {flag} does not serve models with {kind}. {way_out}{_whole_windows(facts)}"

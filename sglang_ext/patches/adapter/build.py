@@ -42,9 +42,13 @@ from sglang_ext.patches.adapter.build_disk import (
 )
 from sglang_ext.patches.adapter.build_transfers import (
     dp_rank,
+    engine_rank,
+    engine_ranks,
     handover_settings,
+    in_step,
     make_peers,
     may_fetch,
+    rank_on_server,
 )
 from sglang_ext.patches.adapter.building import Builders, Building, uses_adapters
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead
@@ -81,9 +85,9 @@ def create_global_radix_cache(
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
     _require(ctx, config)
-    replica = dp_rank()
-    config = of_replica(config, replica)
-    rank = ((replica or 0) * ctx.params.pp_size + ctx.params.pp_rank) * ctx.tp_size + ctx.tp_rank
+    # With DP attention, a replica has some of the ranks that share the rest of the model.
+    ctx = dataclasses.replace(ctx, tp_rank=engine_rank(), tp_size=engine_ranks())
+    config = of_replica(config, dp_rank())
     if has_components(ctx):
         from sglang_ext.patches.adapter.hybrid.build import create_hybrid_radix_cache
 
@@ -98,7 +102,9 @@ def create_global_radix_cache(
             build.hbm_tier,
             planners,
             speeds=Unmeasured() if build.loading is None else build.loading.speeds,
-            publish=CacheMetrics(rank).update if ctx.params.enable_metrics else lambda cache: None,
+            publish=CacheMetrics(rank_on_server()).update
+            if ctx.params.enable_metrics
+            else lambda cache: None,
             load_min_tokens=config.load_min_tokens,
             weights=build.weights,
             ranks=build.ranks,
@@ -238,6 +244,8 @@ def _peers(build: Building) -> PeerKv | None:
 def _computed_spans(build: Building) -> ComputedSpans | None:
     peers, write_down = build.find(PeerKv), build.find(WriteDown)
     if peers is None or write_down is None or build.ctx.server_args.disaggregation_mode != "null":
+        return None
+    if in_step():  # with those of other replicas, for which a pass could wait that waits for a peer's
         return None
     dram = write_down.dram
     # The KV of a draft model is computed after the pass whose layers a span follows.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_ext.config import KvConfig
@@ -23,13 +27,17 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool.store import Store
+from sglang_ext.patches.adapter.build_transfers import in_step
 from sglang_ext.patches.adapter.hbm import Drafts
+from sglang_ext.patches.adapter.pd.pd_setup import on_all_ranks
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
 from sglang_ext.tiers import Tier
+
+logger = logging.getLogger(__name__)
 
 _MOST_BACKLOG_BYTES = 1 << 30
 _LOAD_BYTES = 64 << 20
@@ -45,9 +53,32 @@ class RankFacts:
     adapters: bool = False
 
 
-def models_of(ctx: Any, drafts: Drafts) -> list[Any]:
-    """The model of this rank, and its draft models: all whose KV is in a block."""
-    return [ctx.tp_worker.model_runner.model, *drafts.models]
+def weights_reader(ctx: Any, drafts: Drafts) -> Callable[[], str]:
+    """Returns what digests the weights as they are, on which the KV of this rank depends: those of its model
+    and of its draft models, whose KV is in a block too. With DP attention those of all ranks of the server,
+    in all of them at once: replicas share all layers but attention, and have the same digest.
+
+    The reader raises when weights cannot be read, on all ranks.
+    """
+    models = [ctx.tp_worker.model_runner.model, *drafts.models]
+    if not in_step():
+        return partial(weights_digest, *models)
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group.cpu_group
+
+    def read() -> str:
+        try:
+            own = weights_digest(*models)
+        except Exception:
+            logger.exception("the weights of this rank cannot be read")
+            own = ""
+        parts = on_all_ranks(own.encode(), group)
+        if not all(parts):
+            raise RuntimeError("the weights of a rank cannot be read")
+        return hashlib.blake2b(b" ".join(parts), digest_size=16, person=b"kv-weights-all").hexdigest()
+
+    return read
 
 
 def identity_of(
@@ -59,7 +90,7 @@ def identity_of(
     """
     return Namespace(
         model=config_digest(ctx.model_config.hf_config, *drafts.configs),
-        weights_version=weights_digest(*models_of(ctx, drafts)) if weights else "",
+        weights_version=weights_reader(ctx, drafts)() if weights else "",
         dtype=kv_dtype(ctx.model_config, geometry.planes[0].dtype),
         geometry=geometry.layout.facts(),
         shard=shard,

@@ -231,11 +231,30 @@ def engine_ranks() -> int:
 
 
 def dp_rank() -> int | None:
-    """The rank of this process's replica among those of its server; None for a server without replicas."""
+    """The rank of this process's replica among those of its server; None for a server without replicas. With
+    DP attention, the groups of ranks that share no KV are the replicas."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
+    if parallel.attn_dp_size > 1:
+        return int(parallel.attn_dp_rank)
     return None if parallel.dp_size == 1 else int(parallel.dp_rank)
+
+
+def rank_on_server() -> int:
+    """This process's place among the ranks of all stages of all replicas of its server."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    stage = (dp_rank() or 0) * parallel.pp_size + parallel.pp_rank
+    return int(stage * engine_ranks() + engine_rank())
+
+
+def in_step() -> bool:
+    """Whether the passes of this process's replica are those of all replicas of its server (DP attention)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return bool(get_parallel().attn_dp_size > 1)
 
 
 def start_fetching(endpoint: EndpointConfig, memory: Sequence[PoolSpec]) -> TransferThread | None:

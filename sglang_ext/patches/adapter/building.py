@@ -17,7 +17,6 @@ from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import Replies, RouterCommands
-from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.arena_leases import arena_pool
@@ -37,7 +36,7 @@ from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
     disk_below,
     identity_of,
-    models_of,
+    weights_reader,
 )
 from sglang_ext.patches.adapter.build_transfers import (
     accelerator_place,
@@ -153,8 +152,7 @@ class Building:
         """The generation of weights in use."""
         if self.identity is None:
             return Weights()
-        models = models_of(self.ctx, self.drafts)
-        return Weights(self.identity.weights_version, lambda: weights_digest(*models))
+        return Weights(self.identity.weights_version, weights_reader(self.ctx, self.drafts))
 
     @cached_property
     def arena(self) -> DramArena | None:

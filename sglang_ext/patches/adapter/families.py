@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from sglang_ext.patches.adapter.admission import Facts
 
 Column = Literal[
-    "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP", "PP"
-]
+    "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
+    "DP attention", "PP"
+]  # fmt: skip
 COLUMNS: tuple[Column, ...] = (
-    "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP", "PP"
+    "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
+    "DP attention", "PP"
 )  # fmt: skip
 TIERS: tuple[Column, ...] = ("HBM", "DRAM", "disk")
 
@@ -65,10 +67,7 @@ class Family:
 
 _READ = Proof("reading")
 # Families of one slot of KV per token share the code of MHA, which moves planes of any shape.
-_BY_READING: dict[Column, Proof] = dict.fromkeys(
-    ("HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP", "PP"),
-    _READ,
-)
+_BY_READING: dict[Column, Proof] = dict.fromkeys(COLUMNS, _READ)
 
 
 _RANKS = "engine/hybrid/test_oracle_ranks.py::test_ranks_keep_equal_trees_above_unlike_tiers"
@@ -112,6 +111,10 @@ def _resumed(model: str) -> dict[Column, Proof]:
     return {**dict.fromkeys(TIERS, turns), "hints": hints, "TP": ranks, **_also(model, "fetch")}
 
 
+def _replicas(kind: str) -> Proof:
+    return _server(f"cache/test_replicas.py::test_each_replica_loads_from_its_dram[{kind}]")
+
+
 def _handed_over(kind: str) -> Proof:
     return _server(f"pd/test_pd_hybrids.py::test_conversations_get_the_answers_of_one_server[{kind}]")
 
@@ -137,7 +140,7 @@ def _pages(pools: str) -> dict[Column, Proof]:
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
-_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints"), _READ) | {
+_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP"), _READ) | {
     "TP": Proof("oracle", _RANKS)
 }
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
@@ -169,9 +172,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                     "cache/test_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
                 ),
                 "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
-                "DP": _server(
-                    "cache/test_replicas.py::test_a_conversation_stays_with_the_replica_that_has_its_kv"
-                ),
+                "DP": _replicas("tiny"),
                 "PP": _answers("tiny-untied-pp2")["HBM"],
             },
         ),
@@ -188,7 +189,10 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
-            _answers("tiny-mla-moe") | _also("tiny-mla-moe", "fetch", "PD", "return") | _LATENT_MOVES,
+            _answers("tiny-mla-moe")
+            | _also("tiny-mla-moe", "fetch", "PD", "return")
+            | _LATENT_MOVES
+            | {"DP attention": _replicas("tiny-mla-moe-attention")},
         ),
         "window-kept": Family(
             "Sliding windows of which SGLang keeps all KV",
@@ -241,6 +245,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | {
                 "PD": _handed_over("windows"),
                 "return": _returned("windows-3"),
+                "DP": _replicas("tiny-spark"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
                 ),

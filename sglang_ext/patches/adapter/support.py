@@ -59,8 +59,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         defers_draft_kv=_defers_draft_kv(),
         enable_encoder_swa_bounded_replay=_replays_windows(),
         radix_eviction_policy=memory.radix_eviction_policy,
-        dp_size=parallel.dp_size,
-        attn_dp_size=parallel.attn_dp_size,
+        **_replicas(parallel),
         attn_cp_size=parallel.attn_cp_size,
         pp_size=parallel.pp_size,
         enable_pdmux=disagg.enable_pdmux,
@@ -74,6 +73,13 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         snapshots_at_ends=not ctx.params.enable_mamba_extra_buffer,
         **_of_config(config),
     )
+
+
+def _replicas(parallel: Any) -> dict[str, Any]:
+    """The replicas of a server. Before 0.5.22, SGLang counts those with DP attention as both kinds."""
+    if parallel.attn_dp_size > 1:
+        return {"attn_dp_size": parallel.attn_dp_size}
+    return {"dp_size": parallel.dp_size}
 
 
 def _of_config(config: KvConfig) -> dict[str, Any]:
@@ -197,8 +203,7 @@ def require_movable(model: ModelConfig, server_args: Any, parallel: Any, config:
         given_facts(server_args, config),
         caches=False,
         transfers=True,
-        dp_size=parallel.dp_size,
-        attn_dp_size=parallel.attn_dp_size,
+        **_replicas(parallel),
         attn_cp_size=parallel.attn_cp_size,
     )
     _refuse(admission(model, flags))
@@ -253,8 +258,8 @@ def require_computing(server_args: Any) -> None:
             "answers are sorted by tokenizer process",
         ),
         (
-            getattr(server_args, "dp_size", 1) > 1,
-            "--dp-size above 1",
+            getattr(server_args, "dp_size", 1) > 1 or getattr(server_args, "attn_dp_size", 1) > 1,
+            "--dp-size or --attn-dp-size above 1",
             "a replica's idle time does not show that the server is idle",
         ),
         (

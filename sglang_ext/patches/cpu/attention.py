@@ -1,11 +1,11 @@
 """Attention on a CPU whose cost grows with the new tokens, not with the cached ones.
 
-Change: three methods of the attention backend ``torch_native``. For a prompt of which a part is cached,
-SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and throws away those
-of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013 new ones, so that a
-hit is worth far less than on a GPU, whose backends do not do this. Ours attends with the new queries only.
-And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing, which copies at a
-fifth of the rate that ``index_select`` reaches on a CPU.
+Change: three methods of the attention backend ``torch_native``, and one that it lacks. For a prompt of which a
+part is cached, SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and
+throws away those of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013
+new ones, so that a hit is worth far less than on a GPU, whose backends do not do this. Ours attends with the
+new queries only. And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing,
+which copies at a fifth of the rate that ``index_select`` reaches on a CPU.
 
 Layers with a sliding window may have a pool of their own, with slots of its own. SGLang's two methods read it
 at the slots of the other layers, though it was written at its own: they read other tokens' KV, or past its
@@ -13,6 +13,9 @@ end, which ends the server. Ours read where it was written, and no token that th
 
 Models with attention sinks (gpt-oss, MiMo-V2) pass them to ``forward``, and SGLang's fails on them. Ours
 takes them: a sink is a logit of each head that takes part in the softmax, and has no value.
+
+With DP attention, SGLang pads a batch with requests to the size of other replicas' and asks the backend for
+their length, which ``torch_native`` does not give: the server ends in its first pass. Ours does.
 
 Keys, values and the mask of each query are the same; results differ by rounding at most (a few 1e-7 in
 float32: how many queries are multiplied at once decides that, as it does in SGLang between a hit and a miss).
@@ -43,6 +46,7 @@ _DECODE = "_run_sdpa_forward_decode"
 _FORWARD = "forward"
 _SINKS = "_sglang_ext_sinks"
 """Attribute of a backend: the sinks of the layer that it computes."""
+_PADDING = "get_cpu_graph_seq_len_fill_value"
 _NAME = "native_attention"
 
 Method = Callable[..., torch.Tensor]
@@ -171,19 +175,26 @@ def _forward(stock: Method) -> Method:
     return forward
 
 
+def _padded_length(_backend: Any) -> int:
+    """The length of a request that pads a batch to the size of other replicas' with DP attention: it attends
+    to one token, whose result SGLang drops."""
+    return 1
+
+
 def apply() -> None:
-    """Put them in the place of SGLang's."""
+    """Put ours in the place of SGLang's."""
     if applied():
         return
     backend = resolve(_CLASS)
     put_in_place(backend, _FORWARD, _forward(getattr(backend, _FORWARD)), _NAME)
     for name in (_EXTEND, _DECODE):
         put_in_place(backend, name, _ours(getattr(backend, name), extends=name == _EXTEND), _NAME)
+    put_in_place(backend, _PADDING, _padded_length, _NAME)
 
 
 def applied() -> bool:
     """Whether SGLang's backend calls ours."""
-    return all(is_in_place(resolve(_CLASS), name, _NAME) for name in (_EXTEND, _DECODE, _FORWARD))
+    return all(is_in_place(resolve(_CLASS), name, _NAME) for name in (_EXTEND, _DECODE, _FORWARD, _PADDING))
 
 
 PATCH = Patch(
@@ -194,6 +205,7 @@ PATCH = Patch(
     targets=(
         f"{_CLASS}.{_EXTEND}",
         f"{_CLASS}.{_DECODE}",
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch._pad_inputs_to_size",
         f"{_CLASS}._make_sliding_window_mask",
         f"{_CLASS}.init_forward_metadata",
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",

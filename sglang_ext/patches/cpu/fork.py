@@ -62,7 +62,7 @@ def apply() -> None:
         stock(server_args)
         if fork:
             multiprocessing.set_start_method("fork", force=True)
-            if server_args.dp_size > 1:
+            if server_args.dp_size > 1 or getattr(server_args, "attn_dp_size", 1) > 1:
                 multiprocessing.util.register_after_fork(module, _spawn_from_here)
             # Neither the collector nor reference counts of objects that are only read should copy shared
             # pages.

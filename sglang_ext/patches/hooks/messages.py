@@ -1,9 +1,11 @@
 """Let commands for the cache travel with SGLang's requests, so that every rank gets them in the same pass.
 
-Change: three hooks.
+Change: four hooks.
 
 - after rank 0 has pulled the messages that arrived: the commands in the command queue
   (``engine/commands.py``) are added, and are broadcast over the ranks with the requests;
+- with DP attention, SGLang broadcasts requests over the ranks of a replica, and all else from rank 0 over
+  those of the server: a command goes with the requests, before them;
 - after the table of request types was made: it learns the type of a command, which goes to the cache;
 - before an idle scheduler sleeps: it is set to wake when a command comes.
 
@@ -37,6 +39,17 @@ def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
         from sglang_ext.patches.adapter.command import KvCommand
 
         requests[:0] = [KvCommand(payload=each.payload, at=each.at) for each in PROCESS.commands.take()]
+
+
+def after_split(
+    result: tuple[list[Any], list[Any]], _receiver: Any, _requests: Any
+) -> tuple[list[Any], list[Any]]:
+    """After ``_split_work_and_control_reqs``, with DP attention."""
+    from sglang_ext.patches.adapter.command import KvCommand
+
+    work, control = result
+    commands = [each for each in control if isinstance(each, KvCommand)]
+    return [*commands, *work], [each for each in control if not isinstance(each, KvCommand)]
 
 
 def after_dispatcher(_result: None, scheduler: Any) -> None:
@@ -73,6 +86,7 @@ PATCH = hook_patch(
     "commands",
     "commands for the cache travel with SGLang's requests to every rank",
     Hook(f"{_RECEIVER}._pull_raw_reqs", "after", after_pull),
+    Hook(f"{_RECEIVER}._split_work_and_control_reqs", "after", after_split),
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", after_dispatcher),
     Hook(f"{_SCHEDULER}.maybe_sleep_on_idle", "before", before_sleep),
 )

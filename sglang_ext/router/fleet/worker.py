@@ -213,16 +213,22 @@ def _obstacle(model: Json, server: Json, architecture: str) -> str:
 
 def _replica_obstacle(url: str, model: Json, server: Json) -> str:
     """Why requests would not come to the replica that a URL names; empty where they do."""
-    rank, replicas = dp_rank_of(url), server.get("dp_size")
+    rank, replicas = dp_rank_of(url), _replicas(server)
     if rank is None:
-        if isinstance(replicas, int) and replicas > 1 and _reports(server.get("launch_command")):
+        if replicas > 1 and _reports(server.get("launch_command")):
             return "its replicas register, each as an instance of its own; leave it out of --worker-urls"
         return ""
-    if not isinstance(replicas, int) or rank >= replicas:
+    if rank >= replicas:
         return f"its server has no replica {rank} any more"
     if not model.get("is_generation", True):
         return "SGLang takes no replica's rank with prompts to embed; start it without --dp-size"
     return ""
+
+
+def _replicas(server: Json) -> int:
+    """How many replicas a server has; with DP attention, SGLang counts them as another size."""
+    sizes = [server.get(name) for name in ("dp_size", "attn_dp_size")]
+    return max([size for size in sizes if isinstance(size, int)], default=1)
 
 
 def _port(value: object) -> int | None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from engine_simulation import SCENARIOS, Rank
+from sglang.srt.managers.io_struct import PauseGenerationReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_ext.engine.commands import MOST_WAITING, Command, RankCommandQueue
@@ -140,6 +142,16 @@ def test_commands_precede_what_sglang_received(
     commands.after_pull(requests, None)
     assert requests == [KvCommand(payload=b"one", at=7.0), "a request"]
     commands.after_pull(None, None)  # a rank that gets its requests from other ranks
+
+
+def test_with_dp_attention_a_command_goes_to_the_ranks_of_its_replica() -> None:
+    """SGLang sends ``control`` of the first replica to all, and drops that of the others."""
+    receiver: Any = object.__new__(SchedulerRequestReceiver)
+    pause, command = PauseGenerationReqInput(), KvCommand(payload=b"one", at=7.0)
+    request: Any = TokenizedGenerateReqInput.__new__(TokenizedGenerateReqInput)
+    received = [command, request, pause]
+    work, control = commands.after_split(receiver._split_work_and_control_reqs(received), receiver, received)
+    assert (work, control) == ([command, request], [pause])
 
 
 def test_a_command_goes_to_the_cache_and_has_no_reply(hooked: tuple[Any, Cache]) -> None:

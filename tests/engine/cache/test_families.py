@@ -59,6 +59,7 @@ ASKED: dict[Column, dict[str, Any]] = {
     "speculation": {"speculative_algorithm": "EAGLE"},
     "TP": {"dram": True},
     "DP": {"dp_size": 2},
+    "DP attention": {"attn_dp_size": 2},
     "PP": {"dram": True, "pp_size": 2},
 }
 """The flags with which a server is asked for each column; for the others its model alone decides."""

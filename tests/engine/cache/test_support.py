@@ -112,12 +112,18 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dp_size": 2, "pp_size": 2}, ("--dp-size above 1 and --pp-size above 1", "--colocated N")),
     ({"dp_size": 2, "nnodes": 2}, ("--dp-size above 1 and --nnodes above 1", "--worker-urls")),
     (
-        {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "dp_size": 2},
-        ("--dp-size above 1", "models with states", "sglang-ext cluster --colocated N"),
+        {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "attn_dp_size": 2},
+        ("--attn-dp-size above 1", "models with states", "sglang-ext cluster --colocated N"),
     ),
     (
-        {"attn_dp_size": 2},
-        ("--attn-dp-size above 1", "DP attention or without", "sglang-ext router --worker-urls"),
+        {"attn_dp_size": 2, "disaggregation_mode": "decode"},
+        ("--attn-dp-size above 1 and --disaggregation-mode", "sglang-ext router --worker-urls"),
+    ),
+    ({"attn_dp_size": 2, "pp_size": 2}, ("--attn-dp-size above 1 and --pp-size above 1", "--colocated N")),
+    ({"attn_dp_size": 2, "nnodes": 2}, ("--attn-dp-size above 1 and --nnodes above 1", "--worker-urls")),
+    (
+        {"attn_dp_size": 2, "speculative_algorithm": "EAGLE"},
+        ("--attn-dp-size above 1 and --speculative-algorithm", "Drop one"),
     ),
     ({"attn_cp_size": 2}, ("--attn-cp-size above 1", "--tp-size")),
     ({"enable_pdmux": True}, ("--enable-pdmux", "Drop that flag")),
@@ -221,6 +227,8 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"pp_size": 2, "dram": True, "disk": True},
         {"nnodes": 2},
         {"dp_size": 2, "dram": True, "disk": True, "nnodes": 1},
+        {"dp_size": 2, "is_hybrid_swa": True, "dram": True, "page_size": 16},
+        {"attn_dp_size": 2, "dram": True, "disk": True},
         {"caches": False, "disable_radix_cache": True, "is_hybrid_ssm": True},
         {"caches": False, "transfers": True, "disable_radix_cache": True},
         {"prefill_war_read_done": True},
@@ -246,8 +254,8 @@ def given_args(**given: Any) -> SimpleNamespace:
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"dcp_size": 2}, "--dcp-size above 1"),
         ({"dp_size": 2, "disaggregation_mode": "prefill"}, "--dp-size"),
-        ({"dp_size": 2, "enable_dp_attention": True}, "--attn-dp-size"),
-        ({"attn_dp_size": 2}, "--attn-dp-size"),
+        ({"dp_size": 2, "enable_dp_attention": True, "speculative_algorithm": "EAGLE"}, "--attn-dp-size"),
+        ({"attn_dp_size": 2, "disaggregation_mode": "prefill"}, "--attn-dp-size"),
         ({"attn_cp_size": 2}, "--attn-cp-size"),
         ({"pp_size": 2, "speculative_algorithm": "eagle"}, "--pp-size"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
@@ -273,7 +281,8 @@ def test_the_command_line_is_refused_before_anything_is_loaded(given: dict[str, 
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
-        ({"dp_size": 2}, "--dp-size above 1"),
+        ({"dp_size": 2}, "--dp-size or --attn-dp-size above 1"),
+        ({"attn_dp_size": 2}, "--dp-size or --attn-dp-size above 1"),
         ({"pp_size": 2}, "--pp-size above 1"),
     ],
 )
@@ -367,6 +376,9 @@ def test_hand_overs_look_at_what_has_become_of_the_flags() -> None:
     require_movable(PLAIN, args, parallel, KvConfig())
     with pytest.raises(ConfigError, match=r"transfer-backend global .*--dp-size above 1.*sglang-ext cluster"):
         require_movable(PLAIN, args, SimpleNamespace(**vars(parallel) | {"dp_size": 2}), KvConfig())
+    both = SimpleNamespace(**vars(parallel) | {"dp_size": 2, "attn_dp_size": 2})
+    with pytest.raises(ConfigError, match="--attn-dp-size above 1"):
+        require_movable(PLAIN, args, both, KvConfig())  # as SGLang before 0.5.22 counts DP attention
     with pytest.raises(ConfigError, match="--nnodes above 1"):
         require_movable(PLAIN, SimpleNamespace(**vars(args) | {"nnodes": 2}), parallel, KvConfig())
 

@@ -54,6 +54,7 @@ async def test_the_facts_of_a_worker(api, start_worker) -> None:
     [
         (1, {"dp_size": 2}, True, ""),
         (2, {"dp_size": 2}, True, "no replica 2"),
+        (1, {"dp_size": 1, "attn_dp_size": 2}, True, ""),
         (1, {}, True, "no replica 1"),
         (1, {"dp_size": 2}, False, "without --dp-size"),
         (None, {"dp_size": 2}, True, ""),

@@ -18,7 +18,7 @@ from sglang_ext.engine.hybrid.memory import ComponentMemory, Dram
 from sglang_ext.engine.hybrid.metrics import HybridMetrics
 from sglang_ext.engine.hybrid.sizing import shares
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
-from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
+from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.cuda_mover import CudaMover
 from sglang_ext.engine.movers.mover import Mover, ThreadMover
@@ -27,11 +27,12 @@ from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace
-from sglang_ext.patches.adapter.build_disk import models_of
+from sglang_ext.patches.adapter.build_disk import weights_reader
 from sglang_ext.patches.adapter.build_transfers import (
     accelerator_place,
     hands_over,
     may_fetch,
+    rank_on_server,
     returns_by_name,
     specs_of,
 )
@@ -104,7 +105,7 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
         ctx.params.req_to_token_pool.register_layer_transfer_counter(counter)
     publish: dict[str, Any] = {}
     if ctx.params.enable_metrics:
-        publish["publish"] = HybridMetrics(ctx.tp_rank).update
+        publish["publish"] = HybridMetrics(rank_on_server()).update
     cache.serve(linker, build.weights, check=config.check, **publish)
     join_cluster(ctx, config, cache, build.ranks, build.exchange)
     logger.info(
@@ -129,17 +130,14 @@ class _Building:
         self.pools = component_pools(ctx.params, self.window_tokens, self.drafts)
         self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
         self.shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
-        models = models_of(ctx, self.drafts)
+        read = weights_reader(ctx, self.drafts)
         adapters = uses_adapters()
         self.fetches = may_fetch(config, adapters=adapters) or returns_by_name(
             config, ctx.server_args, adapters=adapters
         )
         # KV that leaves this process belongs to weights that others can compare with theirs.
         leaves = self.fetches or config.disk_path is not None
-        self.weights = Weights(
-            weights_digest(*models) if leaves else "",
-            (lambda: weights_digest(*models)) if leaves else None,
-        )
+        self.weights = Weights(read() if leaves else "", read if leaves else None)
         self._fresh = secrets.token_hex(8)
         self.loader = Loader(_LOAD_BYTES)
         page = ctx.params.page_size
