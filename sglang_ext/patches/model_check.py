@@ -37,8 +37,8 @@ _ASKED: tuple[tuple[str, dict[str, Any], tuple[Column, ...]], ...] = (
     ("HBM", {}, ("HBM",)),
     ("DRAM", {"dram": True}, ("DRAM",)),
     ("disk", {"dram": True, "disk": True}, ("disk",)),
-    ("fetch", {"dram": True, "router": True}, ("fetch",)),
-    ("hints", {"dram": True, "router": True}, ("hints",)),
+    ("fetch", {"dram": True}, ("fetch",)),
+    ("hints", {"dram": True}, ("hints",)),
     ("PD", {"caches": False, "transfers": True}, ("PD", "return", "migration")),
     ("speculation", {"speculative_algorithm": "EAGLE"}, ("speculation",)),
 )

@@ -1,7 +1,7 @@
 """Attention on a CPU whose cost grows with the new tokens, not with the cached ones.
 
-Change: three methods of the attention backend ``torch_native``, and one that it lacks. For a prompt of which a
-part is cached, SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and
+Change: three methods of the attention backend ``torch_native``, and one that it lacks. For a prompt of which
+a part is cached, SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and
 throws away those of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013
 new ones, so that a hit is worth far less than on a GPU, whose backends do not do this. Ours attends with the
 new queries only. And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing,

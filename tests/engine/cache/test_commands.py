@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from engine_simulation import SCENARIOS, Rank
-from sglang.srt.managers.io_struct import PauseGenerationReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, PauseGenerationReqInput
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.utils import TypeBasedDispatcher
 
@@ -148,8 +148,8 @@ def test_with_dp_attention_a_command_goes_to_the_ranks_of_its_replica() -> None:
     """SGLang sends ``control`` of the first replica to all, and drops that of the others."""
     receiver: Any = object.__new__(SchedulerRequestReceiver)
     pause, command = PauseGenerationReqInput(), KvCommand(payload=b"one", at=7.0)
-    request: Any = TokenizedGenerateReqInput.__new__(TokenizedGenerateReqInput)
-    received = [command, request, pause]
+    request = BatchTokenizedGenerateReqInput(batch=[])
+    received: list[Any] = [command, request, pause]
     work, control = commands.after_split(receiver._split_work_and_control_reqs(received), receiver, received)
     assert (work, control) == ([command, request], [pause])
 
