@@ -1,1 +1,1 @@
-"""Agents: what of a turn the next one repeats."""
+"""Agents: the part of a turn that the next one repeats."""

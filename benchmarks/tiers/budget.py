@@ -250,7 +250,7 @@ LEGS: Mapping[str, Callable[[Sizes, int], Leg]] = {
 
 
 def chained(ids: Sequence[object]) -> list[Name]:
-    """Names of pages that hold what these ids stand for."""
+    """Names of the pages that these ids stand for."""
     names, name = [], b""
     for each in ids:
         name = hashlib.blake2b(name + repr(each).encode(), digest_size=16).digest()

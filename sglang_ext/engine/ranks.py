@@ -16,7 +16,7 @@ Numbers that each rank measures, such as the speed of its copies, are compared a
 The stages of a pipeline (``--pp-size``) make the same passes, but not at the same time: a stage that waited
 for the others in each pass would compute nothing meanwhile. They agree later (`Later`): proposals of one pass
 are compared in the background, and all stages act on the result the same number of passes on. Until then
-nothing else is proposed. So a part must act on what it has proposed, which may have ended meanwhile.
+nothing else is proposed. So a part must act on its own proposal, which may have ended meanwhile.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Ranks:
     def _act(
         self, parts: Sequence[Part], measured: Sequence[Measured], agreed: Sequence[Sequence[int]]
     ) -> None:
-        """Act on the numbers of the parts, which come first, and of what was measured."""
+        """Act on the numbers of the parts, which come first, and of the measurements."""
         for each, numbers in zip(measured, agreed[len(parts) :], strict=True):
             each.compared(numbers)
         for part, numbers in zip(parts, agreed[: len(parts)], strict=True):

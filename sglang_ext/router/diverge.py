@@ -1,4 +1,4 @@
-"""``sglang-ext diverge``: which turns in a log left the tokens of their session's last turn, and why."""
+"""``sglang-ext diverge``: the turns in a log that left the tokens of their session's last turn, and why."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def compare(
 
 
 def report(sent: Comparison, repaired: Comparison, unit: str) -> Iterator[str]:
-    """The lines for people. unit: the name of what is counted."""
+    """The lines for people. unit: the name of the lengths."""
     one, other = sent.found, repaired.found
     yield f"{one.requests:,} requests, {one.prompt_tokens:,} {unit} of prompts"
     for name, found in (("as sent", one), ("with the rules that are on", other)):

@@ -74,7 +74,7 @@ def backend(server: HiCacheServer) -> Any:
 
 
 def coordinate(server: HiCacheServer) -> str:
-    """What follows the hash in a key of the unified scheme; empty in other orders."""
+    """The text after the hash in a key of the unified scheme; empty in other orders."""
     if server.order != "page_unified":
         return ""
     space = derive_namespace(

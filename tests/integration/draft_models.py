@@ -41,7 +41,7 @@ def eagle_head(folder: Path) -> Path:
 
 def windowed_target(folder: Path, window: int) -> Path:
     """Write the tiny model with windows to a folder that is not there yet, with longer windows and without
-    gates and feed-forward parts: what its layers compute, layers of Llama can compute. Returns the folder."""
+    gates and feed-forward parts: layers of Llama can compute the same as its layers. Returns the folder."""
     shutil.copytree(model_path("tiny-spark"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": window}))

@@ -113,7 +113,7 @@ def test_no_block_is_freed_twice(slabs: Slabs) -> None:
 def test_random_use_keeps_bytes_and_books(slabs: Slabs, seed: int) -> None:
     rng = random.Random(seed)
     held: list[dict[int, int]] = [{}, {}]
-    """For each arena, what its blocks hold."""
+    """The contents of the blocks of each arena."""
     for _ in range(400):
         at = rng.randrange(2)
         arena, own = slabs.arenas[at], held[at]

@@ -3,7 +3,7 @@
 The same rows of a model always have the same name, so a name that is there needs no second copy. A block is
 entered once its bytes are complete; until then, and while something reads it, it is locked.
 
-Where a component needs room, what is worth least goes (`paths`, `worth`), of whichever component it is.
+Where a component needs room, the blocks that are worth least go (`paths`, `worth`), of any component.
 Memory passes from one to another by whole chunks (`tiered_store/dram/slabs.py`): blocks that are not locked
 may then move to another place.
 """
@@ -65,8 +65,8 @@ class Dram:
         return free + sum(lent)
 
     def make_room(self, memory: ComponentMemory, count: int) -> bool:
-        """Give up what is worth least until a component can take so many blocks; False where too much is
-        locked."""
+        """Give up the blocks that are worth least until a component can take so many; False where too much
+        is locked."""
         locked = sum(each.locked_blocks * each.arena.block_bytes for each in self.memories.values())
         if count * memory.arena.block_bytes > self.nbytes - locked:
             return False

@@ -3,7 +3,7 @@
 A *run* is the KV of consecutive blocks of a prefix, and ends where prefixes fork or have a state. It follows
 its parent run. The states and windows of its blocks are its *extras*, one piece for each component.
 
-Eviction keeps what a resume needs:
+Eviction keeps the blocks that a resume needs:
 
     a run's KV goes after the runs that follow it, from its end, and after its extras
     a run that no resume can use, because it ends with neither extras nor another run, goes first
@@ -78,7 +78,7 @@ class Paths:
     def __repr__(self) -> str:
         return f"Paths({len(self._runs)} blocks of KV, {len(self._order)} pieces that may go)"
 
-    # -- what comes -----------------------------------------------------------------------------------
+    # -- new blocks -----------------------------------------------------------------------------------
 
     def entered(self, component: Component, names: Sequence[Name], new: Collection[Name]) -> None:
         """Blocks of a prefix are here. names: in its order, and for `FULL` one after the other."""
@@ -205,7 +205,7 @@ class Paths:
         self._weigh(run)
         return head
 
-    # -- what is used ---------------------------------------------------------------------------------
+    # -- uses of blocks ---------------------------------------------------------------------------------
 
     def used(self, end: Name, user: Hashable) -> None:
         """A request has found the prefix that ends with a block. Its later calls are the same use."""
@@ -225,7 +225,7 @@ class Paths:
         piece.used = self._now
         piece.uses += user != run.user or user is None
 
-    # -- what goes ------------------------------------------------------------------------------------
+    # -- eviction ------------------------------------------------------------------------------------
 
     def least(self, may_go: Callable[[Piece], bool]) -> Piece | None:
         """The piece that is worth least among those that may go."""
@@ -283,7 +283,7 @@ class Paths:
     # -- worth ----------------------------------------------------------------------------------------
 
     def _weigh(self, run: Run) -> None:
-        """Enter a run's pieces with what they are worth now."""
+        """Enter a run's pieces with their present worth."""
         kv, nbytes = run.kv, 0.0
         last = not run.children
         for piece in run.extras.values():
@@ -311,7 +311,7 @@ class Paths:
         return len(run.kv.names) if needed is None else min(needed, len(run.kv.names))
 
     def _resumable(self, run: Run) -> bool:
-        """Whether the run has what a resume at its end needs of its own blocks."""
+        """Whether the run has all of its own blocks that a resume at its end needs."""
         return len(run.extras) == len(self._others) and all(
             len(piece.names) >= self._needed(piece, run) for piece in run.extras.values()
         )

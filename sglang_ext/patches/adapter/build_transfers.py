@@ -49,7 +49,7 @@ def may_fetch(config: KvConfig, *, adapters: bool, stages: int = 1) -> bool:
     """Whether a server, in whichever role, exchanges KV with peers: when a router can send it `Fetch`.
 
     Not with adapters, whose names mean something on one server only, nor with stages of a pipeline: `Exports`
-    acts on what it has at the moment, not on what it has proposed.
+    acts on its state of the moment, not on its proposal.
     """
     return config.router is not None and config.dram_size > 0 and not adapters and stages == 1
 

@@ -1,11 +1,11 @@
 """Attention on a CPU whose cost grows with the new tokens, not with the cached ones.
 
-Change: three methods of the attention backend ``torch_native``, and one that it lacks. For a prompt of which
-a part is cached, SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the prompt and
-throws away those of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention as 2,013
-new ones, so that a hit is worth far less than on a GPU, whose backends do not do this. Ours attends with the
-new queries only. And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced indexing,
-which copies at a fifth of the rate that ``index_select`` reaches on a CPU.
+Change: three methods of the attention backend ``torch_native``, and a method that it lacks. For a prompt of
+which a part is cached, SGLang's ``_run_sdpa_forward_extend`` attends with a query for every token of the
+prompt and throws away those of the cached ones: 13 new tokens behind 2,000 cached ones cost as much attention
+as 2,013 new ones, so that a hit is worth far less than on a GPU, whose backends do not do this. Ours attends
+with the new queries only. And both, ``_run_sdpa_forward_decode`` too, gather keys and values by advanced
+indexing, which copies at a fifth of the rate that ``index_select`` reaches on a CPU.
 
 Layers with a sliding window may have a pool of their own, with slots of its own. SGLang's two methods read it
 at the slots of the other layers, though it was written at its own: they read other tokens' KV, or past its
@@ -152,7 +152,7 @@ def _attend(
 def _with_sinks(
     mask: torch.Tensor | str | None, sinks: torch.Tensor, queries: int, keys: int
 ) -> torch.Tensor:
-    """What is added to the logits (heads, queries, keys + 1), the last of which are the sinks."""
+    """The addends of the logits (heads, queries, keys + 1), the last of which are the sinks."""
     added = sinks.new_zeros(len(sinks), queries, keys + 1)
     seen = torch.ones(queries, keys, dtype=torch.bool).tril_() if isinstance(mask, str) else mask
     if seen is not None:

@@ -121,7 +121,7 @@ def common_tokens(one: bytes, other: bytes) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         begin = low * TOKEN_BYTES
-        # What is in common is compared once: each step looks at the half that is undecided.
+        # The common part is compared once: each step looks at the half that is undecided.
         if one[begin : middle * TOKEN_BYTES] == other[begin : middle * TOKEN_BYTES]:
             low = middle
         else:

@@ -26,7 +26,7 @@ Word = TypeVar("Word", bound=enum.StrEnum)
 
 
 class Action(enum.StrEnum):
-    """What a rule does with the part of a prompt that it matches."""
+    """The treatment of the part of a prompt that a rule matches."""
 
     DROP = "drop"
     REPLACE = "replace"

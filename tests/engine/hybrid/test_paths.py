@@ -1,4 +1,4 @@
-"""What DRAM gives up: the rule alone, and blocks that need each other. No memory, no bytes."""
+"""The order in which DRAM gives blocks up: the rule alone, and blocks that need each other. No bytes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_state_whose_kv_is_lost_is_worthless() -> None:
 
 
 def test_long_prefixes_are_worth_more_for_each_byte_of_their_state() -> None:
-    """What was used last may go first."""
+    """A run that was used last may go first."""
     model = Model(nbytes=FRESH * 1000)
     model.serve(path("a" * 40))
     model.serve(path("bb"))

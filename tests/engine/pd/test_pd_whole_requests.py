@@ -1,7 +1,8 @@
 """Hand-overs of all that SGLang keeps for a request, between its own pools on the CPU: pages, windows and
-states, those of draft models, and what it keeps by request.
+states, those of draft models, and the rows that it keeps by request.
 
-SGLang lists for its own transfer backends what it hands over, and in which units: nothing of it is left out.
+SGLang lists for its own transfer backends the buffers that it hands over, and their units: nothing
+is left out.
 """
 
 from __future__ import annotations

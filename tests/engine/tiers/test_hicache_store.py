@@ -1,7 +1,7 @@
-"""A store that SGLang's HiCache wrote is found, and its KV is what a model would have computed.
+"""A store that SGLang's HiCache wrote is found, and its KV equals a model's.
 
 The store is written by SGLang's own file backend, hashes and key scheme. The simulated forward pass compares
-every row that it reads with the one that a model would have written.
+every row that it reads with a model's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forget_tier() -> Iterator[None]:
 
 
 class Site:
-    """A directory of HiCache, a rank that has computed what is in it, and ranks that read it."""
+    """A directory of HiCache, a rank that has computed its contents, and ranks that read it."""
 
     def __init__(self, tmp_path: Path, attention: str, order: str, page: int) -> None:
         self.path, self.order, self.page = tmp_path, order, page

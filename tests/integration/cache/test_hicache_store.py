@@ -77,7 +77,7 @@ def computed(folder: Path, layout: BlockLayout, prompts: list[list[int]]) -> lis
 
 
 def namespace_of(folder: Path) -> bytes:
-    """The namespace of what is in a disk tier."""
+    """The namespace of the blocks in a disk tier."""
     segment, offset = min(runs(folder))
     with segment.open("rb") as file:
         file.seek(offset)
@@ -121,7 +121,7 @@ def test_the_first_turn_comes_from_hicache(tmp_path: Path) -> None:
         assert wrong.disk_tokens == BLOCKS * BLOCK
         with pytest.raises(AssertionError):
             assert_same(right, wrong)
-        # What was read is in the disk tier now.
+        # The blocks that were read are in the disk tier now.
         wait_until(lambda: blocks_in(server, "disk") >= 2 * BLOCKS, seconds=20, what="prompts on disk")
         assert blocks_in(server, "hicache") == 2 * BLOCKS
     with ServerProcess(spec(tmp_path / "second")) as server:

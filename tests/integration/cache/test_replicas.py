@@ -224,7 +224,7 @@ async def test_the_rank_decides_where_a_prompt_is_computed(
 
 
 def held(router: Router, url: str, prompt: list[int]) -> Match:
-    """What the router knows of a prompt at a replica."""
+    """The tokens of a prompt that the router knows at a replica."""
     return router.trees.match(NS, encode_tokens(prompt)).get(url, Match(0))
 
 

@@ -1,7 +1,7 @@
-"""Decode's own cache of a model that has windows or states, and what it returns to prefill.
+"""Decode's own cache of a model that has windows or states, and its returns to prefill.
 
-Decode keeps what it received and generated in HBM (``--kv-pd-caching 2`` and 3), in SGLang's tree, so that
-hand-overs bring only what it lacks. The window of a request, or its state, comes with each hand-over. With 3,
+Decode keeps received and generated KV in HBM (``--kv-pd-caching 2`` and 3), in SGLang's tree, so that
+hand-overs bring only the rest. The window of a request, or its state, comes with each hand-over. With 3,
 prefill gets what decode has computed, by name.
 """
 
@@ -136,7 +136,7 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Keeping) -> None:
 
 
 def test_memory_that_requests_need_is_given_back(rig: Keeping) -> None:
-    """More is kept than the pools have: what was used least recently goes."""
+    """More is kept than the pools have: the least recently used KV goes."""
     rig.answered(rig.turns)
     for seed in range(6):
         rig.generate(prompt_of(2000 + seed, 500))
@@ -162,7 +162,7 @@ def test_damaged_kv_that_decode_keeps_is_seen(rig: Keeping) -> None:
 
 
 def test_damaged_returns_are_seen(rig: Keeping) -> None:
-    """The twin: what returns is filled with zeros at prefill, whose next turn begins behind it."""
+    """The twin: the returned blocks are filled with zeros at prefill, whose next turn begins behind it."""
     if rig.caching != "3":
         return
     with fault(rig.faults[0], "zero-returned"):

@@ -301,7 +301,7 @@ async def test_a_hint_brings_a_conversation_that_is_handed_over(
 async def test_a_second_prefill_server_fetches_and_hands_over(
     rig: HybridRig, client: aiohttp.ClientSession
 ) -> None:
-    """What one prefill server has computed, the other reads by name from its DRAM."""
+    """A second prefill server reads the blocks of the first by name from its DRAM."""
     assert rig.base is not None
     (first, _), (second, expected) = rig.turns[-1], rig.second[-1]
     spec = replace(rig.base, flags=(*rig.base.flags, "--kv-instance-id", "another"))

@@ -31,7 +31,7 @@ TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required"
 
 
 class Client:
-    """Requests in the form of one client. turn: which of the conversation; said: former answers."""
+    """Requests in the form of one client. turn: its number in the conversation; said: former answers."""
 
     path = ""
     headers: dict[str, str] = {}
@@ -135,7 +135,7 @@ async def start(server: ServerProcess) -> AsyncIterator[Callable[..., Any]]:
 
 
 async def talk(url: str, client: Client, bodies: list[Json]) -> list[tuple[str, Json]]:
-    """(answer, what the router explains of it) of each turn; explanations are empty without a router.
+    """(answer, the router's explanation of it) of each turn; explanations are empty without a router.
 
     Args:
         bodies: gets the body of each turn, or has them already.

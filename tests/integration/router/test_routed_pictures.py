@@ -144,7 +144,7 @@ def apart(leak_guard: LeakGuard) -> Iterator[tuple[PdServers, ServerProcess, int
 async def test_prefill_and_decode_behind_a_router_answer_about_pictures(
     apart: tuple[PdServers, ServerProcess, int], client: aiohttp.ClientSession
 ) -> None:
-    """Cold, from HBM, and after its KV has left HBM. What damage does is in `test_pictures.py`."""
+    """Cold, from HBM, and after its KV has left HBM. The effect of damage is in `test_pictures.py`."""
     pair, truth, port = apart
     prefill = pair.prefill[0].server
     async with Router(RouterConfig(port=port)) as router:

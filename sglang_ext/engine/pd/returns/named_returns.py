@@ -1,4 +1,4 @@
-"""Returns of models with windows or states: decode exports what it has by name, and prefill fetches it.
+"""Returns of models with windows or states: decode exports its blocks by name, and prefill fetches it.
 
 Decode's tree copies a request's blocks of each component to DRAM when the request ends (`hybrid/store.py`).
 From there they are exported, as to a peer (`hybrid/exports.py`). Prefill's ranks read into their own DRAM the
@@ -171,7 +171,7 @@ class NamedReturnSender:
         name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
         namespace = self._namespace(req.extra_key, req.cache_salt)
         seconds = moving_seconds(RETURN_SECONDS, len(tokens) * _token_bytes(self._agent))
-        # Where this rank has lost prefill too: exports are alike on all ranks. One that is not read ends.
+        # Where this rank has lost prefill too: exports are alike on all ranks. A lease that is not read ends.
         self._exports.export(name, namespace, key, seconds)
         peer = self._agent.peer(f"{req.bootstrap_host}:{req.bootstrap_port}")
         if peer is None:

@@ -77,7 +77,7 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
     cache = create_unified_radix_cache(ctx, cache_class=HybridRadixCache)
     assert isinstance(cache, HybridRadixCache)
     if ctx.server_args.disaggregation_mode == "decode":
-        # No prompt is computed here, and what SGLang's tree matches comes from HBM alone. DRAM has what goes
+        # No prompt is computed here, and SGLang's tree matches blocks of HBM alone. DRAM has those that go
         # back to prefill.
         cache.chunks = None
         returns = returns_by_name(config, ctx.server_args, adapters=uses_adapters())

@@ -98,7 +98,7 @@ def join_cluster(
 def _exchange_alone(
     ctx: TreeCacheBuildContext, cache: HybridRadixCache, ranks: Ranks, make_exchange: MakeExchange
 ) -> None:
-    """Exchange blocks with instances that no router names: what decode returns to prefill."""
+    """Exchange blocks with instances that no router names: the blocks that decode returns to prefill."""
     (epoch,) = ranks.at_once([secrets.randbits(63)])
     exchange = make_exchange(epoch.to_bytes(16, "big"), Replies())
     if exchange is not None:

@@ -548,7 +548,7 @@ def _begun(scheduler: Any) -> list[Any]:
         found.append(scheduler.chunked_req)
     # Of a prefill server: those that decode has not got yet. Their KV enters the tree when it has.
     found += getattr(scheduler, "disagg_prefill_inflight_queue", None) or ()
-    # Of a decode server: those whose KV is on its way.
+    # Of a decode server: requests whose KV is on its way.
     coming = getattr(scheduler, "disagg_decode_transfer_queue", None)
     found += [] if coming is None else [entry.req for entry in coming.queue]
     return [req for req in found if req.kv is not None and req.kv.holds_kv]

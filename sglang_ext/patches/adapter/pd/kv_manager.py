@@ -69,8 +69,8 @@ def require_pools(kinds: Sequence[str], pools: Container[str]) -> None:
 
 
 def rows_beside(kinds: Sequence[str], indices: Sequence[Any]) -> tuple[PoolRows, ...]:
-    """The rows that SGLang names beside the pages: pages of a window, the slot of a state, or a row of what
-    it keeps by request. A draft model's window has the rows of the model's."""
+    """The rows that SGLang names beside the pages: pages of a window, the slot of a state, or a row that it
+    keeps by request. A draft model's window has the rows of the model's."""
     found: dict[str, PoolRows] = {}
     for kind, rows in zip(kinds, indices, strict=True):
         pool = _POOLS[kind]
