@@ -49,6 +49,7 @@ class ChatCompletions(OpenAiDialect):
         separate_reasoning return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext"""
     )
     parts_in = messages_in = ("messages",)
+    known_by = (fields("messages"),)
     hint_fields: ClassVar[tuple[str, ...]] = ("messages",)
     document_fields: ClassVar[Mapping[str, str]] = {"messages": "messages", "input_ids": "input_ids"}
     answer_object = "chat.completion"

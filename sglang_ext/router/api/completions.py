@@ -24,6 +24,7 @@ class Completions(OpenAiDialect):
     path = "/v1/completions"
     summary = "OpenAI completions"
     prompt_field = "prompt"
+    known_by = (fields("prompt"),)
     own_fields = fields("prompt suffix echo best_of json_schema")
     hint_fields = ("prompt",)
     document_fields: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt"}

@@ -135,6 +135,9 @@ class Dialect(ABC):
     """Fields that hold instructions to the model: a text, or parts."""
     messages_in: ClassVar[tuple[str, ...]] = ()
     """Fields that hold messages with roles."""
+    known_by: ClassVar[tuple[frozenset[str], ...]] = ()
+    """Fields by which a body is known where its path is not, as in logs: any of these sets. Of several APIs,
+    that with the largest set counts."""
     takes_default_model: ClassVar[bool] = True
     """The server takes ``default`` for the model's name."""
     custom_params_in: ClassVar[str] = ""

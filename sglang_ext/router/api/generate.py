@@ -91,6 +91,7 @@ class Generate(Dialect):
     methods = frozenset({"POST", "PUT"})
     summary = "SGLang's own generation"
     prompt_field = "text"
+    known_by = (fields("text"), fields("input_ids"))
     ids_field = "input_ids"
     own_fields = fields(
         """image_max_dynamic_patch video_max_dynamic_patch require_reasoning max_thinking_tokens

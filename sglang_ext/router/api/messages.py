@@ -66,6 +66,7 @@ class Messages(Dialect):
     parts_in = ("messages", "system")
     instructions_in = ("system",)
     messages_in = ("messages",)
+    known_by = (fields("messages system"),)
     via = CHAT
 
     def parse(self, payload: Json, limits: Limits) -> Job:

@@ -61,6 +61,7 @@ class Responses(Dialect):
     )
     parts_in = messages_in = ("input",)
     instructions_in = ("instructions",)
+    known_by = (fields("input"),)
     takes_default_model = False
     keeps_answers = True
 

@@ -12,10 +12,9 @@ import msgspec
 import orjson
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.validation import Json
 
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 LEVEL = "Start the server with --log-requests --log-requests-level 3 --log-requests-format json"
 
 
@@ -64,38 +63,34 @@ def _request(value: Json, number: int) -> LoggedBody | None:
     if isinstance(value.get("event"), str) and "timestamp" in value:
         return _of_sglang(value, number)
     if "call_type" in value and "messages" in value:
-        return _of_litellm(value)
+        return _of_litellm(value, number)
     headers = _headers(value.get("headers"))
     answer = _text_of(value.get("response"))
     if isinstance(body := value.get("body"), dict):  # OpenAI's batches
         url = value.get("url")
         path = url if isinstance(url, str) else _path_of(body)
-        return LoggedBody(path or CHAT, body, headers, answer)
+        return _logged(path, body, headers, answer, number)
     request = value.get("request")
     body = request if isinstance(request, dict) else value
-    path = _path_of(body)
+    return _logged(_path_of(body), body, headers, answer, number)
+
+
+def _logged(
+    path: str | None, body: Json, headers: Mapping[str, str], answer: str, number: int, session: str = ""
+) -> LoggedBody:
     if path is None:
         raise LogError(number, "has no messages, input, prompt, text or input_ids")
-    return LoggedBody(path, body, headers, answer)
+    return LoggedBody(path, body, headers, answer, session)
 
 
 def _path_of(body: Json) -> str | None:
-    if isinstance(messages := body.get("messages"), list):
-        return MESSAGES if "system" in body or _has_anthropic_blocks(messages) else CHAT
-    if "input" in body:
-        return RESPONSES
-    if "prompt" in body:
-        return COMPLETIONS
-    return GENERATE if "input_ids" in body or "text" in body else None
-
-
-def _has_anthropic_blocks(messages: list[Any]) -> bool:
-    return any(
-        isinstance(block, dict) and block.get("type") in ("tool_use", "tool_result", "thinking")
-        for message in messages
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        for block in message["content"]
-    )
+    """The path of the API that a body is of, by its fields; None if it is of none."""
+    best, most = None, 0
+    for path, dialect in DIALECTS.items():
+        for names in dialect.known_by:
+            if len(names) > most and names <= body.keys():
+                best, most = path, len(names)
+    return best
 
 
 def _of_sglang(value: Json, number: int) -> LoggedBody | None:
@@ -115,10 +110,10 @@ def _of_sglang(value: Json, number: int) -> LoggedBody | None:
         raise LogError(number, "has no prompt", LEVEL)
     if isinstance(key := obj.get("extra_key"), str):
         body["extra_key"] = key
-    return LoggedBody(GENERATE, body, _headers(value.get("headers")))
+    return _logged(_path_of(body), body, _headers(value.get("headers")), "", number)
 
 
-def _of_litellm(value: Json) -> LoggedBody | None:
+def _of_litellm(value: Json, number: int) -> LoggedBody | None:
     """LiteLLM's payload for loggers (``StandardLoggingPayload``)."""
     if value["call_type"] not in ("completion", "acompletion", "anthropic_messages"):
         return None
@@ -126,10 +121,8 @@ def _of_litellm(value: Json) -> LoggedBody | None:
     body = {"model": value.get("model"), "messages": value["messages"]}
     body |= {name: given[name] for name in ("system", "tools", "max_tokens") if given.get(name) is not None}
     session = value.get("session_id") or value.get("trace_id")
-    path = _path_of(body) or CHAT
-    return LoggedBody(
-        path, body, {}, _text_of(value.get("response")), session if isinstance(session, str) else ""
-    )
+    name = session if isinstance(session, str) else ""
+    return _logged(_path_of(body), body, {}, _text_of(value.get("response")), number, name)
 
 
 def _headers(value: Any) -> dict[str, str]:
