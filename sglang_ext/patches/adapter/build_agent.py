@@ -125,7 +125,7 @@ def attach_agent(
         agent=f"tcp://{address}:{agent.socket.port}",
         agent_key=agent.socket.public_key,
         block_size=facts.block_size,
-        model=str(server_args.served_model_name or ""),
+        model=str(server_args.served_model_name or server_args.model_path),
         tp_size=engine_ranks(),
         pp_size=server_args.pp_size,
         namespace=namespace.digest().hex(),

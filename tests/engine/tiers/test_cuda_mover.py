@@ -52,7 +52,7 @@ def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) ->
         plan = copier.plan(slots.numpy(), blocks)
         copier.gather(plan, 0, layout.n_layers)
         rows = [[byte_rows(plane) for plane in layer] for layer in planes]
-        staging = gather_blocks(rows, layout, slots)
+        staging = gather_blocks(rows, layout, slots, layout.block_bytes)
         assert np.array_equal(staging.numpy(), arena.blocks[blocks])
 
         restored = [[torch.zeros_like(plane) for plane in layer] for layer in planes]
