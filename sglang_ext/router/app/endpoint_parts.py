@@ -69,7 +69,7 @@ class EndpointParts:
             wait_s=config.index_wait_secs,
         )  # fmt: skip
         bounds = Bounds(of.fleet, of.tokenizers)
-        control = Control(of.fleet, of.api, requests.aborting, requests.shared, bounds)
+        control = Control(of.fleet, of.api, requests.aborting, requests.shared, bounds, repairs)
         self.fleet_api = FleetApi(of.fleet, of.trees, of.api, bounds, timeout_s=config.request_timeout_secs)
         documents = DocumentsApi(
             routing.documents, of.fleet, clock, config.document_ttl_secs, routing.queries

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.errors import PeerError
-from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import (
     MAX_NAME_CHARACTERS,
@@ -23,6 +23,7 @@ from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.endpoints.bounds import Bounds
 from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S, ask_any, send_json
+from sglang_ext.router.endpoints.repairing import Repairs
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
@@ -41,12 +42,20 @@ class Control:
         aborting: aborts requests at instances.
         shared: requests and responses, of all routers.
         bounds: judges requests by their length.
+        repairs: of prompts whose tokens are counted, as requests with them have it.
     """
 
     def __init__(
-        self, fleet: Fleet, api: WorkerApi, aborting: Aborting, shared: SharedRequests, bounds: Bounds
+        self,
+        fleet: Fleet,
+        api: WorkerApi,
+        aborting: Aborting,
+        shared: SharedRequests,
+        bounds: Bounds,
+        repairs: Repairs,
     ) -> None:
         self._bounds = bounds
+        self._repairs = repairs
         self._fleet = fleet
         self._api = api
         self._aborting = aborting
@@ -61,7 +70,7 @@ class Control:
             yield Route(path, _POST, self._asking(self._check_detokenize))
         for dialect in DIALECTS.values():
             for question in dialect.questions:
-                yield Route(question.path, _POST, self._asking(question.check))
+                yield Route(question.path, _POST, self._asking(question.check, dialect))
             if dialect.keeps_answers:
                 yield Route(dialect.path + "/", _GET_OR_POST, self._keeping(dialect.path + "/"))
 
@@ -90,10 +99,12 @@ class Control:
 
     # -- one instance -----------------------------------------------------------------------------
 
-    def _asking(self, check: Callable[[Json], None]) -> Handler:
+    def _asking(self, check: Callable[[Json], None], dialect: Dialect | None = None) -> Handler:
         async def handler(request: Request, responder: Responder, record: Record) -> None:
             self._bounds.check_body(request)
             payload = parse_json_object(request.body)
+            if dialect is not None:
+                self._repairs.apply(dialect, payload, request, record)
             check(payload)
             field = "messages" if payload.get("prompt") is None else "prompt"
             await self._bounds.check_text(payload, field, record)

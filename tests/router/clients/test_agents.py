@@ -66,6 +66,16 @@ async def test_turns_of_claude_code_are_found_again(start_worker, start_router, 
         assert 'sglang_ext_router_repaired_total{rule="claude-code-billing"} 4.0' in await answer.text()
 
 
+async def test_tokens_are_counted_without_the_line(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker())
+    counts = []
+    for body in (claude_code("0f3a2", "read"), {**claude_code("0f3a2", "read"), "system": SYSTEM}):
+        async with client.post(router.url + "/v1/messages/count_tokens", json=body) as answer:
+            assert answer.status == 200
+            counts.append((await answer.json())["input_tokens"])
+    assert counts[0] == counts[1]
+
+
 async def test_without_the_rule_they_are_not_and_the_reason_is_said(
     start_worker, start_router, client, ask
 ) -> None:
