@@ -33,6 +33,7 @@ from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import check_conversation
 from sglang_ext.router.api.validation import parse_json_object
+from sglang_ext.router.clients.repairs import repair
 from sglang_ext.router.clients.rules import shipped
 from sglang_ext.router.cluster.roster import decode_member
 from sglang_ext.router.http.body import BodyBudget, unpack
@@ -116,6 +117,8 @@ def body(dialect: Dialect, data: bytes) -> None:
 def _admit(dialect: Dialect, data: bytes, payload: dict[str, Any], caller: Caller) -> None:
     if dialect.answer_at_once(payload, LIMITS) is not None:
         return
+    if repair(dialect, payload, shipped().rules, lambda rule, at, text: text):
+        data = orjson.dumps(payload)
     if dialect.only_warms(payload):
         admit_hint(payload, caller, LIMITS, dialect)
         return
@@ -123,7 +126,7 @@ def _admit(dialect: Dialect, data: bytes, payload: dict[str, Any], caller: Calle
     admitted = admit(dialect, payload, request, caller, LIMITS, RULES, "new-rid")
     for hint in admitted.hints[:4]:
         try:
-            admit_hint(hint, caller, LIMITS)
+            admit_hint(hint.body or {}, caller, LIMITS)
         except RequestRefused:
             continue
     for prompt in admitted.job.prompts:
