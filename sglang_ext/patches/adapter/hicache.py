@@ -39,7 +39,7 @@ def hicache_store(
         return None
     word, _, folder = config.hicache.partition(":")
     order = PageOrder(word)
-    _require(geometry, order, drafts=drafts)
+    _require(geometry, drafts=drafts)
     if not _has_files(folder):
         logger.warning("%s has no files of HiCache: there is nothing to read", folder)
         return None
@@ -63,7 +63,7 @@ def _has_files(folder: str) -> bool:
         ) from error
 
 
-def _require(geometry: Geometry, order: PageOrder, *, drafts: bool) -> None:
+def _require(geometry: Geometry, *, drafts: bool) -> None:
     rows, shard = {plane.row_bytes for plane in geometry.planes}, geometry.shard
     kinds = {plane.kind for plane in geometry.planes}
     for refused, why in (
@@ -74,16 +74,6 @@ def _require(geometry: Geometry, order: PageOrder, *, drafts: bool) -> None:
     ):
         if refused:
             raise ConfigError(f"{why}, which is not supported", field=FIELD, hint="Leave the setting out")
-    if order is not PageOrder.PAGE_UNIFIED:
-        return
-    try:
-        import sglang.srt.mem_cache.hicache_key_scheme  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "this version of SGLang has no unified names of pages",
-            field=FIELD,
-            hint="Install SGLang 0.5.23, or name another layout",
-        ) from None
 
 
 def _suffix(ctx: Any, geometry: Geometry, model: str) -> str:
@@ -94,29 +84,12 @@ def _suffix(ctx: Any, geometry: Geometry, model: str) -> str:
 
 
 def _unified(ctx: Any, geometry: Geometry, model: str) -> str:
-    """The coordinate of this rank's KV in the unified key scheme, as one object for all layers and heads.
-
-    Raises:
-        ConfigError: the scheme has no names for it.
-    """
-    from sglang.srt.mem_cache.hicache_key_scheme import plan_unified_kv
-
-    plane, shard = geometry.planes[0], geometry.shard
     try:
-        plan = plan_unified_kv(
-            model_id=model,
-            dtype=plane.dtype,
-            page_size=ctx.params.page_size,
-            rank_replicated=plane.kind is PlaneKind.LATENT,
-            local_kv_heads=shard.heads,
-            attn_tp_rank=ctx.tp_rank,
-            attn_tp_size=ctx.tp_size,
-            attn_cp_size=1,
-            start_layer=shard.first_layer,
-            end_layer=shard.first_layer + shard.layers,
-            is_final_stage=True,
-        )
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(str(error), field=FIELD, hint="Name another layout") from None
-    (suffix,) = plan.suffixes
-    return f"_{suffix}"
+        from sglang_ext.patches.adapter.hicache_unified import unified_suffix
+    except ImportError:
+        raise ConfigError(
+            "this version of SGLang has no unified names of pages",
+            field=FIELD,
+            hint="Install SGLang 0.5.23, or name another layout",
+        ) from None
+    return unified_suffix(ctx, geometry, model)

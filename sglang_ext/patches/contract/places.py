@@ -21,7 +21,8 @@ from sglang_ext.patches.versions import follows_hybrids, installed_sglang_versio
 _OURS = "sglang_ext"
 _PATCHES = "sglang_ext.patches"
 _SEAMS = "sglang_ext.patches.seams"
-_HYBRIDS = "sglang_ext.patches.adapter.hybrid"
+_NEWEST = ("sglang_ext.patches.adapter.hybrid", "sglang_ext.patches.adapter.hicache_unified")
+"""Modules for classes of SGLang that came with its support of windows and states."""
 
 
 class NoSourceError(RuntimeError):
@@ -103,11 +104,11 @@ def source_with(sglang: Path) -> Source:
 def our_modules(source: Source, *, hybrids: bool) -> Iterator[Module]:
     """Our modules that touch SGLang: the patches with one seam, the engine that they hand requests to.
 
-    hybrids: with those for models with windows or states.
+    hybrids: with those for models with windows or states, and those that came with them.
     """
     seam = source.find(f"{_SEAMS}.current")
     for each in modules_in(source, _PATCHES, folder_of(_PATCHES)):
-        if not hybrids and each.name.startswith(_HYBRIDS):
+        if not hybrids and each.name.startswith(_NEWEST):
             continue
         if each.name.rpartition(".")[0] != _SEAMS or each is seam:
             yield each

@@ -42,7 +42,7 @@ def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
 
 
 def after_split(
-    result: tuple[list[Any], list[Any]], _receiver: Any, _requests: Any
+    result: tuple[list[Any], list[Any]], _receiver: Any, recv_reqs: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """After ``_split_work_and_control_reqs``, with DP attention."""
     from sglang_ext.patches.adapter.command import KvCommand
