@@ -327,10 +327,10 @@ def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None
 
     log = RequestLog(1 << 20)
     for moment, expected in ((50.0, "evicted"), (150.0, "never-stored")):
-        value = as_json(missed, log, history, spilled, block_size=16, admin=True)
+        value = as_json(missed, log, history, spilled, block_size=16, admin=True, own=True)
         assert value["causes"] == [expected]
         tiers = [event["tier"] for event in value["evictions"]]
         assert tiers == (["hbm", "dram"] if moment < 100 else ["hbm"])
-    value = as_json(missed, log, None, spilled, block_size=16, admin=True)
+    value = as_json(missed, log, None, spilled, block_size=16, admin=True, own=True)
     assert value["causes"] == ["history-unknown"]
     assert value["spilled"] == [{"to": "j"}]
