@@ -591,7 +591,11 @@ def test_a_part_that_does_not_come_ends_the_return(
     )
     assert [return_sender._going for return_sender in instances.return_senders] == [[], []]
     assert [return_sender.tokens for return_sender in instances.return_senders] == [0, 0]
-    assert not instances.return_receivers[0]._gathering
+    wait_until(
+        lambda: instances.each_pass() or not instances.return_receivers[0]._gathering,
+        seconds=20,
+        what="the end of its gathering",
+    )
     assert [return_sender._pinned for return_sender in instances.return_senders] == [0, 0]
     for rank in instances.ranks["d"]:
         rank.cache.settle()
