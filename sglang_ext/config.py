@@ -259,7 +259,7 @@ class KvConfig(Flagged):
     hicache: str | None = flag(
         None,
         "The directory of HiCache's file backend, behind the --hicache-mem-layout of the servers that wrote "
-        "it (layer_first, page_first, page_first_direct or page_unified), as in layer_first:/tmp/hicache. KV "
+        "it (layer_first, page_first, page_first_direct or page_unified), as in layer_first:/data/l3. KV "
         "that --kv-disk-path lacks is read from there. The files have no checksums. Not given: none.",
         Parser(parse_hicache, "LAYOUT:DIR"),
         within="--kv-load-policy",

@@ -57,6 +57,16 @@ class Engine:
 
 Pair = tuple[Engine, Engine]
 PAGES = [at % 5 for at in range(4 * PAGE)]
+PROMPTS = [
+    pytest.param(WINDOW, PROMPT, id="window"),
+    pytest.param(PAGED, PROMPT, id="window, page 16"),
+    pytest.param(STATES, PROMPT, id="states"),
+    pytest.param(BOTH, PROMPT, id="window and states"),
+    pytest.param(whole(COMPRESSED), PAGES, id="compressed"),
+    pytest.param(whole(LOW_RATIO), PAGES, id="low-ratio"),
+    pytest.param(whole(GROUPED), PAGES, id="grouped"),
+]
+"""A scenario of each kind of model, with a prompt."""
 
 
 @contextmanager
@@ -88,18 +98,7 @@ def fetch(owner: Engine, reader: Engine, prompt: list[int], **tenant: Any) -> No
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
-@pytest.mark.parametrize(
-    ("scenario", "prompt"),
-    [
-        pytest.param(WINDOW, PROMPT, id="window"),
-        pytest.param(PAGED, PROMPT, id="window, page 16"),
-        pytest.param(STATES, PROMPT, id="states"),
-        pytest.param(BOTH, PROMPT, id="window and states"),
-        pytest.param(whole(COMPRESSED), PAGES, id="compressed"),
-        pytest.param(whole(LOW_RATIO), PAGES, id="low-ratio"),
-        pytest.param(whole(GROUPED), PAGES, id="grouped"),
-    ],
-)
+@pytest.mark.parametrize(("scenario", "prompt"), PROMPTS)
 def test_a_prompt_of_another_instance_is_found(pair: Pair, prompt: list[int], damaged: bool) -> None:
     owner, reader = pair
     owner.rank.serve(prompt)

@@ -13,13 +13,12 @@ import pytest
 from engine_drafts import GRID
 from engine_hybrids import HybridRank, HybridScenario, drive
 from engine_movers import until
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
+from engine_page_pools import COMPRESSED, GROUPED, PAGE
 from engine_pools import WrongKvError
+from test_oracle_fetches import PROMPTS
 from test_oracle_store import (
     BOTH,
-    PAGED,
     PROMPT,
-    STATES,
     WINDOW,
     damage,
     flip_a_bit,
@@ -33,8 +32,6 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Advise
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
-
-PAGES = [at % 5 for at in range(4 * PAGE)]
 
 
 def hinted(scenario: HybridScenario, **sizes: Any) -> HybridRank:
@@ -56,18 +53,7 @@ def advise(rank: HybridRank, prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
-@pytest.mark.parametrize(
-    ("scenario", "prompt"),
-    [
-        pytest.param(WINDOW, PROMPT, id="window"),
-        pytest.param(PAGED, PROMPT, id="window, page 16"),
-        pytest.param(STATES, PROMPT, id="states"),
-        pytest.param(BOTH, PROMPT, id="window and states"),
-        pytest.param(whole(COMPRESSED), PAGES, id="compressed"),
-        pytest.param(whole(LOW_RATIO), PAGES, id="low-ratio"),
-        pytest.param(whole(GROUPED), PAGES, id="grouped"),
-    ],
-)
+@pytest.mark.parametrize(("scenario", "prompt"), PROMPTS)
 def test_blocks_that_a_hint_brings_are_right(
     scenario: HybridScenario, prompt: list[int], damaged: bool
 ) -> None:

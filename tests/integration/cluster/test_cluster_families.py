@@ -41,8 +41,8 @@ def said(url: str, prompt: Sequence[int]) -> Answer:
 
 @pytest.mark.parametrize("model", ["tiny-spark"])
 def test_later_turns_find_the_earlier_ones_also_after_a_restart(tmp_path: Path, model: str) -> None:
-    """The answers are those of a server of SGLang alone. The twin: where what a conversation's second turn
-    wrote to disk is damaged, with checksums that fit, the third turn has another answer."""
+    """The answers are those of a server of SGLang alone. The twin: the blocks that a conversation's
+    second turn wrote to disk are damaged, with checksums that fit, and the third turn has another answer."""
     flags, component = MODELS[model]
     flags = (*flags, *LIMITS)
     histories = [random_tokens(TURN, seed) for seed in range(CONVERSATIONS)]
