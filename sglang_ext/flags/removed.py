@@ -51,6 +51,7 @@ ROUTER: Mapping[str, str] = MappingProxyType(
         "--tree-max-bytes": "--memory-limits tree=SIZE",
         "--tokenizer-cache-bytes": "--memory-limits tokenizer-cache=SIZE",
         "--session-memory-bytes": "--memory-limits sessions=SIZE",
+        "--document-blocks": "--memory-limits document-blocks=BLOCKS",
         "--document-bytes": "--memory-limits documents=SIZE",
         "--explain-max-bytes": "--memory-limits explain=SIZE",
         "--max-total-payload-bytes": "--memory-limits bodies=SIZE",

@@ -74,11 +74,10 @@ class Fill(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Member(Line, frozen=True, tag="member"):
-    """An instance. role: ``colocated``, ``prefill`` or ``decode``. tiers: by name, as last reported."""
+    """An instance. role: ``colocated``, ``prefill`` or ``decode``. tiers: by name, where it reports them."""
 
     instance: str
     role: str
-    block_size: int = 0
     tiers: Mapping[str, Fill] = {}
 
 
@@ -160,7 +159,7 @@ class Request(Line, frozen=True, tag="request"):
 
     id, tenant, session: hashed; empty for none. routed_s: from the arrival to the decision. first_byte_s,
     ended_s: from the arrival. cached: tokens that the instance reports as cached; tiers: by tier. stages:
-    seconds by stage, the router's first. hinted: whether a hint had announced it.
+    seconds by stage, the router's first.
     """
 
     id: str
@@ -179,7 +178,6 @@ class Request(Line, frozen=True, tag="request"):
     prefill_instance: str = ""
     cached: int | None = None
     tiers: Mapping[str, int] = {}
-    hinted: bool = False
     queued_s: float = 0.0
     routed_s: float = 0.0
     first_byte_s: float | None = None

@@ -100,7 +100,9 @@ class RouterConfig(Flagged):
             "and tokenizing-share then hold for each address.",
             common=True,
         ),
-        list_flag("--memory-limits", "Memory that the router may use, by purpose.", common=True),
+        list_flag(
+            "--memory-limits", "Memory that the router and its documents may use, by purpose.", common=True
+        ),
         list_flag("--time-limits", "How long the router waits, and how long it keeps state, by purpose."),
     )
     removed = ROUTER
@@ -512,6 +514,14 @@ class RouterConfig(Flagged):
         within="--memory-limits",
         key="documents",
     )
+    document_blocks: int = flag(
+        8192,
+        "Blocks of KV that documents (/v1/documents) may have held back, over all tenants and instances.",
+        COUNT,
+        "BLOCKS",
+        within="--memory-limits",
+        key="document-blocks",
+    )
     explain_max_bytes: int = flag(
         32 * MIB,
         "Memory for recent requests, for /explain.",
@@ -608,18 +618,26 @@ class RouterConfig(Flagged):
     )
     trust_remote_code: bool = flag(False, "Let the tokenizer run code of its own.")
 
-    document_blocks: int = flag(
-        8192,
-        "Blocks of KV that documents (/v1/documents) may have held back, over all tenants and instances.",
-        COUNT,
-        "BLOCKS",
-        group="Documents",
-    )
-
     log_level: str = flag(
         "info", "What to log.", one_of("debug", "info", "warning", "error"), group="Telemetry", common=True
     )
     log_format: str = flag("text", "How to log.", one_of("text", "json"), within="--log-level", key="format")
+    record: str | None = flag(
+        None,
+        "Record requests to this file, for sglang-ext simulate and estimate: times, lengths, choices and "
+        "hashes of blocks, no text.",
+        metavar="FILE",
+    )
+    record_size: int = flag(
+        256 * MIB,
+        "The size at which the file becomes FILE.1 and a new one begins.",
+        SIZE.positive(),
+        within="--record",
+        key="size",
+    )
+    record_files: int = flag(
+        4, "The files that are kept, the newest included.", COUNT.positive(), within="--record", key="files"
+    )
     otel_endpoint: str | None = flag(
         None,
         "The OTLP/HTTP address to send traces to (extra 'otel'). Nothing is traced without it.",

@@ -96,13 +96,17 @@ class ServerParts:
 
     Args:
         routes: every endpoint.
+        requests: their log notes the end of each.
         cluster: the role controller counts ended requests.
     """
 
-    def __init__(self, base: Foundation, routes: RouteTable, cluster: ClusterParts) -> None:
+    def __init__(
+        self, base: Foundation, routes: RouteTable, requests: RequestParts, cluster: ClusterParts
+    ) -> None:
         config = base.config
         sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=base.asks_for_key)
         self.service = Service(routes, base.keys, base.budgets, sites, base.metrics, base.clock, base.tracing)
+        self.service.ended.subscribe(requests.request_log.end)
         if cluster.roles.is_on:
             self.service.ended.subscribe(cluster.roles.ended)
         limits = config.http_limits()

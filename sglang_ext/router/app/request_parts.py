@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from sglang_ext.protocol.recording import VERSION, Head, Namer
 from sglang_ext.router.app.foundation import Foundation
 from sglang_ext.router.app.instance_parts import InstanceParts
 from sglang_ext.router.app.routing_parts import RoutingParts
@@ -13,11 +16,14 @@ from sglang_ext.router.dispatch.explain import Explainer, RequestLog
 from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
+from sglang_ext.router.dispatch.recording import Recorder
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.dispatch.turns import Turns
 from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
+from sglang_ext.router.policies import Role
+from sglang_ext.router.telemetry.record_file import RecordFile, recording_key
 
 
 class RequestParts:
@@ -54,6 +60,43 @@ class RequestParts:
             forwarding, of.fleet, of.trees, of.costs, of.tokenizers, self.homes, metrics, clock, self.mover,
             self.suspects,
             on_background=self.background.keep,
-            on_learnt=(turns.learn, routing.spilling.learn),
+            on_learnt=(turns.learn, routing.spilling.learn, self.request_log.learn),
             explains=config.explain_routing,
         )  # fmt: skip
+        self.recorder = None if config.record is None else _recorder(base, of, routing, self.request_log)
+
+
+def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: RequestLog) -> Recorder:
+    """What ``--record`` writes, subscribed to all that it writes of."""
+    config = base.config
+    file = RecordFile(
+        Path(config.record or ""),
+        config.record_size,
+        config.record_files,
+        Namer(recording_key(base.cluster_key), config.block_size),
+    )
+    settings: dict[str, str | float] = {
+        "--cache-threshold": config.cache_threshold,
+        "--balance-abs-threshold": config.balance_abs_threshold,
+        "--balance-rel-threshold": config.balance_rel_threshold,
+        "queue-weight": config.queue_weight,
+        "exec-weight": config.exec_weight,
+        "--max-running-per-instance": config.max_running_per_instance,
+        "--spill-above": config.spill_above,
+        "--index": config.index,
+    }
+
+    def head(at: float, key_id: str) -> Head:
+        return Head(at, VERSION, base.name, key_id, config.block_size, config.policy, settings)
+
+    def role_of(name: str) -> str:
+        row = of.fleet.rows.get(name)
+        return Role.COLOCATED.value if row is None else row.role.value
+
+    recorder = Recorder(file, head, base.clock, base.metrics, role_of=role_of, beat_of=of.agents.beat)
+    log.ended.subscribe(recorder.on_ended)
+    routing.advisor.offered.subscribe(recorder.on_hint)
+    of.agents.loads.subscribe(recorder.on_load)
+    of.agents.applied.subscribe(recorder.on_applied)
+    of.fleet.restarted.subscribe(recorder.on_gone)
+    return recorder

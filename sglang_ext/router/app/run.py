@@ -162,6 +162,8 @@ class Router(Parts):
         await self.upstream.close()
         self.tokenizers.close()
         self.tracing.close()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.file.close)
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 

@@ -58,6 +58,7 @@ class Parts:
         )
         self.homes, self.background = requests.homes, requests.background
         self.mover, self.relay = requests.mover, requests.relay
+        self.recorder = requests.recorder
 
         cluster = ClusterParts(base, of, routing, requests)
         self.members, self.role_changes, self.roles = cluster.members, cluster.role_changes, cluster.roles
@@ -67,7 +68,7 @@ class Parts:
         self.advisory, self.generation = endpoints.advisory, endpoints.generation
         self.information, self.fleet_api = endpoints.information, endpoints.fleet_api
         self.routes = endpoints.routes
-        served = ServerParts(base, self.routes, cluster)
+        served = ServerParts(base, self.routes, requests, cluster)
         self.service, self.server = served.service, served.server
 
     def _measure(self) -> None:

@@ -91,6 +91,7 @@ class LinkOwner(Protocol):
     """How long an agent may be silent until its channel is opened anew."""
     messages: Signal[[str, FromAgent]]
     loads: Signal[[str, Load]]
+    applied: Signal[[str, Events | SnapshotEnd]]
     reached: Signal[[str]]
 
     def verdict_of(self, registration: Registration) -> float:
@@ -268,8 +269,10 @@ class Link:
         if isinstance(message, Events):
             self.counters.events += len(message.events)
             self.counters.lag_s = message.age_ms / 1000
+            self._agents.applied(self.name, message)
         elif isinstance(message, SnapshotEnd) and outcome is Outcome.APPLIED:
             self.counters.snapshots += 1
+            self._agents.applied(self.name, message)
 
     def _beat(self, beat: Beat) -> None:
         replica = self._index.replica(self.name)

@@ -16,9 +16,11 @@ from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
     Beat,
+    Events,
     FromAgent,
     Load,
     PeerDead,
+    SnapshotEnd,
     ToAgent,
 )
 from sglang_ext.protocol.cluster import VERDICT_S, Registration
@@ -99,6 +101,8 @@ class Agents(AgentChannels):
         self.messages = Signal()
         self.loads: Signal[[str, Load]] = Signal()
         """The load of an instance, from each heartbeat: (name, load)."""
+        self.applied: Signal[[str, Events | SnapshotEnd]] = Signal()
+        """Placement events of an instance are in the index, or the whole of a snapshot is."""
         self.reached: Signal[[str]] = Signal()
         """An agent became reachable, for the first time or again: (name)."""
         self.verdict_s = VERDICT_S

@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_ext.router.clients.divergence import Divergence, common_tokens
+from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import Fleet, Match
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.signals import Signal
 
 LOGGED_BYTES = 2000
 """Memory of a logged request, without its keys and its fleet."""
@@ -98,6 +100,11 @@ class LoggedRequest(msgspec.Struct, eq=False):
     choices: list[Choice] = []
     size_bytes: int = 0
     """Estimated memory, from when it is added to the others."""
+    session: str | None = None
+    """Its session, under a name that no other tenant's has."""
+    max_new_tokens: int | None = None
+    whole: bytes = b""
+    """The key of its only prompt with the answer, as far as that is known; until it has ended."""
 
 
 class History(Protocol):
@@ -117,7 +124,11 @@ class RequestLog:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._requests: deque[LoggedRequest] = deque()
+        self._open: dict[int, LoggedRequest] = {}
+        """Requests that have not ended, by the id of their record; none where nothing waits for their end."""
         self.size_bytes = 0
+        self.ended: Signal[[LoggedRequest, float]] = Signal()
+        """A logged request has ended, and when; ``monotonic``."""
 
     def add(self, logged: LoggedRequest, instances: int) -> None:
         """Remember a request. Of several with the same id, the last counts.
@@ -139,6 +150,21 @@ class RequestLog:
         self.size_bytes += logged.size_bytes
         while self.size_bytes > self._max_bytes:
             self.size_bytes -= self._requests.popleft().size_bytes
+        if self.ended:
+            self._open[id(logged.record)] = logged
+
+    def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
+        """An instance has a request's prompt. key: the prompt, with what is known of the answer."""
+        logged = self._open.get(id(flight.record))
+        if logged is not None and len(logged.prompts) == 1 and namespace == logged.prompts[0].namespace:
+            logged.whole = key
+
+    def end(self, record: Record, now: float) -> None:
+        """A request of any kind has ended."""
+        logged = self._open.pop(id(record), None)
+        if logged is not None:
+            self.ended(logged, now)
+            logged.whole = b""
 
     def find(self, request_id: str, *, tenant: str | None, admin: bool) -> LoggedRequest | None:
         """The logged of a request, by its ``x-request-id`` or the id that stands in its answer, if the asker

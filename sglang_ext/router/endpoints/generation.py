@@ -198,7 +198,13 @@ class Generation:
             self._hinting.note(admitted.hints, record)
         if len(self.suspects):
             self.suspects.check(flight.digest())
-        logged = LoggedRequest(record, prompts, self._clock.wall())
+        logged = LoggedRequest(
+            record,
+            prompts,
+            self._clock.wall(),
+            session=admitted.session,
+            max_new_tokens=admitted.job.prompts[0].max_new_tokens,
+        )
         self._log.add(logged, len(self._fleet.rows))
         with self._flights.carrying(flight):
             try:

@@ -67,6 +67,8 @@ class Advisor:
         self.preparer = preparer
         self.happened: Signal[[Entry]] = Signal()
         """A hint of this router has changed."""
+        self.offered: Signal[[Hint, Answer]] = Signal()
+        """A client has given a hint here, and the answer was this."""
         self.taken: Signal[[RemoteHint]] = Signal()
         """A hint of another router has ended here."""
         self.repeated: Signal[[RemoteHint, float]] = Signal()
@@ -98,6 +100,7 @@ class Advisor:
             self.preparer.end(answer.replaced)
         entry = answer.entry
         if entry is None:
+            self.offered(hint, answer)
             return answer, {"verdict": answer.verdict.value, "reason": answer.reason, "id": None}
         self.preparer.add(entry, hint.tokens)
         if answer.start:
@@ -111,6 +114,7 @@ class Advisor:
         elif answer.reason == REPEATED:
             self.preparer.repeat(entry)
         self.happened(entry)
+        self.offered(hint, answer)
         return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.as_json(entry)}
 
     def _repeat(self, copy: RemoteHint, hint: Hint, now: float) -> tuple[Answer, dict[str, Any]]:

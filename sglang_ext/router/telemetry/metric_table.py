@@ -71,6 +71,7 @@ ROUTER: Final = MetricTable("router", (
     ),
     Metric("table_bytes", GAUGE, "bytes", ("table",), "Memory of a table that clients fill"),
     Metric("table_entries", GAUGE, "entries", ("table",), "Entries of a table that clients fill"),
+    Metric("recorded_lines", GAUGE, "lines", ("what",), "Lines of --record: written, and dropped"),
     # The service
     Metric("refused", COUNTER, "requests", ("why",), "Requests refused for want of room, or beyond a limit"),
     Metric("task_failures", COUNTER, "rounds", ("task",), "Rounds of background work that failed"),
