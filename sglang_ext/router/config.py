@@ -502,7 +502,8 @@ class RouterConfig(Flagged):
     )
     session_memory_bytes: int = flag(
         64 * MIB,
-        "Memory for what each session sent last, so that a hint need only name the session.",
+        "Memory for what each session sent last, so that a hint need only name the session; and a quarter of "
+        "it for requests that later ones are compared with.",
         SIZE,
         within="--memory-limits",
         key="sessions",

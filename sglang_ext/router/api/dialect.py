@@ -6,12 +6,14 @@ of them: routes, admission, relaying, hints and ``/openapi.json`` ask the dialec
 
 from __future__ import annotations
 
+import enum
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import msgspec
 import orjson
 
 from sglang_ext.router.api.job import Job
@@ -26,7 +28,6 @@ SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
 
 
 _DATA = b"data: "
-_MODEL = b'"model"'
 
 
 class Translation(Protocol):
@@ -39,8 +40,52 @@ class Translation(Protocol):
         """The whole events of a piece of a stream."""
 
 
-class ModelName:
-    """Renames the model of answers, and of the responses in a stream's events. A ``Translation``.
+class AnswerEdit(ABC):
+    """Edits answers: the object of one in one piece, or that in an event of a stream. A ``Translation``.
+
+    Args:
+        mark: in all events with such an object; events without it are not parsed.
+    """
+
+    def __init__(self, mark: bytes) -> None:
+        self._mark = mark
+        self._held = b""
+        """The beginning of an event whose end has not arrived."""
+
+    @abstractmethod
+    def edit(self, answer: Json) -> bool:
+        """Change an object; whether it was changed. It may be of another kind than an answer."""
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """An answer in one piece."""
+        return self._edited(body) if status == 200 else body
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The next piece of a stream, by whole events."""
+        events, end, self._held = (self._held + chunk).rpartition(b"\n\n")
+        if self._mark not in events:
+            return events + end
+        return b"\n\n".join([self._event(event) for event in events.split(b"\n\n")]) + end
+
+    def _event(self, event: bytes) -> bytes:
+        if self._mark not in event:
+            return event
+        lines = event.split(b"\n")
+        return b"\n".join(
+            [_DATA + self._edited(line[len(_DATA) :]) if line.startswith(_DATA) else line for line in lines]
+        )
+
+    def _edited(self, data: bytes) -> bytes:
+        value: Any = parsed(data)
+        if not isinstance(value, dict):
+            return data
+        holders = (value, value.get("response"), value.get("message"))
+        changed = [self.edit(holder) for holder in holders if isinstance(holder, dict)]
+        return orjson.dumps(value) if any(changed) else data
+
+
+class ModelName(AnswerEdit):
+    """Renames the model of answers.
 
     Args:
         sent: the name that the worker was sent.
@@ -48,38 +93,53 @@ class ModelName:
     """
 
     def __init__(self, sent: str, given: str) -> None:
+        super().__init__(b'"model"')
         self._sent = sent
         self._given = given
-        self._held = b""
-        """The beginning of an event whose end has not arrived."""
 
-    def whole(self, status: int, body: bytes) -> bytes:
-        """An answer in one piece."""
-        return self._renamed(body) if status == 200 else body
+    def edit(self, answer: Json) -> bool:
+        """Rename the model, if it has the name that was sent."""
+        if answer.get("model") != self._sent:
+            return False
+        answer["model"] = self._given
+        return True
 
-    def feed(self, chunk: bytes) -> bytes:
-        """The next piece of a stream, by whole events."""
-        events, end, self._held = (self._held + chunk).rpartition(b"\n\n")
-        if _MODEL not in events:
-            return events + end
-        return b"\n\n".join([self._event(event) for event in events.split(b"\n\n")]) + end
 
-    def _event(self, event: bytes) -> bytes:
-        if _MODEL not in event:
-            return event
-        lines = event.split(b"\n")
-        return b"\n".join(
-            [_DATA + self._renamed(line[len(_DATA) :]) if line.startswith(_DATA) else line for line in lines]
-        )
+class Part(enum.Enum):
+    """Parts of a request that are compared with those of another one, in this order."""
 
-    def _renamed(self, data: bytes) -> bytes:
-        value: Any = parsed(data)
-        found = False
-        for holder in (value, value.get("response")) if isinstance(value, dict) else ():
-            if isinstance(holder, dict) and holder.get("model") == self._sent:
-                holder["model"] = self._given
-                found = True
-        return orjson.dumps(value) if found else data
+    MODEL = enum.auto()
+    SYSTEM = enum.auto()
+    TOOLS = enum.auto()
+    MESSAGES = enum.auto()
+    EFFORT = enum.auto()
+    """How hard the model is asked to think."""
+    UNKNOWN = enum.auto()
+    """No part that could be named."""
+
+
+class DiagnosisAsked(msgspec.Struct, frozen=True):
+    """A request that is compared with an earlier one, or that a later one may be compared with."""
+
+    answer_id: str | None = None
+    """The answer to the earlier one."""
+    answered: bool = True
+    """The answer states the difference."""
+    by_message: bool = True
+    """Messages are compared one by one."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """The difference of a request from an earlier one, as far as it cost KV that was cached for that one."""
+
+    known: bool = True
+    """The earlier request is known here."""
+    part: Part | None = None
+    """The first part that differs; None without a difference."""
+    missed: int = 0
+    """Tokens of the earlier prompt after the difference."""
+    reusable: int = 0
+    """Tokens of the earlier prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +324,20 @@ class Dialect(ABC):
     def still_runs(self, answer: Any) -> bool:
         """Whether an answer that is kept is not complete yet."""
         return False
+
+    # -- why a cache missed -----------------------------------------------------------------------------
+
+    def asks_diagnosis(self, payload: Json) -> DiagnosisAsked | None:
+        """Whether a request is to be compared with an earlier one, or may be with a later one."""
+        return None
+
+    def diagnosis(self, found: Diagnosis | None) -> Json:
+        """The fields that state a difference in an answer.
+
+        Args:
+            found: None where the request names no earlier one.
+        """
+        return {}
 
     # -- errors -----------------------------------------------------------------------------------------
 

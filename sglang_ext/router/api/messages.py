@@ -15,7 +15,15 @@ import orjson
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.chat import CHAT
-from sglang_ext.router.api.dialect import Dialect, Question, Translation, fields
+from sglang_ext.router.api.dialect import (
+    Diagnosis,
+    DiagnosisAsked,
+    Dialect,
+    Part,
+    Question,
+    Translation,
+    fields,
+)
 from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages_as_chat import (
@@ -45,6 +53,14 @@ BLOCKS = frozenset({
     "text", "image", "tool_use", "tool_result", "tool_reference", "search_result", "thinking",
     "redacted_thinking",
 })  # fmt: skip
+
+
+_CHANGED = {
+    Part.MODEL: "model_changed",
+    Part.SYSTEM: "system_changed",
+    Part.TOOLS: "tools_changed",
+    Part.MESSAGES: "messages_changed",
+}
 
 
 _BODY = kinds(
@@ -150,6 +166,26 @@ class Messages(Dialect):
             {"type": "message_stop"},
         ):
             yield event(reported, str(reported["type"]))
+
+    def asks_diagnosis(self, payload: Json) -> DiagnosisAsked | None:
+        asked = payload.get("diagnostics")
+        if not isinstance(asked, dict):
+            return None
+        name = asked.get("previous_message_id")
+        if name is not None and type(name) is not str:
+            raise wrong("diagnostics.previous_message_id", "a string or null", name)
+        return DiagnosisAsked(name)
+
+    def diagnosis(self, found: Diagnosis | None) -> Json:
+        if found is None or (found.known and found.part is None):
+            return {"diagnostics": None}
+        if not found.known:
+            reason: Json = {"type": "previous_message_not_found"}
+        elif found.part in _CHANGED:
+            reason = {"type": _CHANGED[found.part], "cache_missed_input_tokens": found.missed}
+        else:
+            reason = {"type": "unavailable"}
+        return {"diagnostics": {"cache_miss_reason": reason}}
 
     def error(self, refused: RequestRefused) -> Json:
         return error_of(refused.status, refused.message)

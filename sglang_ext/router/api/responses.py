@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from sglang_ext.router.api import json_schema as schemas
-from sglang_ext.router.api.dialect import Dialect, fields
+from sglang_ext.router.api.dialect import Diagnosis, DiagnosisAsked, Dialect, Part, fields
 from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.prompts import adapter_of, namespaces
@@ -37,6 +37,11 @@ _MESSAGE = (None, "message")
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _TEXTS = ("input_text", "output_text", "text")
+_CHANGED = {
+    Part.MODEL: "model_changed",
+    Part.TOOLS: "tools_changed",
+    Part.EFFORT: "reasoning_effort_changed",
+}
 
 
 _BODY = SAMPLING | kinds(
@@ -137,6 +142,31 @@ class Responses(Dialect):
         steps = ("response.created", {**answer, "status": "in_progress"}), ("response.completed", answer)
         for number, (name, response) in enumerate(steps):
             yield event({"type": name, "sequence_number": number, "response": response}, name)
+
+    def asks_diagnosis(self, payload: Json) -> DiagnosisAsked | None:
+        options = payload.get("prompt_cache_options")
+        name = options.get("comparison_response_id") if isinstance(options, dict) else None
+        if name is not None and type(name) is not str:
+            raise wrong("prompt_cache_options.comparison_response_id", "a string or null", name)
+        # Any response may be named by a later request.
+        return DiagnosisAsked(name, answered=name is not None, by_message=False)
+
+    def diagnosis(self, found: Diagnosis | None) -> Json:
+        if found is None:
+            return {}
+        result: Json = {"type": "cache_hit"}
+        if not found.known:
+            result = {"type": "comparison_response_not_found"}
+        elif found.part is Part.UNKNOWN:
+            result = {"type": "unavailable"}
+        elif found.part is not None:
+            result = {
+                "type": "cache_miss",
+                "reason": _CHANGED.get(found.part, "input_changed"),
+                "cache_missed_tokens": found.missed,
+                "comparison_reusable_tokens": found.reusable,
+            }
+        return {"prompt_cache_diagnostics": result}
 
     @property
     def schema(self) -> Json:

@@ -10,6 +10,7 @@ from sglang_ext.router.app.request_parts import RequestParts
 from sglang_ext.router.app.routing_parts import RoutingParts
 from sglang_ext.router.app.service import Service
 from sglang_ext.router.clients.rules import rules_of
+from sglang_ext.router.dispatch.diagnosing import Diagnoses
 from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.bounds import Bounds
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
@@ -55,11 +56,13 @@ class EndpointParts:
         self.advisory = AdvisoryApi(
             routing.advisor, routing.encoder, of.fleet, routing.documents, repairs, clock, routing.queries
         )
+        diagnoses = Diagnoses(config.session_memory_bytes // 4, config.block_size)
+        base.metrics.show_table("diagnoses", diagnoses)
         self.generation = Generation(
             Rules(config.cache_details, table.sessions), repairs, of.fleet, routing.chooser,
             requests.relay, of.tokenizers, routing.admission, requests.flights, requests.suspects,
             requests.shared, routing.queries, requests.request_log,
-            self.advisory, routing.documents, base.metrics, clock,
+            self.advisory, routing.documents, diagnoses, base.metrics, clock,
             max_retries=config.max_retries, retry_budget=config.retry_budget,
         )  # fmt: skip
         self.information = Information(

@@ -7,8 +7,10 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
+from sglang_ext.router.api.dialect import AnswerEdit
 from sglang_ext.router.api.job import session_of_key
 from sglang_ext.router.api.sse import EventFilter
+from sglang_ext.router.dispatch.diagnosing import Diagnosed
 from sglang_ext.router.dispatch.suspects import digest_of_request
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
@@ -31,8 +33,8 @@ class Flight:
     """
 
     __slots__ = (
-        "aborted", "admitted", "failed", "filter", "prompts", "record", "request", "responder", "sent",
-        "task", "units",
+        "aborted", "admitted", "diagnosed", "failed", "filter", "prompts", "record", "request", "responder",
+        "sent", "task", "units",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +56,8 @@ class Flight:
         self.units = units
         self.filter: EventFilter | None = None
         """Takes out of a stream what only the router has asked for."""
+        self.diagnosed: Diagnosed | None = None
+        """Compares it with an earlier request."""
         self.failed: str | None = None
         """The instance at which the last attempt failed, where it is not the chosen one."""
         self.aborted = False
@@ -69,6 +73,11 @@ class Flight:
     def salt_by_header(self) -> str | None:
         """The tenant's salt, where the body has no field for it; None otherwise."""
         return None if self.sent.dialect.takes_salt else self.record.caller.salt
+
+    @property
+    def edit(self) -> AnswerEdit | None:
+        """Puts the difference from an earlier request into the answer, where the client asks for that."""
+        return None if self.diagnosed is None else self.diagnosed.edit
 
     def take_fields(self) -> None:
         """Have it sent in a dialect in which servers take the router's fields; see ``admit.through``."""

@@ -230,7 +230,9 @@ class Relay:
         size = len(body)
         if flight.sent.translation is not None:
             body = flight.sent.translation.whole(response.status, body)
-        record.answer_id = answer_id(body)
+        _name_answer(flight, body)
+        if flight.edit is not None:
+            body = flight.edit.whole(response.status, body)
         await flight.responder.send(response.status, headers, body)
         if response.status == 200:
             self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, size)
@@ -281,8 +283,9 @@ class Relay:
             record.error = str(broken)
             self._broken_streams.inc()
             message = f"the worker went away in mid-answer: {broken}"
-            # A translated piece is made of whole events.
-            end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
+            # A translated or edited piece is made of whole events.
+            whole = flight.sent.translation is not None or flight.edit is not None
+            end = b"\n\n" if reader.in_event and not whole else b""
             rest = flight.admitted.dialect.broken_off(message)
             await responder.write(_held_back(flight) + end + rest)
         elif held := _held_back(flight):
@@ -419,12 +422,22 @@ def _for_client(flight: Flight, chunk: bytes) -> bytes:
     elif flight.filter is not None:
         chunk = flight.filter.feed(chunk)
     if chunk and flight.record.answer_id is None:
-        flight.record.answer_id = answer_id(chunk)
+        _name_answer(flight, chunk)
+    if flight.edit is not None:
+        chunk = flight.edit.feed(chunk)
     return chunk
 
 
+def _name_answer(flight: Flight, data: bytes) -> None:
+    """Note the id of an answer, or of a stream by its beginning."""
+    name = answer_id(data)
+    flight.record.answer_id = name
+    if name is not None and flight.diagnosed is not None:
+        flight.diagnosed.remember(name)
+
+
 def _held_back(flight: Flight) -> bytes:
-    return b"" if flight.filter is None else flight.filter.end()
+    return b"" if flight.filter is None or flight.edit is not None else flight.filter.end()
 
 
 def _infer_cached(flight: Flight, usage: Usage) -> None:

@@ -31,6 +31,7 @@ from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
+from sglang_ext.router.dispatch.diagnosing import Diagnoses
 from sglang_ext.router.dispatch.explain import Choice, LoggedRequest, RequestLog
 from sglang_ext.router.dispatch.flight import Flight, Flights, home_lost
 from sglang_ext.router.dispatch.pairs import HalfFailed
@@ -81,6 +82,7 @@ class Generation:
         shared: finds the instances that keep responses.
         log: recent requests, to be explained.
         documents: puts documents that a request names in front of its prompt.
+        diagnoses: compares requests with earlier ones, for clients that ask for it.
         clock: seconds.
         max_retries: other instances tried for one request.
         retry_budget: see ``RetryBudget``.
@@ -102,6 +104,7 @@ class Generation:
         log: RequestLog,
         hinting: Hinting,
         documents: Documents,
+        diagnoses: Diagnoses,
         metrics: RouterMetrics,
         clock: Clock,
         *,
@@ -122,6 +125,7 @@ class Generation:
         self._log = log
         self._hinting = hinting
         self._documents = documents
+        self._diagnoses = diagnoses
         self._retries = metrics.counter("retries")
         self._retries_denied = metrics.counter("retries_denied")
         self._clock = clock
@@ -177,6 +181,7 @@ class Generation:
         admitted = admit(
             dialect, payload, request, record.caller, limits, self._rules, new_request_id(), in_place
         )
+        asked = dialect.asks_diagnosis(payload)
         del payload  # several times as large as the body, and the answer may take long
         record.priority, record.stream = admitted.priority, admitted.job.stream
         parsed = self._clock.monotonic()
@@ -191,6 +196,9 @@ class Generation:
         _check_lengths(admitted, prompts, limits, record)
         units = sum([encoded.units for encoded in prompts])
         flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
+        if asked is not None:
+            scope = record.caller.scope
+            flight.diagnosed = self._diagnoses.begin(asked, dialect, admitted.job, prompts[0], scope)
         record.stages["tokenize"] = self._clock.monotonic() - parsed
         if record.documents is not None:
             self._documents.note(record, prompts)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 from router_rig import SPECS, running, until
 
@@ -181,3 +182,36 @@ async def test_without_the_rules_claude_code_s_turns_find_nothing(start: Callabl
         assert explained["cached"]["tokens"] < 100
         assert explained["divergence"]["lost_tokens"] > 200
         assert explained["divergence"]["before"].startswith("cch=")
+
+
+async def test_a_diagnosis_agrees_with_the_server_s_own_count(start: Callable[..., Any]) -> None:
+    router = await start()
+    client = CLIENTS["ClaudeCode"]
+    first, *_ = bodies = [client.body(0, []), client.body(1, ["So."])]
+    for body in bodies:
+        body["diagnostics"] = {"previous_message_id": None}
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(body: Json) -> Json:
+            headers = {**client.headers, "x-request-id": f"asked-{id(body)}"}
+            async with session.post(router.url + client.path, json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                if not body.get("stream"):
+                    return await answer.json()
+                lines = (await answer.text()).splitlines()
+            start = next(line for line in lines if line.startswith('data: {"type":"message_start"'))
+            return orjson.loads(start[len("data: ") :])["message"]
+
+        asked = await ask(first)
+        assert asked["diagnostics"] is None
+        for stream in (False, True):
+            goes_on = {**bodies[1], "diagnostics": {"previous_message_id": asked["id"]}, "stream": stream}
+            assert (await ask(goes_on))["diagnostics"] is None
+        system = [*first["system"][:-1], {"type": "text", "text": f"Agent {stream}. " + SYSTEM}]
+        changed = {**goes_on, "system": system}
+        answer = await ask(changed)
+        reason = answer["diagnostics"]["cache_miss_reason"]
+        assert reason["type"] == "system_changed"
+        prompt = asked["usage"]["input_tokens"] + asked["usage"].get("cache_read_input_tokens", 0)
+        found = answer["usage"].get("cache_read_input_tokens", 0)
+        assert abs(reason["cache_missed_input_tokens"] - (prompt - found)) <= 2 * BLOCK
