@@ -79,6 +79,9 @@ COMMANDS: Mapping[str, Command] = {
     "diverge": Command(
         "sglang_ext.router.diverge", "say which turns in a log of requests defeat prefix caches, and why"
     ),
+    "estimate": Command(
+        "sglang_ext.router.estimate.command", "say what a shared cache would save, from a log of requests"
+    ),
     "migrate": Command(
         "sglang_ext.migrate.command", "print the command line for one of HiCache, LMCache or SGLang's router"
     ),

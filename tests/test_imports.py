@@ -81,7 +81,7 @@ PATCHES = folders(
 ROUTER = folders(
     "router",
     *("http", "api", "clients", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster"),
-    *("placing", "hints", "dispatch", "endpoints", "app", ""),
+    *("placing", "hints", "dispatch", "endpoints", "app", "estimate", ""),
     below=("protocol", "radix_global", "radix_global.sync", "cost_model"),
 )
 MAY_IMPORT: dict[str, set[str]] = {

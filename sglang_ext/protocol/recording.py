@@ -1,4 +1,4 @@
-"""The recording of a router: what came, what was chosen, and when the router learnt what it knew then.
+"""The recording of a router: requests, decisions, and the moments at which reports were applied.
 
 A file has one JSON object in each line, tagged by ``type``:
 

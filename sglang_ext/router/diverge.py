@@ -7,27 +7,24 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import orjson
 
-from sglang_ext.errors import ConfigError, SglangExtError
+from sglang_ext.errors import SglangExtError
 from sglang_ext.flags import REQUIRED, Flagged, flag
-from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.job import PromptInput
-from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.clients.divergence import Divergence, Turn, common_tokens, find_divergence
 from sglang_ext.router.clients.repairs import repair
 from sglang_ext.router.clients.request_logs import LoggedBody, read_requests
 from sglang_ext.router.clients.rules import ClientRules, Rule, shipped
 from sglang_ext.router.clients.sessions import session_of
-from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
+from sglang_ext.router.estimate.prompts import LIMITS, Reader, Tokens, Units, lines_of
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.tokens.chat_template import CannotRender
-from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
-from sglang_ext.router.tokens.segments import TokenCache
 from sglang_ext.router.tokens.tools import tool_names
 
 PROG = "sglang-ext diverge"
@@ -35,7 +32,6 @@ FAILED = 2
 BLOCK_SIZE = 16
 SHOWN = 10
 """Differences that are shown, of each run those that cost most."""
-_LIMITS = Limits(vocab_size=1 << 31, context_length=1 << 31)
 _SPACE = ("tokens", None, None, None)
 _MOST_CONVERSATIONS = 64
 """Conversations without a name that a request is compared with."""
@@ -60,62 +56,6 @@ class Arguments(Flagged):
         metavar="PATH",
         common=True,
     )
-
-
-class Reader(Protocol):
-    """From prompts to keys, and back for people."""
-
-    def encode(self, prompt: PromptInput) -> bytes:
-        """The key of a prompt.
-
-        Raises:
-            CannotRender: it has none here.
-        """
-
-    def decode(self, key: bytes) -> str:
-        """The text of a part of a key."""
-
-
-class Units:
-    """Units of 4 bytes of text in the place of tokens. A ``Reader``."""
-
-    def encode(self, prompt: PromptInput) -> bytes:
-        """The texts in the order in which templates have them: tools, then messages."""
-        if prompt.ids is not None:
-            return encode_tokens(prompt.ids)
-        if prompt.chat is None:
-            text = (prompt.text or "").encode()
-        else:
-            payload = prompt.chat.payload
-            parts = [payload.get("tools") or [], *payload["messages"]]
-            text = b"\n".join(orjson.dumps(part) for part in parts)
-        return text[: len(text) // TOKEN_BYTES * TOKEN_BYTES]
-
-    def decode(self, key: bytes) -> str:
-        """The text."""
-        return key.decode(errors="replace")
-
-
-class Tokens:
-    """A model's tokens. A ``Reader``."""
-
-    def __init__(self, path: str) -> None:
-        facts = InstanceFacts(ModelFacts(path, "", 1 << 31, 1 << 31), "", "", "", path)
-        self._tokenizer = PromptTokenizer(
-            load_tokenizer(path, trust_remote_code=False), facts, TokenCache(64 << 20)
-        )
-
-    def encode(self, prompt: PromptInput) -> bytes:
-        """As the router has them."""
-        if prompt.ids is not None:
-            return encode_tokens(prompt.ids)
-        if prompt.chat is not None:
-            return self._tokenizer.encode_chat(prompt.chat)
-        return self._tokenizer.encode_text(prompt.text or "")
-
-    def decode(self, key: bytes) -> str:
-        """The text of a few tokens."""
-        return self._tokenizer.decode(key)
 
 
 @dataclass
@@ -193,7 +133,7 @@ class Comparison:
         self._sessions.learn(session, _SPACE, turn)
 
     def _turn(self, dialect: Dialect, body: dict[str, object], answer: str) -> Turn | None:
-        prompts = dialect.parse(body, _LIMITS).prompts
+        prompts = dialect.parse(body, LIMITS).prompts
         if len(prompts) != 1 or prompts[0].media:
             return None
         key = self._reader.encode(prompts[0])
@@ -256,7 +196,7 @@ def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> in
     try:
         given = Arguments.parse(arguments, epilog=f"Exit status: 0, or {FAILED} when the log cannot be read.")
         reader = Units() if given.model_path is None else Tokens(given.model_path)
-        sent, repaired = compare(read_requests(_lines(given.file)), reader, shipped())
+        sent, repaired = compare(read_requests(lines_of(given.file)), reader, shipped())
     except SglangExtError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return FAILED
@@ -273,14 +213,3 @@ def _first_words(body: dict[str, Any]) -> str:
         if isinstance(message, dict) and message.get("role") == "user":
             return "conversation " + hashlib.sha256(orjson.dumps(message.get("content"))).hexdigest()[:8]
     return ""
-
-
-def _lines(name: str) -> Iterator[bytes]:
-    if name == "-":
-        yield from sys.stdin.buffer
-        return
-    try:
-        with open(name, "rb") as file:
-            yield from file
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror or error}", field="FILE") from error

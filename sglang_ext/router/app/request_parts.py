@@ -67,7 +67,7 @@ class RequestParts:
 
 
 def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: RequestLog) -> Recorder:
-    """What ``--record`` writes, subscribed to all that it writes of."""
+    """The recorder of ``--record``, subscribed to its sources."""
     config = base.config
     file = RecordFile(
         Path(config.record or ""),

@@ -6,7 +6,8 @@ A log has one JSON object in each line. ``read_requests`` finds out which kind e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from datetime import datetime
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -16,6 +17,9 @@ from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.validation import Json
 
 LEVEL = "Start the server with --log-requests --log-requests-level 3 --log-requests-format json"
+
+MILLISECONDS_FROM: Final = 1e11
+"""A larger time stamp is in milliseconds: in seconds it would be in the year 5138."""
 
 
 class LogError(ConfigError):
@@ -37,6 +41,9 @@ class LoggedBody(msgspec.Struct, frozen=True):
     """Its text, where the log has one of a single choice."""
     session: str = ""
     """Where the log itself has a name for it."""
+    at: float | None = None
+    """When it came, in seconds since the epoch, where the log says."""
+    answer_tokens: int | None = None
 
 
 def read_requests(lines: Iterable[bytes]) -> Iterator[LoggedBody]:
@@ -56,7 +63,7 @@ def read_requests(lines: Iterable[bytes]) -> Iterator[LoggedBody]:
         if not isinstance(value, dict):
             raise LogError(number, "is no JSON object")
         if (found := _request(value, number)) is not None:
-            yield found
+            yield msgspec.structs.replace(found, at=_time_of(value), answer_tokens=_answer_tokens(value))
 
 
 def _request(value: Json, number: int) -> LoggedBody | None:
@@ -123,6 +130,33 @@ def _of_litellm(value: Json, number: int) -> LoggedBody | None:
     session = value.get("session_id") or value.get("trace_id")
     name = session if isinstance(session, str) else ""
     return _logged(_path_of(body), body, {}, _text_of(value.get("response")), number, name)
+
+
+def _time_of(value: Json) -> float | None:
+    """When a request came: a number of seconds or milliseconds, or a time by ISO 8601."""
+    for name in ("timestamp", "startTime", "start_time", "created_at", "created", "time", "ts"):
+        given = value.get(name)
+        if isinstance(given, int | float) and not isinstance(given, bool) and given >= 0:
+            return given / 1000 if given > MILLISECONDS_FROM else float(given)
+        if isinstance(given, str):
+            try:
+                return datetime.fromisoformat(given).timestamp()
+            except ValueError:
+                continue
+    return None
+
+
+def _answer_tokens(value: Json) -> int | None:
+    """How long an answer was, by its own account."""
+    response = value.get("response")
+    if isinstance(response, dict) and isinstance(body := response.get("body"), dict):
+        response = body
+    usage = response.get("usage") if isinstance(response, dict) else None
+    for source in (usage, value):
+        for name in ("completion_tokens", "output_tokens"):
+            if isinstance(source, dict) and isinstance(count := source.get(name), int):
+                return count
+    return None
 
 
 def _headers(value: Any) -> dict[str, str]:

@@ -139,7 +139,7 @@ class Recorder:
         self.file.put(lines, len(hint.key))
 
     def on_load(self, name: str, load: Load) -> None:
-        """A load report was applied. One that repeats the last is left out."""
+        """A load report was applied. Repeated values are left out."""
         self._see(name)
         if self._loads.get(name) != load:
             self._loads[name] = load

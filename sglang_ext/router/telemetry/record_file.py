@@ -66,7 +66,7 @@ class RecordFile:
         path: where the lines go. When it is full, it becomes ``path.1``, and so on; files of a former run are
             moved likewise. If another process records there, ``-2`` and so on is put to its name.
         size: bytes of one file, about.
-        files: most files that are kept, with the one that is written.
+        files: most files that are kept, the newest included.
         namer: names the blocks.
     """
 

@@ -1,0 +1,1 @@
+"""Savings of a shared cache, from a log of requests: ``sglang-ext estimate``."""
