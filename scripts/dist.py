@@ -1,7 +1,8 @@
 """``make dist``: build wheels and source distribution, and try each in a fresh environment beside SGLang.
 
 One wheel is for any platform; where there is a C compiler, another has the router's hot modules compiled
-(`scripts/compile_router.py`), which pip prefers on the platform and the Python that it is of.
+(`scripts/compile_router.py`), which pip prefers on the platform and the Python that it is of. Beside them the
+packages in ``clients/`` are built: `sglang-ext-client` is tried on every Python here that it takes.
 
 Built from the files that git knows, in a folder of their own, so that nothing which lies about is shipped.
 Each is installed into an environment that has nothing of its own but sees the packages of the present one
@@ -79,6 +80,64 @@ def tracked_files() -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
+CLIENT = "clients/python"
+PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+"""Minor versions on which the client is tried, where they are on the path."""
+CLIENT_TRY = (
+    "import sys, sglang_ext_client as client; "
+    "assert client.__file__.startswith(sys.prefix), client.__file__; "
+    "client.Hints('http://127.0.0.1:1').close(); "
+    "assert client.Client('http://127.0.0.1:1').session('s').headers == {'x-session-id': 's'}"
+)
+
+
+def build_client(source: Path, out: Path) -> list[Path]:
+    """Wheel and source distribution of the client for Python programs.
+
+    Args:
+        source: a copy of the checkout's files.
+
+    Raises:
+        DistError: a file of the package is missing, or one is there that should not be.
+    """
+    shutil.copytree(source / "sglang_ext" / "client", source / CLIENT / "sglang_ext_client")
+    out.mkdir()
+    run(sys.executable, "-c", BUILD, out, "sdist", "wheel", cwd=source / CLIENT)
+    wanted = {
+        f"sglang_ext_client/{path.name}"
+        for path in (source / "sglang_ext" / "client").iterdir()
+        if path.is_file()
+    }
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        missing, strange = lacking(wanted, archive.namelist())
+    if missing or strange:
+        raise DistError(f"{wheel.name} lacks {missing}, and has the untracked {strange}")
+    return [wheel, sdist]
+
+
+def try_client(package: Path, scratch: Path) -> list[str]:
+    """Install the client alone, on every Python here that it takes; their versions.
+
+    Raises:
+        DistError: it cannot be installed, or does not work without other packages.
+    """
+    tried = []
+    for version in PYTHONS:
+        python = shutil.which(f"python{version}")
+        if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+            continue
+        venv = scratch / f"venv-{version}-{package.name}"
+        run(python, "-m", "venv", "--without-pip", venv)
+        # The source distribution is built by the setuptools of this environment, which its own lacks.
+        (site,) = venv.glob("lib/python*/site-packages")
+        pip = ["--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
+        run(sys.executable, "-m", "pip", "install", "--target", site, *pip, package)
+        run(venv / "bin" / "python", "-I", "-c", CLIENT_TRY, cwd=scratch)
+        tried.append(version)
+    return tried
+
+
 def copy_to(source: Path) -> list[str]:
     """Copy the checkout's files, and nothing else that lies there; their names."""
     tracked = tracked_files()
@@ -88,15 +147,17 @@ def copy_to(source: Path) -> list[str]:
     return tracked
 
 
-def build(scratch: Path) -> list[Path]:
+def build(scratch: Path, source: Path, tracked: Sequence[str]) -> list[Path]:
     """Wheels and source distribution.
+
+    Args:
+        source: a copy of the checkout's files. tracked: their names.
 
     Raises:
         DistError: something is missing from one, or is in it that should not be.
     """
-    source, out = scratch / "source", scratch / "out"
+    out = scratch / "out"
     out.mkdir()
-    tracked = copy_to(source)
     wanted = shipped(tracked)
     run(sys.executable, "-c", BUILD, out, "sdist", "wheel", cwd=source)
     compiled: set[str] = set()
@@ -160,10 +221,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = parser.parse_args(arguments).out
     try:
         with tempfile.TemporaryDirectory(prefix="sglang-ext-dist-") as folder:
-            packages = build(Path(folder))
+            scratch = Path(folder)
+            source = scratch / "source"
+            tracked = copy_to(source)
+            packages = build(scratch, source, tracked)
             for package in packages:
-                try_out(package, Path(folder))
+                try_out(package, scratch)
                 print(f"{package.name}: installs beside SGLang, and works")
+            clients = build_client(source, scratch / "client")
+            for package in clients:
+                print(f"{package.name}: works alone on Python {', '.join(try_client(package, scratch))}")
+            packages += clients
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
             for package in packages:

@@ -111,8 +111,11 @@ MOST_RIDDLES = {
         f"{folder}/**/*.py": 0
         for folder in (
             *("benchmarks", "examples", "scripts"),
-            *(f"sglang_ext/{name}" for name in ("calibration", "cluster", "cost_model", "disagg", "engine")),
-            *(f"sglang_ext/{name}" for name in ("flags", "mempool", "migrate", "patches", "protocol")),
+            *(f"sglang_ext/{name}" for name in ("calibration", "client", "cluster", "cost_model", "disagg")),
+            *(
+                f"sglang_ext/{name}"
+                for name in ("engine", "flags", "mempool", "migrate", "patches", "protocol")
+            ),
             *(f"sglang_ext/{name}" for name in ("radix_global", "router", "testing", "tiered_store")),
         )
     },

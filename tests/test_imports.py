@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = {
     "addresses",
     "advise",
+    "client",
     "clock",
     "cluster_key",
     "compiled",

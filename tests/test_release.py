@@ -6,6 +6,7 @@ import fnmatch
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -94,6 +95,31 @@ def test_what_a_wheel_lacks_or_has_too_much_is_found() -> None:
     assert DIST["lacking"](["a/b.py", "a/c.js"], wheel) == (["a/c.js"], ["a/old.py"])
 
 
+def test_the_client_s_packages_have_its_files_and_work_alone(tmp_path: Path) -> None:
+    """On the Pythons that are here; the twin lacks a module."""
+    source = tmp_path / "source"
+    for name in ("sglang_ext/client", "clients/python"):
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "sglang_ext_client")
+        )
+    packages = DIST["build_client"](source, tmp_path / "out")
+    assert len(packages) == 2
+    for package in packages:
+        assert f"{sys.version_info[0]}.{sys.version_info[1]}" in DIST["try_client"](package, tmp_path)
+    (source / "sglang_ext" / "client" / "connection.py").unlink()
+    shutil.rmtree(source / DIST["CLIENT"] / "sglang_ext_client")
+    shutil.rmtree(source / DIST["CLIENT"] / "build")
+    wheel = DIST["build_client"](source, tmp_path / "damaged")[0]
+    (tmp_path / "again").mkdir()
+    with pytest.raises(DIST["DistError"], match="connection"):
+        DIST["try_client"](wheel, tmp_path / "again")
+
+
+def test_the_client_has_the_version_of_its_router() -> None:
+    client = tomllib.loads((ROOT / "clients" / "python" / "pyproject.toml").read_text())["project"]
+    assert (client["version"], client["dependencies"]) == (PROJECT["version"], [])
+
+
 @pytest.mark.long
 def test_wheel_and_source_distribution_install_beside_sglang_and_work(tmp_path: Path) -> None:
     """`make dist` as it is; minutes, most of them for compiling."""
@@ -101,7 +127,11 @@ def test_wheel_and_source_distribution_install_beside_sglang_and_work(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     version = PROJECT["version"]
-    names = {f"sglang_ext-{version}-py3-none-any.whl", f"sglang_ext-{version}.tar.gz"}
+    names = {
+        f"{package}-{version}{kind}"
+        for package in ("sglang_ext", "sglang_ext_client")
+        for kind in ("-py3-none-any.whl", ".tar.gz")
+    }
     if not DIST["obstacle"]():
         tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
