@@ -226,9 +226,10 @@ def _unmovable(facts: Facts) -> str | None:
     reason = reason or _unsupported_parallelism(facts, TRANSFER_FLAG)
     if reason is not None:
         return reason
-    for value, flag in ((facts.pp_size, "--pp-size"), (facts.nnodes, "--nnodes")):
-        if value > 1:
-            return f"{TRANSFER_FLAG} does not support {flag} above 1. Use --tp-size"
+    if facts.nnodes > 1:
+        return f"{TRANSFER_FLAG} does not support --nnodes above 1. Use --tp-size"
+    if facts.pp_size > 1 and (reason := _unmovable_stages(facts)) is not None:
+        return reason
     if facts.post_capture_kv_sizing:
         return (
             f"{TRANSFER_FLAG} registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 "
@@ -248,6 +249,23 @@ def _unmovable(facts: Facts) -> str | None:
             f"{TRANSFER_FLAG} cannot be combined with {BY_LAYER} and --speculative-algorithm {name}: the "
             f"layers of the draft model are computed after the pass. Use --kv-transfer-mode pull, or push"
         )
+    return None
+
+
+def _unmovable_stages(facts: Facts) -> str | None:
+    """Why hand-overs cannot serve the stages of a pipeline; None when they can: each gives its layers, which
+    decode reads when the whole request is computed."""
+    for present, flag, way_out in (
+        (facts.is_hybrid, f"models with {_kind(facts)}", "Use --tp-size"),
+        (facts.disaggregation_mode != "prefill", "decode", "Use --tp-size there"),
+        # The first stage alone would know how much decode has of a prompt.
+        (facts.pushes, "--kv-transfer-mode push or push-by-layer", "Use --kv-transfer-mode pull"),
+        (facts.aggregated, "--kv-transfer-layout aggregated", "Use --kv-transfer-layout blocks"),
+        (facts.returns, "--kv-pd-caching 3", "Use --kv-pd-caching 2 or 1, or basic"),
+        (facts.speculative_algorithm is not None, "--speculative-algorithm", "Leave that flag out"),
+    ):
+        if present:
+            return f"{TRANSFER_FLAG} does not support --pp-size above 1 with {flag}. {way_out}"
     return None
 
 

@@ -217,17 +217,18 @@ def transfers_of(
 
 
 def engine_rank() -> int:
-    """This process's place among the ranks of its instance."""
+    """This process's place among the ranks of its instance, stage by stage."""
     from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().attn_tp_rank)
+    parallel = get_parallel()
+    return int(parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank)
 
 
 def engine_ranks() -> int:
     """The number of ranks of this process's instance."""
     from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().attn_tp_size)
+    return int(get_parallel().pp_size * get_parallel().attn_tp_size)
 
 
 def dp_rank() -> int | None:

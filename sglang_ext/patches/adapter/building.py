@@ -267,7 +267,7 @@ def _transfers_of(
         ctx.server_args,
         kv_namespace(kvcache, ctx.model_config, drafts),
         epoch=epoch.to_bytes(16, "big"),
-        rank=ctx.tp_rank,
+        rank=ctx.params.pp_rank * ctx.tp_size + ctx.tp_rank,
     )
     memory: list[PoolSpec] = []
     if arena is not None and (fetching or config.pd_caching == "3"):

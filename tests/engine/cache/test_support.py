@@ -165,7 +165,18 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ({"dp_size": 2}, "--dp-size above 1"),
             ({"attn_dp_size": 2}, "--attn-dp-size above 1"),
             ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
-            ({"pp_size": 2}, "--pp-size above 1"),
+            ({"pp_size": 2}, "--pp-size above 1 with decode"),
+            ({"pp_size": 2, "disaggregation_mode": "decode"}, "Use --tp-size there"),
+            *(
+                ({"pp_size": 2, "disaggregation_mode": "prefill", **more}, way_out)
+                for more, way_out in (
+                    ({"is_hybrid_swa": True}, "models with sliding windows. Use --tp-size"),
+                    ({"pushes": True}, "Use --kv-transfer-mode pull"),
+                    ({"aggregated": True}, "Use --kv-transfer-layout blocks"),
+                    ({"returns": True}, "Use --kv-pd-caching 2 or 1, or basic"),
+                    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm. Leave that flag out"),
+                )
+            ),
             ({"nnodes": 2}, "--nnodes above 1"),
             ({"speculative_algorithm": "STANDALONE"}, "Use one of EAGLE, EAGLE3, NEXTN"),
             ({"speculative_algorithm": "FROZEN_KV_MTP"}, "Use one of EAGLE, EAGLE3, NEXTN"),
@@ -231,6 +242,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"attn_dp_size": 2, "dram": True, "disk": True},
         {"caches": False, "disable_radix_cache": True, "is_hybrid_ssm": True},
         {"caches": False, "transfers": True, "disable_radix_cache": True},
+        {"transfers": True, "pp_size": 2, "disaggregation_mode": "prefill", "dram": True},
         {"prefill_war_read_done": True},
         {"optimistic_prefill_attempts": 1, "dram": True},
     ],

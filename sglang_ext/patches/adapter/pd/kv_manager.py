@@ -28,13 +28,19 @@ from sglang_ext.engine.pd.pushing import LayerFeed
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
-from sglang_ext.patches.adapter.build_transfers import components_of, transfers_of
+from sglang_ext.patches.adapter.build_transfers import (
+    components_of,
+    engine_rank,
+    engine_ranks,
+    transfers_of,
+)
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.handed_over import REQUEST
 from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW
 from sglang_ext.patches.adapter.pd.pd_setup import (
     MetadataBuffers,
+    instance_group,
     keys_of,
     on_all_ranks,
     settings_of,
@@ -131,8 +137,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""
         if not prefill:
-            group = scheduler.attn_tp_cpu_group if get_parallel().attn_tp_size > 1 else None
-            self.meeting = on_all_ranks(self.agent.address.encode(), group)[0].decode()
+            self.meeting = on_all_ranks(self.agent.address.encode(), instance_group(scheduler))[0].decode()
             self.agent.meet_at(self.meeting)
         self.migration = None if cache is None else cache.migration
         """By which requests leave for other decode servers, and come from them."""
@@ -163,8 +168,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         server_args, parallel, page = self.server_args, get_parallel(), self.kv_args.page_size
         kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
         local = Local(
-            parallel.attn_tp_rank,
-            parallel.attn_tp_size,
+            engine_rank(),
+            engine_ranks(),
             page,
             self.buffers.row_bytes,
             config.transfer_mode,

@@ -135,19 +135,34 @@ def weights_of(scheduler: Any) -> str:
     """The digest of the weights of the whole model, and of its draft models, as they are now. Called in all
     ranks at once, and never raises: empty where a rank cannot read its part.
     """
+    pipelined, tied = get_parallel().pp_size > 1, scheduler.model_config.hf_config.tie_word_embeddings
+    if pipelined and PROCESS.manager is not None:
+        # The other stages get the request that changes weights when this one has answered it.
+        log.error("KV of new weights is not handed over with --pp-size above 1; start this server anew")
+        return ""
     try:
         sums = dict(element_sums(scheduler.tp_worker.model_runner.model))
+        if pipelined and tied:
+            # The last stage has a copy of the embeddings, which a model in one piece has once.
+            sums = {name: part for name, part in sums.items() if not name.startswith("lm_head.")}
         for number, draft in enumerate(Drafts(PROCESS.drafts).models):
             sums |= {f"draft {number} {name}": part for name, part in element_sums(draft).items()}
     except Exception:
         log.exception("the weights cannot be read; no KV is exchanged until they are updated")
         sums = {}
     data = msgspec.json.encode({name: [str(part) for part in sum_] for name, sum_ in sums.items()})
-    group = scheduler.attn_tp_cpu_group if get_parallel().attn_tp_size > 1 else None
-    ranks = [msgspec.json.decode(each) for each in on_all_ranks(data, group)]
+    ranks = [msgspec.json.decode(each) for each in on_all_ranks(data, instance_group(scheduler))]
     if not all(ranks):
         return ""
     return model_digest([{name: (int(s), int(n)) for name, (s, n) in rank.items()} for rank in ranks])
+
+
+def instance_group(scheduler: Any) -> Any:
+    """All ranks of this process's instance; None where there is one."""
+    parallel = get_parallel()
+    if parallel.pp_size > 1:
+        return scheduler.world_group.cpu_group
+    return scheduler.attn_tp_cpu_group if parallel.attn_tp_size > 1 else None
 
 
 def on_all_ranks(data: bytes, group: Any) -> list[bytes]:

@@ -1,0 +1,77 @@
+"""Prefill in two stages of a pipeline, and decode in one piece: each stage gives its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hooked_server import FOLDER
+from pd_fleet import ANSWER_TOKENS, COMMON, TRUTH, FaultySpec, fault, nothing_is_left, prompt_of
+
+from tests.support.compare import assert_same, random_conversations
+from tests.support.servers.pd_servers import PdServers, pd_servers
+from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200), pytest.mark.long]
+
+MODEL = "tiny-untied"
+"""Three layers, of which the stages have one and two."""
+DRAM = ("--kv-dram-size", "64MiB")
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which decode looks for faults."""
+    return tmp_path_factory.mktemp("decode-faults")
+
+
+@pytest.fixture(scope="module")
+def truth(preloaded_servers: None) -> Iterator[ServerProcess]:
+    with ServerProcess(replace(TRUTH, model=MODEL)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=[(), DRAM], ids=["hbm", "dram"])
+def pd(request: pytest.FixtureRequest, faults: Path) -> Iterator[PdServers]:
+    caching = ("--kv-pd-caching", "1", "--radix-cache-backend", "global", *request.param)
+    base = ServerSpec(model=MODEL, flags=(*COMMON, "--page-size", "16"), environment=STRICT)
+    prefill = replace(
+        base,
+        flags=(*base.flags, "--pp-size", "2", *caching),
+        environment={**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    decode = replace(
+        base,
+        flags=(*(each for each in base.flags if each != "--kv-check"), "--kv-pd-caching", "1"),
+        run=FaultySpec.run,
+        environment={**STRICT, FOLDER: str(faults)},
+    )
+    with pd_servers([prefill], [decode]) as (found, _):
+        yield found
+
+
+def test_conversations_get_the_answers_of_one_server(pd: PdServers, truth: ServerProcess) -> None:
+    conversations = random_conversations(seed=9, count=5, turns=(2, 3), tokens=(8, 300), system_tokens=60)
+    for turns in conversations:
+        history: list[int] = []
+        for added in turns:
+            history = history + added
+            answer = pd.generate(history, max_new_tokens=ANSWER_TOKENS)
+            assert_same(truth.generate(history, max_new_tokens=ANSWER_TOKENS), answer, atol=1e-4)
+            history = history + answer.tokens
+    pd.wait_idle()
+    nothing_is_left(pd.servers)
+
+
+def test_one_damaged_bit_is_another_answer(pd: PdServers, truth: ServerProcess, faults: Path) -> None:
+    """The twin of the test above: one bit of the received KV, at decode."""
+    prompt = prompt_of(5, 203)
+    with fault(faults, "damage"):
+        damaged = pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+    with pytest.raises(AssertionError):
+        assert_same(truth.generate(prompt, max_new_tokens=ANSWER_TOKENS), damaged, atol=1e-4)
+    pd.wait_idle()
+    for server in pd.servers:
+        server.flush()
