@@ -253,14 +253,16 @@ def _unmovable(facts: Facts) -> str | None:
 
 
 def _unmovable_stages(facts: Facts) -> str | None:
-    """Why hand-overs cannot serve the stages of a pipeline; None when they can: each gives its layers, which
-    decode reads when the whole request is computed."""
+    """Why hand-overs cannot serve the stages of a pipeline; None when they can: each gives and takes the
+    layers that it has, when the whole request is computed."""
+    keeps = facts.disaggregation_mode == "decode" and facts.decode_keeps
     for present, flag, way_out in (
         (facts.is_hybrid, f"models with {_kind(facts)}", "Use --tp-size"),
-        (facts.disaggregation_mode != "prefill", "decode", "Use --tp-size there"),
         # The first stage alone would know how much decode has of a prompt.
         (facts.pushes, "--kv-transfer-mode push or push-by-layer", "Use --kv-transfer-mode pull"),
         (facts.aggregated, "--kv-transfer-layout aggregated", "Use --kv-transfer-layout blocks"),
+        # A stage would wait for blocks from its own disk or DRAM, and the others would not know.
+        (keeps, "--kv-pd-caching 2 or 3 on decode", "Use --kv-pd-caching 1, or basic"),
         (facts.returns, "--kv-pd-caching 3", "Use --kv-pd-caching 2 or 1, or basic"),
         (facts.speculative_algorithm is not None, "--speculative-algorithm", "Leave that flag out"),
     ):

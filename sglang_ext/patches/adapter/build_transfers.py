@@ -202,7 +202,7 @@ def transfers_of(
         scheduler.server_args,
         kv_namespace(kvcache, scheduler.model_config, drafts),
         epoch=secrets.token_bytes(16),
-        rank=engine_rank(),
+        rank=instance_rank(),
     )
     if components:
         return TransferThread(endpoint, specs_of(components), messages=MESSAGES)
@@ -217,18 +217,31 @@ def transfers_of(
 
 
 def engine_rank() -> int:
-    """This process's place among the ranks of its instance, stage by stage."""
+    """This process's place among the ranks of its stage, in its replica."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    return int(parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank)
+    return int(get_parallel().attn_tp_rank)
 
 
 def engine_ranks() -> int:
-    """The number of ranks of this process's instance."""
+    """The number of ranks of a stage, in a replica."""
     from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().pp_size * get_parallel().attn_tp_size)
+    return int(get_parallel().attn_tp_size)
+
+
+def instance_rank() -> int:
+    """This process's place among the ranks of its instance, stage by stage."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_rank * engine_ranks() + engine_rank())
+
+
+def instance_ranks() -> int:
+    """The number of ranks of this process's instance, of all stages."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size * engine_ranks())
 
 
 def dp_rank() -> int | None:

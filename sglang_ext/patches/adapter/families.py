@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Column = Literal[
     "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
-    "DP attention", "PP"
+    "DP attention", "PP", "PP in PD"
 ]  # fmt: skip
 COLUMNS: tuple[Column, ...] = (
     "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
-    "DP attention", "PP"
+    "DP attention", "PP", "PP in PD"
 )  # fmt: skip
 TIERS: tuple[Column, ...] = ("HBM", "DRAM", "disk")
 
@@ -174,6 +174,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
                 "DP": _replicas("tiny"),
                 "PP": _answers("tiny-untied-pp2")["HBM"],
+                "PP in PD": _server(
+                    "pd/test_pd_pipeline.py::test_conversations_get_the_answers_of_one_server"
+                ),
             },
         ),
         "gqa-moe": Family(

@@ -165,8 +165,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ({"dp_size": 2}, "--dp-size above 1"),
             ({"attn_dp_size": 2}, "--attn-dp-size above 1"),
             ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
-            ({"pp_size": 2}, "--pp-size above 1 with decode"),
-            ({"pp_size": 2, "disaggregation_mode": "decode"}, "Use --tp-size there"),
+            (
+                {"pp_size": 2, "disaggregation_mode": "decode", "decode_keeps": True},
+                "2 or 3 on decode. Use --kv-pd-caching 1, or basic",
+            ),
             *(
                 ({"pp_size": 2, "disaggregation_mode": "prefill", **more}, way_out)
                 for more, way_out in (
@@ -242,7 +244,14 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"attn_dp_size": 2, "dram": True, "disk": True},
         {"caches": False, "disable_radix_cache": True, "is_hybrid_ssm": True},
         {"caches": False, "transfers": True, "disable_radix_cache": True},
-        {"transfers": True, "pp_size": 2, "disaggregation_mode": "prefill", "dram": True},
+        {
+            "transfers": True,
+            "pp_size": 2,
+            "disaggregation_mode": "prefill",
+            "decode_keeps": True,
+            "dram": True,
+        },
+        {"caches": False, "transfers": True, "pp_size": 2, "disaggregation_mode": "decode"},
         {"prefill_war_read_done": True},
         {"optimistic_prefill_attempts": 1, "dram": True},
     ],

@@ -1,9 +1,9 @@
-"""Prefill in two stages of a pipeline, and decode in one piece: each stage gives its layers."""
+"""Prefill or decode in stages of a pipeline: each stage gives, or takes, the layers that it has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200), pytest.mark.lo
 MODEL = "tiny-untied"
 """Three layers, of which the stages have one and two."""
 DRAM = ("--kv-dram-size", "64MiB")
+STAGES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +34,35 @@ def truth(preloaded_servers: None) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="module", params=[(), DRAM], ids=["hbm", "dram"])
+@dataclass(frozen=True)
+class Kind:
+    """The stages of prefill and of decode, and flags of prefill's."""
+
+    prefill: int
+    decode: int
+    flags: tuple[str, ...] = ()
+
+
+KINDS = {
+    "2-to-1": Kind(2, 1),
+    "2-to-1-dram": Kind(2, 1, DRAM),
+    "2-to-1-basic": Kind(2, 1, ("--kv-pd-caching", "basic")),
+    "1-to-2": Kind(1, 2),
+    "2-to-2": Kind(2, 2, DRAM),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def pd(request: pytest.FixtureRequest, faults: Path) -> Iterator[PdServers]:
-    caching = ("--kv-pd-caching", "1", "--radix-cache-backend", "global", *request.param)
-    base = ServerSpec(model=MODEL, flags=(*COMMON, "--page-size", "16"), environment=STRICT)
-    prefill = replace(
-        base,
-        flags=(*base.flags, "--pp-size", "2", *caching),
-        environment={**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
-    )
+    kind: Kind = request.param
+    common = (*COMMON, "--page-size", "16", "--kv-pd-caching", "1")
+    base = ServerSpec(model=MODEL, flags=common, environment={**STRICT, **STAGES})
+    prefill = replace(base, flags=(*base.flags, "--pp-size", str(kind.prefill), *kind.flags))
     decode = replace(
         base,
-        flags=(*(each for each in base.flags if each != "--kv-check"), "--kv-pd-caching", "1"),
+        flags=(*(each for each in base.flags if each != "--kv-check"), "--pp-size", str(kind.decode)),
         run=FaultySpec.run,
-        environment={**STRICT, FOLDER: str(faults)},
+        environment={**base.environment, FOLDER: str(faults)},
     )
     with pd_servers([prefill], [decode]) as (found, _):
         yield found

@@ -30,8 +30,8 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import (
     components_of,
-    engine_rank,
-    engine_ranks,
+    instance_rank,
+    instance_ranks,
     transfers_of,
 )
 from sglang_ext.patches.adapter.hbm import Drafts
@@ -168,8 +168,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         server_args, parallel, page = self.server_args, get_parallel(), self.kv_args.page_size
         kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
         local = Local(
-            engine_rank(),
-            engine_ranks(),
+            instance_rank(),
+            instance_ranks(),
             page,
             self.buffers.row_bytes,
             config.transfer_mode,

@@ -118,6 +118,11 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
             return int(KVPoll.WaitingForInput if granted else KVPoll.Bootstrapping)
         return int(_SENDER_POLL[self.handover.state])
 
+    def poll_pp_consensus(self) -> int:
+        """The state of a request that waits to be computed. The first stage of a pipeline passes it to the
+        others; a stage at which the hand-over is lost already computes the request all the same."""
+        return self.poll()
+
     def pop_decode_prefix_len(self) -> int:
         """Tokens that decode has, which need not be sent. Pulling, decode leaves them out by itself."""
         if self.handover is None or not self.kv_mgr.pushes:
