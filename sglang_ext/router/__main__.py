@@ -9,6 +9,7 @@ from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.router.app.run import run
 from sglang_ext.router.app.workers import run_workers
 from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.estimate.shadow import run_shadow
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = RouterConfig.prog) -> int:
@@ -17,7 +18,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = RouterConfig.prog) 
         config = RouterConfig.parse(arguments, prog=prog)
         if config.check:
             return 0
-        run(config) if config.workers == 1 else run_workers(config)
+        if config.shadow:
+            run_shadow(config)
+        else:
+            run(config) if config.workers == 1 else run_workers(config)
     except UserError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2

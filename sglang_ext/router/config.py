@@ -629,6 +629,10 @@ class RouterConfig(Flagged):
         "hashes of blocks, no text.",
         metavar="FILE",
     )
+    shadow: bool = flag(
+        False,
+        "Stand in front of a fleet of any servers, pass everything on as it is, and record it (--record).",
+    )
     record_size: int = flag(
         256 * MIB,
         "The size at which the file becomes FILE.1 and a new one begins.",
@@ -677,7 +681,8 @@ class RouterConfig(Flagged):
                         hint="Leave it out, or give --workers 1; `sglang-ext cluster` has --routers",
                     )
         check_cluster(self.cluster, self.cluster_name, self.cluster_password_file, is_loopback)
-        if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
+        self._check_shadow()
+        if not is_loopback(self.host) and not self.api_key and not self.api_keys_file and not self.shadow:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and no key is set",
                 field="--api-key",
@@ -702,6 +707,18 @@ class RouterConfig(Flagged):
                     field="--trusted-fields",
                     hint="Leave it out",
                 )
+
+    def _check_shadow(self) -> None:
+        if not self.shadow:
+            return
+        if self.record is None or not self.worker_urls:
+            raise ConfigError(
+                "nothing is recorded, or nothing is there to pass requests on to",
+                field="--shadow",
+                hint="Give --record FILE and --worker-urls",
+            )
+        if self.workers > 1:
+            raise ConfigError("it is one process", field="--shadow", hint="Leave --workers out")
 
     def trusted(self) -> frozenset[str]:
         """The names in ``trusted_fields``."""
