@@ -435,6 +435,14 @@ class RouterConfig(Flagged):
         "TOKENS",
         within="--tenant-limits",
     )
+    learnt_hints: float = flag(
+        0.5,
+        "The share of a tenant's limits for hints that the router's own hints may use, which it makes from "
+        "the pauses of sessions; 0: it makes none.",
+        NUMBER.where(lambda share: 0.0 <= share <= 1.0, "is not a share between 0 and 1"),
+        within="--tenant-limits",
+        key="learnt-hints",
+    )
     hint_bytes: int = flag(
         64 * MIB,
         "Memory for the prompts that the hints of a tenant announce, 4 bytes for each token.",
@@ -777,4 +785,5 @@ class RouterConfig(Flagged):
             moving_tokens=self.hint_tokens,
             ttl_s=self.hint_ttl_secs,
             bytes=self.hint_bytes,
+            learnt=self.learnt_hints,
         )

@@ -81,7 +81,7 @@ class PromptQueue:
     def remove(self, prompt: Prompt) -> None:
         self._prompts.remove(prompt)
         if not prompt.due:
-            self._retention.defer(prompt.id, False)
+            self._retention.defer(prompt.id, -math.inf)
             self.plan()
 
     def plan(self) -> None:
@@ -92,7 +92,7 @@ class PromptQueue:
         for each, starts in zip(resting, latest_starts(jobs), strict=True):
             each.starts = starts
             each.due = each.starts <= self._now or each.earliest == -math.inf
-            self._retention.defer(each.id, not each.due)
+            self._retention.defer(each.id, -math.inf if each.due else each.earliest)
         self.next_due = min((each.starts for each in resting if not each.due), default=math.inf)
 
     def expire(self, now: float) -> None:

@@ -1,7 +1,8 @@
 """Cache-owned slots of SGLang's KV pool: accounting and eviction.
 
-Blocks are evicted in this order: first blocks with a copy in DRAM or on disk, which lose nothing; then the
-layers of announced sessions above the lowest (`Lent`), and blocks that become free when the copies
+Blocks are evicted in this order: first blocks with a copy in DRAM or on disk, which lose nothing: those that
+have been in no use for longest, then those of announced sessions whose requests are far off, then others;
+then the layers of announced sessions above the lowest (`Lent`), and blocks that become free when the copies
 under way end; then whole blocks of announced sessions that have a copy too, and the sessions' lowest layers;
 and only then last copies, the announced ones last again.
 """
@@ -83,7 +84,8 @@ class HbmTier:
         if below is not None:
             copies = below.dram.copies
             copies.look()
-            freed = self._evict(missing, below.has_copy)
+            freed = self._evict_paused(missing, below.has_copy)
+            freed += self._evict(missing - freed, below.has_copy)
             freed += self._give_up_layers(missing - freed, above=0)
             if freed < missing and (copies.writing or self._ledger.yielding(Tier.HBM)):
                 copies.settle()
@@ -118,6 +120,17 @@ class HbmTier:
         """Evict blocks that were not announced."""
         gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.retention or ())
         return self._ledger.delete(Tier.HBM, gone)
+
+    def _evict_paused(self, blocks: int, has_copy: Callable[[Node], bool]) -> int:
+        """Evict blocks of announced sessions whose requests are far off, after those that were in no use
+        since the first of these sessions was announced."""
+        retention = self.retention
+        since = math.inf if retention is None else retention.deferred_since()
+        if retention is None or since == math.inf or blocks <= 0:
+            return 0
+        freed = self._evict(blocks, lambda node: node.last_access < since and has_copy(node))
+        gone = retention.give_up_deferred(self._hbm, blocks - freed, has_copy)
+        return freed + self._ledger.delete(Tier.HBM, gone)
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
         """Evict announced blocks."""

@@ -28,6 +28,9 @@ MOST_HINTS = 1024
 """Hints at a time; beyond that, the weakest hint of the tenant with the most hints is dropped. So a tenant
 alone may have all places, and hints that live long take no other tenant's share."""
 
+MOST_DEFERRED = 32
+"""Deferred sessions that one eviction looks at, which bounds its time."""
+
 MayGo = Callable[[Node], bool]
 
 
@@ -155,8 +158,10 @@ class _Hint:
     number: int
     since: float
     """Its arrival, in the tree's time."""
-    deferred: bool = False
-    """Its request is not expected soon."""
+    deferred: float = -math.inf
+    """Its request is not expected soon, but at this time of rank 0's at the earliest."""
+    spent: bool = False
+    """It was deferred, and has given up what it can."""
     marked: Node | None = None
     """The last known node of the prompt, from which the marks go up."""
 
@@ -219,7 +224,7 @@ class Retention:
             self._tree.lock(last, self._marker)
         if hint.marked is not None:
             self._tree.unlock(hint.marked, self._marker)
-        hint.marked = last
+        hint.marked, hint.spent = last, False
 
     def forget(self, id: str) -> None:
         """Stop holding KV back for ``id``. Its KV counts as used now."""
@@ -229,11 +234,20 @@ class Retention:
         self._tree.unlock(hint.marked, self._marker)
         self._tree.match(hint.namespace, hint.key)
 
-    def defer(self, id: str, deferred: bool) -> None:
-        """Set whether the request of ``id`` is still far off. Deferred sessions lose HBM before others."""
+    def defer(self, id: str, earliest: float) -> None:
+        """Set when the request of ``id`` comes at the earliest, while that is far off; else minus infinity.
+        Deferred sessions lose HBM before others."""
         hint = self._hints.get(id)
-        if hint is not None:
-            hint.deferred = deferred
+        if hint is not None and hint.deferred != earliest:
+            hint.deferred, hint.spent = earliest, False
+
+    def deferred_since(self) -> float:
+        """When the first of the deferred sessions that have blocks to give was announced, in the tree's time;
+        infinite without any."""
+        return min((hint.since for hint in self._deferred()), default=math.inf)
+
+    def _deferred(self) -> Iterator[_Hint]:
+        return (hint for hint in self._hints.values() if hint.deferred > -math.inf and not hint.spent)
 
     def expire(self, now: float) -> None:
         """End expired hints. now: rank 0's time."""
@@ -293,11 +307,29 @@ class Retention:
                 break
             nodes = _upwards(hint.marked)
             turns.update(nodes)
-            if hint.priority >= below and not (deferred_first and hint.deferred):
+            if hint.priority >= below and not (deferred_first and hint.deferred > -math.inf):
                 continue
             last = [node for node in nodes if turns[node] >= node.locks.get(self._marker, 0)]
             taken = self._take(holder, last, blocks, may_go)
             blocks -= sum(evicted.blocks for evicted in taken)
+            gone += taken
+        self.given_up += sum(evicted.blocks for evicted in gone)
+        return gone
+
+    def give_up_deferred(self, holder: Holder, blocks: int, may_go: MayGo) -> list[Evicted]:
+        """Take up to ``blocks`` blocks of deferred sessions, of those whose requests come last first.
+
+        A beginning that a prompt shares with others stays. At most `MOST_DEFERRED` sessions are looked at.
+        """
+        gone: list[Evicted] = []
+        latest = sorted(self._deferred(), key=lambda hint: (-hint.deferred, hint.number))
+        for hint in latest[:MOST_DEFERRED]:
+            if blocks <= 0:
+                break
+            own = [node for node in _upwards(hint.marked) if node.locks.get(self._marker, 0) == 1]
+            taken = self._take(holder, own, blocks, may_go)
+            blocks -= sum(evicted.blocks for evicted in taken)
+            hint.spent = blocks > 0
             gone += taken
         self.given_up += sum(evicted.blocks for evicted in gone)
         return gone
@@ -316,7 +348,7 @@ class Retention:
         else:
             found = [hint for _, hint, _ in self._in_order(holder)]
         if deferred_first:
-            found.sort(key=lambda hint: not hint.deferred)
+            found.sort(key=lambda hint: -hint.deferred)
         return found
 
     def _in_order(self, holder: Holder) -> list[tuple[SortKey, _Hint, list[Node]]]:

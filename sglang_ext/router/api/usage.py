@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from sglang_ext.router.api.sse import DONE, EventSplitter, parsed
+from sglang_ext.router.clients.tool_calls import tools_called, tools_called_in
 from sglang_ext.stages import StageTimes
 from sglang_ext.tiers import Tier, tiers_below
 
@@ -45,6 +46,8 @@ class Usage(msgspec.Struct):
     """Index of the prompt -> its generated tokens, encoded; where there is one choice per prompt."""
     output_texts: Mapping[int, str] = {}
     """Index of the prompt -> generated text, if the answer has no ids."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the answer calls."""
 
     def add_tiers(self, details: Any) -> None:
         """Take in SGLang's ``cached_tokens_details``."""
@@ -102,6 +105,7 @@ def read_answer(body: bytes, dialect: ReadsAnswers, choices: int) -> Usage:
     usage = Usage()
     answer = parsed(body)
     dialect.read(usage, answer, choices)
+    usage.tools = tools_called(answer)
     if choices == 1:
         usage.output_texts = dialect.texts([answer])
     return usage
@@ -174,6 +178,10 @@ class StreamReader:
             if self._whole_events or self._says_usage.search(data):
                 self.dialect.read(usage, parsed(data), self._choices)
         return usage
+
+    def tools_called(self) -> tuple[str, ...]:
+        """Names of the tools that the stream calls, when it has ended."""
+        return tools_called_in(self._events)
 
     def output_texts(self) -> Mapping[int, str]:
         """The generated text by choice, if the answer has no ids; empty for very long answers.

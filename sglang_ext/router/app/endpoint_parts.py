@@ -62,7 +62,7 @@ class EndpointParts:
             Rules(config.cache_details, table.sessions), repairs, of.fleet, routing.chooser,
             requests.relay, of.tokenizers, routing.admission, requests.flights, requests.suspects,
             requests.shared, routing.queries, requests.request_log,
-            self.advisory, routing.documents, diagnoses, base.metrics, clock,
+            self.advisory, routing.pausing, routing.documents, diagnoses, base.metrics, clock,
             max_retries=config.max_retries, retry_budget=config.retry_budget,
         )  # fmt: skip
         self.information = Information(

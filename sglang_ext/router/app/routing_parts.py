@@ -14,6 +14,7 @@ from sglang_ext.router.hints.advisory_book import HintBook
 from sglang_ext.router.hints.document_book import DocumentBook
 from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.hints.encoding import HintEncoder
+from sglang_ext.router.hints.pausing import Pausing
 from sglang_ext.router.hints.preparing import Preparer
 from sglang_ext.router.hints.remote_hints import RemoteHints
 from sglang_ext.router.hints.session_memory import SessionMemory
@@ -42,6 +43,10 @@ class RoutingParts:
         )
         self.advisor = Advisor(of.fleet, routing.placing.thresholds, metrics, clock, book, remote, preparer)
         SharedHints(base.channel, self.advisor, clock)
+        self.pausing = Pausing(
+            self.advisor, self.sessions, of.costs, metrics, clock,
+            share=config.learnt_hints, longest_s=config.hint_ttl_secs,
+        )  # fmt: skip
         self.spilling = Spilling(config.spill_terms(), of.fleet, of.trees, of.agents, metrics, clock)
         self.documents = Documents(
             DocumentBook(config.document_limits()), of.fleet, of.trees, of.tokenizers, of.costs,

@@ -47,6 +47,7 @@ class Parts:
 
         routing = RoutingParts(base, of)
         self.fetching, self.queries, self.sessions = routing.fetching, routing.queries, routing.sessions
+        self.pausing = routing.pausing
         self.advisor, self.documents, self.spilling = routing.advisor, routing.documents, routing.spilling
         self.chooser, self.admission = routing.chooser, routing.admission
 

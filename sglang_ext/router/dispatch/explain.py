@@ -307,6 +307,7 @@ def as_json(
             "prompts": len(logged.prompts),
         },
         "divergence": _divergence(record.divergence, texts=own),
+        "pause": None if record.pause is None else record.pause.as_json(),
         "repairs": [{"rule": each.rule, "changes": each.changes} for each in record.repairs],
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
         "documents": None

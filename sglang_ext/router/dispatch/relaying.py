@@ -226,6 +226,7 @@ class Relay:
             if flight.admitted.job.background and usage.response_id is not None:
                 self._on_background(flight.admitted.dialect, usage.response_id, load, record.caller.meter)
         _note(record, usage)
+        record.tools = usage.tools
         headers = self._response_headers(response, record, usage)
         size = len(body)
         if flight.sent.translation is not None:
@@ -295,6 +296,8 @@ class Relay:
         if reader.usage.output_keys or reader.usage.response_id is not None:
             self._learn(flight, placement, reader.usage)
         _note(record, reader.usage)
+        if flight.admitted.session is not None:
+            record.tools = reader.tools_called()
         await responder.finish()
         self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
 

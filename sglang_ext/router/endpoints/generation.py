@@ -44,6 +44,7 @@ from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.documents import Documents
+from sglang_ext.router.hints.pausing import Pausing
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
 from sglang_ext.router.placing.placing import Placement
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -81,6 +82,7 @@ class Generation:
         suspects: requests that were at an instance's death.
         shared: finds the instances that keep responses.
         log: recent requests, to be explained.
+        pausing: learns the pauses between turns.
         documents: puts documents that a request names in front of its prompt.
         diagnoses: compares requests with earlier ones, for clients that ask for it.
         clock: seconds.
@@ -103,6 +105,7 @@ class Generation:
         queries: Queries,
         log: RequestLog,
         hinting: Hinting,
+        pausing: Pausing,
         documents: Documents,
         diagnoses: Diagnoses,
         metrics: RouterMetrics,
@@ -124,6 +127,7 @@ class Generation:
         self._queries = queries
         self._log = log
         self._hinting = hinting
+        self._pausing = pausing
         self._documents = documents
         self._diagnoses = diagnoses
         self._retries = metrics.counter("retries")
@@ -214,10 +218,19 @@ class Generation:
             max_new_tokens=admitted.job.prompts[0].max_new_tokens,
         )
         self._log.add(logged, len(self._fleet.rows))
+        self._pausing.begins(flight)
+        try:
+            await self._carry(flight, logged)
+        finally:
+            self._pausing.ends(flight)
+
+    async def _carry(self, flight: Flight, logged: LoggedRequest) -> None:
+        """Wait for a place, and send the request on."""
+        record = flight.record
         with self._flights.carrying(flight):
             try:
                 if not self._admission.enter():
-                    waiting = Waiting(record.priority, units, record.caller.tenant, record.stream)
+                    waiting = Waiting(record.priority, flight.units, record.caller.tenant, record.stream)
                     record.queued_s = await self._admission.wait(waiting)
                 try:
                     await self._attempts(flight, logged)

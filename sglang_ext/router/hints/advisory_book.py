@@ -61,7 +61,8 @@ class HintLimits:
     """The limits of one tenant.
 
     per_second, burst: hints. live: hints that have not ended. moving_tokens: of hints being moved, together.
-    ttl_s: how long a hint lives that does not say so. bytes: memory for the prompts of live hints.
+    ttl_s: how long a hint lives that does not say so. bytes: memory for the prompts of live hints. learnt:
+    the share of these that hints of the router's own may use, so that clients' hints have the rest.
     """
 
     per_second: float = 50.0
@@ -70,6 +71,7 @@ class HintLimits:
     moving_tokens: int = 1 << 20
     ttl_s: float = 120.0
     bytes: int = 64 << 20
+    learnt: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class HintBook:
     def _offer(self, id: str, hint: Hint, now: float) -> Answer:
         self.expire(now)
         limits = self._limits
-        if (refusal := self.too_fast(hint.tenant, now)) is not None:
+        if not hint.learnt and (refusal := self.too_fast(hint.tenant, now)) is not None:
             return refusal
         earliest, expires = self.times(hint, now)
         same = self._same(hint)
@@ -181,10 +183,13 @@ class HintBook:
     def _too_many(self, hint: Hint) -> str | None:
         """Why a tenant has no room for one more hint; None when it has."""
         limits, live = self._limits, len(self._live.get(hint.tenant, ()))
-        if live + self._remote.live(hint.tenant) >= limits.live:
+        share = limits.learnt if hint.learnt else 1.0
+        if live + self._remote.live(hint.tenant) >= share * limits.live:
             return "too many hints at once"
+        if hint.learnt and self._all_moving(hint.tenant) + hint.tokens > share * limits.moving_tokens:
+            return "too many tokens are being moved"
         tokens = min(hint.tokens, limits.moving_tokens)
-        if self._bytes[hint.tenant] + ENTRY_BYTES + tokens * TOKEN_BYTES > limits.bytes:
+        if self._bytes[hint.tenant] + ENTRY_BYTES + tokens * TOKEN_BYTES > share * limits.bytes:
             return f"the hints at once announce more tokens than {limits.bytes} bytes hold"
         return None
 

@@ -77,6 +77,8 @@ class Hint:
     priority: int = 0
     earliest_s: float = 0.0
     ttl_s: float | None = None
+    learnt: bool = False
+    """The router made it from the pauses that it has seen (``pausing``)."""
     dropped_tokens: int = 0
     """How long the conversation was of a hint that has ended; its key is not kept."""
 

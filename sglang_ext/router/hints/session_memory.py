@@ -10,6 +10,7 @@ Namespace = tuple[str | None, ...]
 Known = tuple[Namespace, bytes]
 """(Namespace, key), as the prompt trees take them."""
 MOST_CONVERSATIONS = 3
+FAR_LONGER = 4
 
 
 class SessionMemory:
@@ -36,6 +37,15 @@ class SessionMemory:
         """The conversation that the session's next request will continue; None for an unknown session."""
         known = self._turns.use(session)
         return None if known is None else (known[0], known[1][-1].key)
+
+    def main(self, session: str) -> Known | None:
+        """The session's conversation that a pause interrupts: its last one, unless another is over
+        ``FAR_LONGER`` times as long. Does not count as a use."""
+        known = self._turns.get(session)
+        if known is None:
+            return None
+        last, longest = known[1][-1].key, max((turn.key for turn in known[1]), key=len)
+        return known[0], longest if len(longest) > FAR_LONGER * len(last) else last
 
     def last_turn(self, session: str, namespace: Namespace, turn: Turn) -> Turn | None:
         """The turn of a session that has most in common with another; None without one in the namespace."""

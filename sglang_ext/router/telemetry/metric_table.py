@@ -189,6 +189,10 @@ ROUTER: Final = MetricTable("router", (
         "hints_used", COUNTER, "hints", ("when",),
         "Hints whose request came when all was moved, before that, or never",
     ),
+    Metric(
+        "learnt_hints", COUNTER, "hints", ("verdict",),
+        "Hints from learnt pauses, at ends of turns; unknown: too few pauses were seen; none: not made",
+    ),
     Metric("hint_tokens", COUNTER, "tokens", (), "Tokens brought to HBM ahead of their request"),
     Metric("hint_computed_tokens", COUNTER, "tokens", (), "Tokens computed ahead of their request"),
     Metric(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from sglang_ext.router.clients.divergence import Divergence
+from sglang_ext.router.clients.pauses import Forecast
 from sglang_ext.router.clients.repairs import Repair
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
@@ -28,6 +30,32 @@ class DocumentNote:
     """Leading tokens of its prompt with KV of the first document that is held for it."""
     composed_bytes: int = 0
     """Memory held for the request with their contents, until it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The pause that a turn ends in.
+
+    after: the tools called; empty for a user who thinks. hint: the id of the hint made for the next turn.
+    """
+
+    after: str
+    forecast: Forecast | None
+    earliest_s: float | None = None
+    """Before which the hint expects no request; 0: its KV stays in HBM."""
+    hint: str | None = None
+    verdict: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """For ``/explain``."""
+        found = self.forecast
+        return {
+            "after": self.after or None,
+            "forecast": None if found is None else dataclasses.asdict(found),
+            "kept_out_s": self.earliest_s,
+            "hint": self.hint,
+            "verdict": self.verdict,
+        }
 
 
 class Record:
@@ -63,6 +91,10 @@ class Record:
     """The effects of rules on its prompt (``--client-rules``)."""
     divergence: Divergence | None = None
     """The place at which it left the last turn of its session, where KV was lost by that."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the answer calls."""
+    pause: Pause | None = None
+    """The pause after the answer, of a session's turn."""
     durability: str | None = None
     """The durability reported with the end of the answer, if the end waited for the instance's disk."""
     queued_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -137,3 +138,42 @@ def test_an_announced_last_copy_goes_last(rig: Rig) -> None:
         assert rig.tier.evict(2 * BLOCK) == 2 * BLOCK
         gone += before.keys() - rig.in_hbm().keys()
     assert gone == [3, 2, 1]
+
+
+def test_of_what_was_announced_that_of_later_requests_goes_before_what_others_used_since(rig: Rig) -> None:
+    rig.insert(1, copied=True)
+    rig.insert(2, copied=True)
+    rig.dram.copies.settle()
+    for letter in (1, 2):
+        rig.announce(letter)
+    rig.insert(3, copied=True)
+    rig.dram.copies.settle()
+    rig.dram.retention.defer("hint 1", 100.0)
+    rig.dram.retention.defer("hint 2", 200.0)
+    gone = []
+    for _ in range(3):
+        before = rig.in_hbm()
+        assert rig.tier.evict(2 * BLOCK) == 2 * BLOCK
+        gone += before.keys() - rig.in_hbm().keys()
+    assert gone == [2, 1, 3], "the latest first"
+
+
+def test_what_was_in_no_use_since_goes_before_it(rig: Rig) -> None:
+    rig.insert(3, copied=True)
+    rig.insert(1, copied=True)
+    rig.dram.copies.settle()
+    rig.announce(1)
+    rig.dram.retention.defer("hint 1", 100.0)
+    assert rig.tier.evict(2 * BLOCK) == 2 * BLOCK
+    assert rig.in_hbm() == {1: 2}
+
+
+def test_what_is_due_is_held_again(rig: Rig) -> None:
+    rig.insert(1, copied=True)
+    rig.announce(1)
+    rig.insert(3, copied=True)
+    rig.dram.copies.settle()
+    rig.dram.retention.defer("hint 1", 100.0)
+    rig.dram.retention.defer("hint 1", -math.inf)
+    assert rig.tier.evict(2 * BLOCK) == 2 * BLOCK
+    assert rig.in_hbm() == {1: 2}

@@ -223,3 +223,32 @@ def test_tenants_with_the_most_give_up_first(owned: list[tuple[str, int]]) -> No
 
 def test_a_small_tenant_keeps_its_blocks_while_a_large_one_has_more() -> None:
     assert from_most([("small", 2), ("large", 3), ("large", 3)]) == [1, 2, 0]
+
+
+@given(
+    st.lists(st.tuples(st.text("abc", min_size=1, max_size=5), st.sampled_from([-math.inf, 1, 2, 3]))),
+    st.integers(1, 12),
+)
+def test_deferred_sessions_give_up_what_is_theirs_alone(hints: list[tuple[str, float]], wanted: int) -> None:
+    tree, retention = make()
+    for number, (text, earliest) in enumerate(hints):
+        tree.insert("n", key(text), HBM, list(text))
+        retention.expect(str(number), "n", key(text))
+        retention.defer(str(number), earliest)
+    for number in range(len(hints)):
+        retention.look(str(number))
+    before = letters(tree, HBM)
+    gone = retention.give_up_deferred(HBM, wanted, always)
+    lost = before - letters(tree, HBM)
+    assert sum(evicted.blocks for evicted in gone) == len(lost) <= wanted
+    tree.check()
+    whose = {block: [n for n, (text, _) in enumerate(hints) if text.startswith(block)] for block in before}
+    for block in lost:
+        (owner,) = whose[block]
+        assert hints[owner][1] > -math.inf
+        later = [n for n, (_, earliest) in enumerate(hints) if earliest > hints[owner][1]]
+        assert not [
+            left
+            for left in before - lost
+            if whose[left] and whose[left][0] in later and len(whose[left]) == 1
+        ], "the latest first"
