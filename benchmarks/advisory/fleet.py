@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,8 +193,10 @@ class Fleet:
         time.sleep(seconds)
 
     @contextlib.contextmanager
-    def routed(self, system: System, peer_python: Path | None = None) -> Iterator[str]:
-        """A router over the servers; gives its URL."""
+    def routed(
+        self, system: System, peer_python: Path | None = None, flags: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """A router over the servers; gives its URL. flags: more of our router's."""
         log = Path(self._folder.name) / "router.log"
         if system.policy is None:
             assert peer_python is not None
@@ -204,7 +206,7 @@ class Fleet:
             ours = is_ours(self.kind)
             port = self._router_port
             # One's own policy is looked for where python looks for modules.
-            command = our_router(port, () if ours else self.urls, "--policy", system.policy)
+            command = our_router(port, () if ours else self.urls, "--policy", system.policy, *flags)
             if ours:
                 command.remove("--worker-urls")
         with contextlib.chdir(ROOT), process(command, core=None, log=log) as running:

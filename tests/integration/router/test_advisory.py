@@ -6,6 +6,7 @@ Symphony's cases (section 3.4) are placed by the size of HBM: free, under growin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import time
@@ -19,6 +20,7 @@ from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.clients.pauses import Turned
 from sglang_ext.router.cluster.members_view import fills_of
 from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiers import Tier
@@ -86,14 +88,21 @@ def server(
     process.stop()
 
 
-@pytest.fixture
-async def router(port: int, server: ServerProcess) -> AsyncIterator[Router]:
-    async with Router(RouterConfig(port=port, policy="prompt-tree")) as router:
+@contextlib.asynccontextmanager
+async def routing(port: int, server: ServerProcess, **config: Any) -> AsyncIterator[Router]:
+    async with Router(RouterConfig(port=port, policy="prompt-tree", **config)) as router:
         # A machine that is busy with other tests may leave the server without a core for longer than 3 s.
         router.agents.verdict_s = 20.0
         await until(lambda: router.trees.trusted(server.url) and router.fleet.usable(), 30, "the server")
         yield router
         router.check()
+
+
+@pytest.fixture
+async def router(port: int, server: ServerProcess) -> AsyncIterator[Router]:
+    # The hints of these tests are the clients'.
+    async with routing(port, server, learnt_hints=0.0) as router:
+        yield router
 
 
 async def said_and_pushed_out(
@@ -182,6 +191,29 @@ async def test_a_request_earlier_than_announced_is_served_at_once(server, router
     assert (answer.hbm_tokens, answer.cached_tokens) == (0, TOKENS)
     assert_same(await cold(client, server, [*prompt, 7]), answer)
     await until(lambda: deferred(server) == 0, 60, "it to be forgotten")
+
+
+@pytest.mark.parametrize("learnt", [0.5, 0.0], ids=["learnt hints", "no hints"])
+async def test_kv_of_a_session_that_pauses_is_back_before_its_next_turn(
+    learnt: float, port, server, client, rng
+) -> None:
+    """No client sends a hint. The twin without the router's own loads late."""
+    async with routing(port, server, learnt_hints=learnt) as router:
+        for _ in range(8):
+            router.pausing.pauses.learn(Turned("", "Python", "another"), 12.0)
+        prompt = random_prompt(rng, TOKENS)
+        await generate(client, router.url, prompt, session="s")
+        asked = time.monotonic()
+        for _ in range(3):
+            await generate(client, router.url, random_prompt(rng, 900))
+        await until(lambda: not held_in_hbm(router, server, prompt), 60, "HBM to have given it up")
+        assert time.monotonic() - asked < 11, "long before its turn"
+        if learnt:
+            await until(lambda: held_in_hbm(router, server, prompt) >= TOKENS, 60, "it to be back")
+        answer, _ = await generate(client, router.url, [*prompt, 7], session="s")
+        found = (TOKENS, 0) if learnt else (0, TOKENS)
+        assert (answer.hbm_tokens, answer.cached_tokens - answer.hbm_tokens) == found
+        assert_same(await cold(client, server, [*prompt, 7]), answer)
 
 
 async def test_what_is_announced_goes_last(server, router, client, rng) -> None:
