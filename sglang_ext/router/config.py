@@ -410,6 +410,14 @@ class RouterConfig(Flagged):
         within="--max-concurrent-requests",
         key="connections",
     )
+    program_share: float = flag(
+        0.0,
+        "The share of all HBM that the KV of sessions at work may fill; turns of others wait. 0: sessions "
+        "are not admitted as a whole.",
+        NUMBER.where(lambda share: 0.0 <= share <= 1.0, "is not a share between 0 and 1"),
+        within="--max-concurrent-requests",
+        key="program-share",
+    )
     shutdown_grace_period_secs: float = flag(
         1.0,
         "How long running answers may go on when the router stops; then they are cut.",

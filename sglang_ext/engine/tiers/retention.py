@@ -317,7 +317,7 @@ class Retention:
         return gone
 
     def give_up_deferred(self, holder: Holder, blocks: int, may_go: MayGo) -> list[Evicted]:
-        """Take up to ``blocks`` blocks of deferred sessions, of those whose requests come last first.
+        """Take up to ``blocks`` blocks of deferred sessions, beginning with those that are due last.
 
         A beginning that a prompt shares with others stays. At most `MOST_DEFERRED` sessions are looked at.
         """

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from sglang_ext.router.api.sse import DONE, EventSplitter, parsed
-from sglang_ext.router.clients.tool_calls import tools_called, tools_called_in
+from sglang_ext.router.api.tool_calls import tools_called, tools_called_in
 from sglang_ext.stages import StageTimes
 from sglang_ext.tiers import Tier, tiers_below
 

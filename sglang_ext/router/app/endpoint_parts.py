@@ -60,8 +60,8 @@ class EndpointParts:
         base.metrics.show_table("diagnoses", diagnoses)
         self.generation = Generation(
             Rules(config.cache_details, table.sessions), repairs, of.fleet, routing.chooser,
-            requests.relay, of.tokenizers, routing.admission, requests.flights, requests.suspects,
-            requests.shared, routing.queries, requests.request_log,
+            requests.relay, of.tokenizers, routing.admission, routing.programs, requests.flights,
+            requests.suspects, requests.shared, routing.queries, requests.request_log,
             self.advisory, routing.pausing, routing.documents, diagnoses, base.metrics, clock,
             max_retries=config.max_retries, retry_budget=config.retry_budget,
         )  # fmt: skip

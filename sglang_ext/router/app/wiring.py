@@ -47,7 +47,7 @@ class Parts:
 
         routing = RoutingParts(base, of)
         self.fetching, self.queries, self.sessions = routing.fetching, routing.queries, routing.sessions
-        self.pausing = routing.pausing
+        self.pausing, self.programs = routing.pausing, routing.programs
         self.advisor, self.documents, self.spilling = routing.advisor, routing.documents, routing.spilling
         self.chooser, self.admission = routing.chooser, routing.admission
 
@@ -94,6 +94,7 @@ class Parts:
         self.members.roster.check()
         self.trees.check()
         self.admission.check()
+        self.programs.check()
         self.advisor.check()
         self.documents.book.check()
         self.spilling.conversations.check()

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass
-
-from sglang_ext.router.tenancy.bounded import Bounded, size_of
 
 USER = ""
 """In place of a tool's name: the turn ended without a tool call."""
 ANY_TOOL = "*"
 LONGEST_S = 3600.0
 """A longer pause counts as one of this length."""
-MAX_NAME_CHARACTERS = 64
+MAX_NAME_CHARACTERS = 96
 _KEPT = 64
 """Newest pauses that are kept of each kind."""
+KIND_BYTES = 1024
+"""Memory of the pauses of one kind, with its names, at most."""
 _LEAST = 6
 """Pauses of a kind from which a forecast is made."""
 
@@ -41,8 +42,10 @@ class Turned:
 
     def cut(self) -> Turned:
         """The same with names of bounded length."""
-        client, tool = self.client[:MAX_NAME_CHARACTERS], self.tool[:MAX_NAME_CHARACTERS]
-        return dataclasses.replace(self, client=client, tool=tool)
+        client, session, tool = (
+            name[:MAX_NAME_CHARACTERS] for name in (self.client, self.session, self.tool)
+        )
+        return dataclasses.replace(self, client=client, session=session, tool=tool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +76,19 @@ class Pauses:
 
     def __init__(self, max_bytes: int = 4 << 20, quantiles: Quantiles | None = None) -> None:
         self._quantiles = quantiles or Quantiles()
-        self._known: Bounded[tuple[str, ...], array[float]] = Bounded(
-            max_bytes, lambda kind, _pauses: size_of(*kind) + _KEPT * 4
-        )
+        self._most = max_bytes // KIND_BYTES
+        self._known: OrderedDict[tuple[str, ...], array[float]] = OrderedDict()
 
     def learn(self, turned: Turned, seconds: float) -> None:
         """The turn after ``turned`` has come so many seconds later."""
         seconds = min(max(0.0, seconds), LONGEST_S)
         for _basis, kind in _kinds(turned):
-            pauses = self._known.use(kind)
-            if pauses is None:
-                pauses = array("f")
-                self._known.put(kind, pauses)
+            pauses = self._known.setdefault(kind, array("f"))
+            self._known.move_to_end(kind)
             pauses.append(seconds)
             del pauses[:-_KEPT]
+            while len(self._known) > self._most:
+                self._known.popitem(last=False)
 
     def forecast(self, turned: Turned) -> Forecast | None:
         """When the turn after ``turned`` is expected; None while too few such pauses are known."""
@@ -102,11 +104,11 @@ class Pauses:
     @property
     def size_bytes(self) -> int:
         """Memory of all pauses."""
-        return self._known.size_bytes
+        return KIND_BYTES * len(self._known)
 
     def __len__(self) -> int:
         """Kinds of pauses."""
-        return len(self._known.keys())
+        return len(self._known)
 
     def __repr__(self) -> str:
         return f"Pauses({len(self)} kinds, {self.size_bytes} bytes)"

@@ -34,7 +34,7 @@ class Flight:
 
     __slots__ = (
         "aborted", "admitted", "diagnosed", "failed", "filter", "prompts", "record", "request", "responder",
-        "sent", "task", "units",
+        "sent", "task", "units", "works",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +61,8 @@ class Flight:
         self.failed: str | None = None
         """The instance at which the last attempt failed, where it is not the chosen one."""
         self.aborted = False
+        self.works = False
+        """Its session has a place for it (``program_gate``)."""
         self.task: asyncio.Task[object] | None = None
         if admitted.hides_usage and admitted.job.stream:
             self.filter = EventFilter(*sent.dialect.tells_tiers)

@@ -35,6 +35,8 @@ from sglang_ext.router.dispatch.diagnosing import Diagnoses
 from sglang_ext.router.dispatch.explain import Choice, LoggedRequest, RequestLog
 from sglang_ext.router.dispatch.flight import Flight, Flights, home_lost
 from sglang_ext.router.dispatch.pairs import HalfFailed
+from sglang_ext.router.dispatch.pausing import Pausing
+from sglang_ext.router.dispatch.program_gate import ProgramGate
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
@@ -44,7 +46,6 @@ from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.documents import Documents
-from sglang_ext.router.hints.pausing import Pausing
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
 from sglang_ext.router.placing.placing import Placement
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -79,6 +80,7 @@ class Generation:
         chooser: from requests to instances.
         tokenizers: from prompts to keys.
         admission: where requests wait for room.
+        programs: where turns of sessions wait for the room of their KV.
         suspects: requests that were at an instance's death.
         shared: finds the instances that keep responses.
         log: recent requests, to be explained.
@@ -99,6 +101,7 @@ class Generation:
         relay: Relay,
         tokenizers: TokenizerService,
         admission: Admission,
+        programs: ProgramGate,
         flights: Flights,
         suspects: Suspects,
         shared: SharedRequests,
@@ -121,6 +124,7 @@ class Generation:
         self._relay = relay
         self._tokenizers = tokenizers
         self._admission = admission
+        self._programs = programs
         self._flights = flights
         self.suspects = suspects
         self._shared = shared
@@ -229,9 +233,10 @@ class Generation:
         record = flight.record
         with self._flights.carrying(flight):
             try:
+                record.queued_s = await self._programs.enter(flight)
                 if not self._admission.enter():
                     waiting = Waiting(record.priority, flight.units, record.caller.tenant, record.stream)
-                    record.queued_s = await self._admission.wait(waiting)
+                    record.queued_s += await self._admission.wait(waiting)
                 try:
                     await self._attempts(flight, logged)
                 finally:

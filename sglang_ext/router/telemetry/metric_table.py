@@ -165,6 +165,8 @@ ROUTER: Final = MetricTable("router", (
         "are; failed: that one did not take them, and they go on where they were",
     ),
     Metric("queue_waiting", GAUGE, "requests", (), "Requests that wait for an instance with room"),
+    Metric("programs", GAUGE, "sessions", ("state",), "Sessions at work, and those whose turns wait"),
+    Metric("programs_retired", COUNTER, "sessions", (), "Sessions that made room for others at a turn's end"),
     Metric("admitted", GAUGE, "requests", (), "Generation requests that have a place"),
     Metric("broken_streams", COUNTER, "streams", (), "Streams whose worker went away in mid-answer"),
     Metric(

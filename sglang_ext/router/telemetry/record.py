@@ -45,6 +45,8 @@ class Pause:
     """Before which the hint expects no request; 0: its KV stays in HBM."""
     hint: str | None = None
     verdict: str | None = None
+    retired: bool = False
+    """The session has made room for others, and its next turn waits (``dispatch.programs``)."""
 
     def as_json(self) -> dict[str, object]:
         """For ``/explain``."""
@@ -55,6 +57,7 @@ class Pause:
             "kept_out_s": self.earliest_s,
             "hint": self.hint,
             "verdict": self.verdict,
+            "made_room": self.retired,
         }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.router.clients.tool_calls import MOST_TOOLS, tools_called, tools_called_in
+from sglang_ext.router.api.tool_calls import MOST_TOOLS, tools_called, tools_called_in
 
 CALL = {"id": "c", "type": "function", "function": {"name": "Bash", "arguments": '{"name": "x"}'}}
 USE = {"type": "tool_use", "id": "c", "name": "Bash", "input": {"name": "x", "type": "tool_use"}}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from sglang_ext.clock import Clock
 from sglang_ext.router.clients.pauses import USER, Forecast, Pauses, Turned
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.program_gate import ProgramGate
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.hints.session_memory import SessionMemory
@@ -52,6 +53,7 @@ class Pausing:
         advisor: takes the hints.
         sessions: their conversations.
         costs: the time to bring KV back.
+        gate: decides which sessions keep their places over their pauses.
         share: of a tenant's limits for hints that these may use; 0: pauses are learnt, and no hint is made.
         longest_s: how long KV is held for a turn from its earliest time on.
     """
@@ -61,6 +63,7 @@ class Pausing:
         advisor: Advisor,
         sessions: SessionMemory,
         costs: RouterCosts,
+        gate: ProgramGate,
         metrics: RouterMetrics,
         clock: Clock,
         *,
@@ -71,6 +74,7 @@ class Pausing:
         self._advisor = advisor
         self._memory = sessions
         self._costs = costs
+        self._gate = gate
         self._clock = clock
         self._share = share
         self._longest_s = longest_s
@@ -94,30 +98,38 @@ class Pausing:
 
     def ends(self, flight: Flight) -> None:
         """It has been answered, or has failed."""
-        name = flight.admitted.session
-        session = None if name is None else self._sessions.get(name)
-        if name is None or session is None:
+        turned = self._turned(flight)
+        forecast = None if turned is None else self.pauses.forecast(turned)
+        retired = self._gate.ends(flight, None if forecast is None else forecast.earliest_s)
+        if turned is None:
             return
-        session.running -= 1
-        record = flight.record
-        if session.running > 0 or record.status != 200 or record.error is not None or flight.aborted:
-            session.ended = None
-            return
-        session.ended = self._clock.monotonic()
-        agent = flight.request.headers.get("user-agent", "").partition("/")[0]
-        session.turned = Turned(record.caller.scope, agent, name, "+".join(record.tools) or USER)
         try:
-            self._forecast(flight, session.turned)
+            self._announce(flight, turned, forecast, retired)
         except Exception:  # the answer is the client's already
             logger.exception("cannot make a hint for the turn after a pause")
 
-    def _forecast(self, flight: Flight, turned: Turned) -> None:
-        forecast = self.pauses.forecast(turned)
-        flight.record.pause = Pause(turned.tool, forecast)
+    def _turned(self, flight: Flight) -> Turned | None:
+        """The end of a session's turn; None where no pause follows."""
+        name, record = flight.admitted.session, flight.record
+        session = None if name is None else self._sessions.get(name)
+        if name is None or session is None:
+            return None
+        session.running -= 1
+        if session.running > 0 or record.status != 200 or record.error is not None or flight.aborted:
+            session.ended = None
+            return None
+        session.ended = self._clock.monotonic()
+        agent = flight.request.headers.get("user-agent", "").partition("/")[0]
+        session.turned = Turned(record.caller.scope, agent, name, "+".join(record.tools) or USER)
+        return session.turned
+
+    def _announce(self, flight: Flight, turned: Turned, forecast: Forecast | None, retired: bool) -> None:
+        flight.record.pause = Pause(turned.tool, forecast, retired=retired)
         if forecast is None:
             self._outcomes.labels("unknown").inc()
             return
-        hint = None if self._share <= 0.0 else self._hint(flight, turned, forecast)
+        # The KV of a session that has made room for others is not held for its next turn.
+        hint = None if self._share <= 0.0 or retired else self._hint(flight, turned, forecast)
         if hint is None:
             self._outcomes.labels("none").inc()
             return
