@@ -102,9 +102,7 @@ class Crowd:
             data_folder(options.data), held=options.sessions == "held-out", steps=12, pace=options.pace,
             most_tokens=options.hbm_tokens // 3,
         )  # fmt: skip
-        mean = statistics.fmean(
-            each.past + sum(s.new + s.answer for s in each.steps) for each in self._programs
-        )
+        mean = statistics.fmean(each.tokens for each in self._programs)
         self._fit = max(1, round(options.hbm_tokens / mean))
         report.note(
             f"{self._fit} sessions of {mean:.0f} tokens fit into HBM; {len(self._programs)} stretches"

@@ -40,7 +40,7 @@ class PausesOptions(Options):
     sessions: str = flag("tune", "Which sessions are played.", one_of("tune", "held-out"))
     agents: int = flag(12, "Agents at a time.", COUNT.positive())
     pace: float = flag(8.0, "By which pauses are divided.", NUMBER.positive())
-    hbm_tokens: int = flag(16_384, "Tokens of KV that fit into HBM.", COUNT.positive())
+    hbm_tokens: int = flag(12_288, "Tokens of KV that fit into HBM.", COUNT.positive())
     link: float = flag(64e6, "Bytes per second from DRAM to HBM.", NUMBER.positive())
 
 
@@ -52,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tiers = Tiers(hbm=options.hbm_tokens, dram=12 * options.hbm_tokens)
     found = programs(
         data_folder(options.data), held=options.sessions == "held-out", steps=12, pace=options.pace,
-        most_tokens=options.hbm_tokens // 2,
+        most_tokens=6 * options.hbm_tokens // 10,
     )  # fmt: skip
-    report.note(f"{options.agents} agents, {len(found)} stretches of sessions ({options.sessions})")
+    mean = statistics.fmean(each.tokens for each in found)
+    report.note(f"{options.agents} agents; {len(found)} stretches ({options.sessions}) of {mean:.0f} tokens")
     results: dict[str, list[Load]] = {NONE: [], LEARNT: [], EXPLICIT: []}
     moved: dict[str, float] = dict.fromkeys(results, 0.0)
     with forked_servers(), Fleet("ours", 1, tiers, options.link) as fleet:

@@ -43,6 +43,11 @@ class Program:
     past: int
     steps: tuple[Step, ...]
 
+    @property
+    def tokens(self) -> int:
+        """Of its conversation at the end."""
+        return self.past + sum(step.new + step.answer for step in self.steps)
+
 
 def held_out(id: str) -> bool:
     """Whether a session is read for the final figures only."""
@@ -50,7 +55,7 @@ def held_out(id: str) -> bool:
 
 
 def programs(folder: Path, *, held: bool, steps: int, pace: float, most_tokens: int) -> list[Program]:
-    """Stretches of ``steps`` turns each, one after the other from each session, sessions taking turns.
+    """Stretches of ``steps`` turns each, in a random order that is always the same.
 
     Args:
         folder: with the workloads.
@@ -59,14 +64,13 @@ def programs(folder: Path, *, held: bool, steps: int, pace: float, most_tokens: 
         most_tokens: stretches with longer prompts are left out.
     """
     found = [
-        list(_stretches(row, steps, pace)) for row in rows(folder, FILE) if held_out(str(row["id"])) is held
-    ]
-    mixed = [
         each
-        for number in range(max(map(len, found)))
-        for each in (of[number] for of in found if number < len(of))
+        for row in rows(folder, FILE)
+        if held_out(str(row["id"])) is held
+        for each in _stretches(row, steps, pace)
+        if each.tokens <= most_tokens
     ]
-    return [each for each in mixed if each.past + sum(s.new + s.answer for s in each.steps) <= most_tokens]
+    return sorted(found, key=lambda each: hashlib.sha256(each.id.encode()).digest())
 
 
 def _stretches(row: dict[str, Any], steps: int, pace: float) -> Iterator[Program]:

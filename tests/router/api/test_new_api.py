@@ -234,7 +234,7 @@ def test_one_path_has_one_api(questions: Dialect) -> None:
 API = "sglang_ext.router.api."
 GENERAL = {
     "dialect", "documents", "hints", "json_schema", "limits", "prompts", "sse",
-    "stream_splice", "usage", "job", "validation",
+    "stream_splice", "tool_calls", "usage", "job", "validation",
 }  # fmt: skip
 """Modules of `router/api` that every API uses; each other one belongs to an API."""
 TABLES = {"endpoints/server_routes.py"}
