@@ -73,7 +73,7 @@ docs: $(READY)  ## Build the documentation's site into build/site
 docs-serve: $(READY)  ## Serve the documentation on http://127.0.0.1:8000, and follow its changes
 	$(BIN)/python -m mkdocs serve --strict --dev-addr 127.0.0.1:8000
 
-dist: $(READY)  ## Build wheel and sdist into dist/, each tried in a fresh environment
+dist: $(READY)  ## Build wheel, sdist and the client packages into dist/, each tried in a fresh environment
 	$(BIN)/python scripts/dist.py
 
 lock:  ## Resolve the dependencies anew and write requirements/

@@ -2,7 +2,8 @@
 
 One wheel is for any platform; where there is a C compiler, another has the router's hot modules compiled
 (`scripts/compile_router.py`), which pip prefers on the platform and the Python that it is of. Beside them the
-packages in ``clients/`` are built: `sglang-ext-client` is tried on every Python here that it takes.
+packages in ``clients/`` are built, and their tests run: that for Python on every Python here that it takes,
+that for TypeScript where there is Node.
 
 Built from the files that git knows, in a folder of their own, so that nothing which lies about is shipped.
 Each is installed into an environment that has nothing of its own but sees the packages of the present one
@@ -25,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import typescript_client
 from compile_router import compile_into, obstacle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,12 +233,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clients = build_client(source, scratch / "client")
             for package in clients:
                 print(f"{package.name}: works alone on Python {', '.join(try_client(package, scratch))}")
+            run(sys.executable, "-m", "pytest", "-q", "tests/router/client_packages", cwd=ROOT)
+            if why := typescript_client.obstacle():
+                print(f"no package for TypeScript: {why}")
+            else:
+                copied = typescript_client.copy_to(scratch / "typescript")
+                clients.append(typescript_client.pack(copied, scratch))
+                print(f"{clients[-1].name}: works alone")
             packages += clients
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
             for package in packages:
                 shutil.copy2(package, out)
-    except DistError as error:
+    except (DistError, typescript_client.NodeError) as error:
         print(f"make dist: {error}", file=sys.stderr)
         return 1
     print(f"in {out}: {', '.join(package.name for package in packages)}")

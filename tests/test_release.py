@@ -136,6 +136,8 @@ def test_wheel_and_source_distribution_install_beside_sglang_and_work(tmp_path: 
         tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         names.add(f"sglang_ext-{version}-{tag}-{tag}-{platform}.whl")
+    if not DIST["typescript_client"].obstacle():
+        names.add(f"sglang-ext-client-{version}.tgz")
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
