@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.engine.cache.refusals import WHY_NOT_MOVED
 from sglang_ext.geometry import BIDIRECTIONAL
 from sglang_ext.keys import GROUP_TOKENS
+from sglang_ext.tiered_store.hicache import FIELD as HICACHE_FILES
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -135,6 +136,8 @@ class Facts:
     """``--kv-durability acked``."""
     layer_region: bool = False
     """``--kv-layer-region-size``."""
+    hicache: bool = False
+    """``--kv-load-policy hicache``."""
     page_size: int | None = None
     """None while SGLang has not resolved it."""
     snapshots_at_ends: bool = False
@@ -204,6 +207,7 @@ def unsupported(facts: Facts) -> str | None:
             or _cut_groups(facts)
             or _unsupported_flags(facts)
             or _unwaiting(facts)
+            or _unread(facts)
         )
         if reason is not None:
             return reason
@@ -377,6 +381,25 @@ def _unwaiting(facts: Facts) -> str | None:
         return f"--kv-dram-size cannot be combined with {_EARLY_WRITES}=1. Unset that variable"
     if facts.disk and facts.optimistic_prefill_attempts > 0:
         return "--kv-disk-path cannot be combined with --optimistic-prefill-attempts. Drop one of them"
+    return None
+
+
+def _unread(facts: Facts) -> str | None:
+    """KV that HiCache keeps in other files than those that we read: one for each page and rank."""
+    if not facts.hicache:
+        return None
+    for present, unread in (
+        (facts.is_hybrid, f"models with {_kind(facts)}, which HiCache keeps in files of their own"),
+        (facts.is_dsa, "models with index keys (DSA), which HiCache keeps in files of their own"),
+        (
+            facts.speculative_algorithm in _PACKED_DRAFTS,
+            f"--speculative-algorithm {facts.speculative_algorithm}: HiCache keeps the draft model's KV in "
+            f"files of its own",
+        ),
+        (facts.pp_size > 1, "--pp-size above 1, with which a file has the layers of one stage"),
+    ):
+        if present:
+            return f"{HICACHE_FILES} does not support {unread}. Leave that setting out"
     return None
 
 

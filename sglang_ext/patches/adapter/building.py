@@ -130,13 +130,7 @@ class Building:
         if not self.config.dram_size:
             return None
         layout = self.pool.geometry.layout
-        store = hicache_store(
-            self.ctx,
-            self.config,
-            self.pool.geometry,
-            model=served_model(),
-            drafts=bool(self.drafts.pools),
-        )
+        store = hicache_store(self.ctx, self.config, self.pool.geometry, model=served_model())
         farther = () if store is None else (store,)
         return open_below(self.config, self.instance, self.shard, layout, farther)
 

@@ -24,13 +24,12 @@ be listed as blocks, so that no event names them."""
 
 
 def hicache_store(
-    ctx: TreeCacheBuildContext, config: KvConfig, geometry: Geometry, *, model: str, drafts: bool
+    ctx: TreeCacheBuildContext, config: KvConfig, geometry: Geometry, *, model: str
 ) -> HiCacheStore | None:
     """The files of this rank; None where the flags name none, or HiCache has written none.
 
     Args:
         model: the name by which it is served.
-        drafts: whether a block has KV of draft models.
 
     Raises:
         ConfigError: files of this model cannot be read, or all files are of others.
@@ -39,7 +38,7 @@ def hicache_store(
         return None
     word, _, folder = config.hicache.partition(":")
     order = PageOrder(word)
-    _require(geometry, drafts=drafts)
+    _require(geometry)
     if not _has_files(folder):
         logger.warning("%s has no files of HiCache: there is nothing to read", folder)
         return None
@@ -63,17 +62,13 @@ def _has_files(folder: str) -> bool:
         ) from error
 
 
-def _require(geometry: Geometry, *, drafts: bool) -> None:
-    rows, shard = {plane.row_bytes for plane in geometry.planes}, geometry.shard
-    kinds = {plane.kind for plane in geometry.planes}
-    for refused, why in (
-        (drafts, "HiCache keeps the KV of draft models in files of its own"),
-        (PlaneKind.INDEX in kinds, "HiCache keeps index keys in files of its own"),
-        (len(rows) > 1, "HiCache's file backend keeps no KV whose rows differ in size"),
-        (shard.layers != shard.model_layers, "the files of pipeline stages are not read"),
-    ):
-        if refused:
-            raise ConfigError(f"{why}, which is not supported", field=FIELD, hint="Leave the setting out")
+def _require(geometry: Geometry) -> None:
+    if len({plane.row_bytes for plane in geometry.planes}) > 1:
+        raise ConfigError(
+            "HiCache's file backend keeps no KV whose rows differ in size",
+            field=FIELD,
+            hint="Leave the setting out",
+        )
 
 
 def _suffix(ctx: Any, geometry: Geometry, model: str) -> str:

@@ -90,6 +90,7 @@ def _of_config(config: KvConfig) -> dict[str, Any]:
         "disk": config.disk_path is not None,
         "acked": config.acked_behind is not None,
         "layer_region": config.layer_region_bytes != 0,
+        "hicache": config.hicache is not None,
         "by_layer": config.transfer_mode == "push-by-layer",
         "pushes": config.transfer_mode != "pull",
         "aggregated": config.transfer_layout == "aggregated",

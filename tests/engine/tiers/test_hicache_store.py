@@ -99,7 +99,7 @@ class Site:
         """The tier as a server opens it."""
         ctx: Any = SimpleNamespace(tp_rank=tp[0], tp_size=tp[1], params=SimpleNamespace(page_size=self.page))
         config = self._config(hicache=f"{self.order}:{self.folder}")
-        store = hicache_store(ctx, config, self.geometry, model=model, drafts=False)
+        store = hicache_store(ctx, config, self.geometry, model=model)
         assert store is not None
         return store
 
@@ -247,13 +247,10 @@ def test_what_cannot_be_read_is_refused_by_name(make_site: Callable[..., Site]) 
     with pytest.raises(ConfigError, match="cannot be listed"):
         HiCacheStore(site.path / "none", "_org-model_0_1", PageOrder(site.order), layout, Tier.DISK)
     ctx: Any = SimpleNamespace()
-    config = KvConfig(dram_size=1, disk_path="/d", hicache="layer_first:/h")
-    with pytest.raises(ConfigError, match="draft models"):
-        hicache_store(ctx, config, site.geometry, model=MODEL, drafts=True)
     for empty in ("none", "empty"):  # as on a host to which no store was moved
         site.path.joinpath("empty").mkdir(exist_ok=True)
         nothing = KvConfig(dram_size=1, disk_path="/d", hicache=f"layer_first:{site.path / empty}")
-        assert hicache_store(ctx, nothing, site.geometry, model=MODEL, drafts=False) is None
+        assert hicache_store(ctx, nothing, site.geometry, model=MODEL) is None
     for value in ("page_head:/h", "layer_first", "/h", "layer_first:"):
         with pytest.raises(ConfigError, match="LAYOUT:DIR"):
             KvConfig(dram_size=1, disk_path="/d", hicache=value)

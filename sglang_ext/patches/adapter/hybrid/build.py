@@ -25,7 +25,6 @@ from sglang_ext.engine.movers.mover import Mover, ThreadMover
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
-from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.build_disk import weights_reader
 from sglang_ext.patches.adapter.build_transfers import (
@@ -68,12 +67,6 @@ def create_hybrid_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> H
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.mem_cache.utils import get_hash_str
 
-    if config.hicache is not None:
-        raise ConfigError(
-            "HiCache keeps windows and states in files of their own, which are not read",
-            field="--kv-load-policy hicache",
-            hint="Leave the setting out",
-        )
     cache = create_unified_radix_cache(ctx, cache_class=HybridRadixCache)
     assert isinstance(cache, HybridRadixCache)
     if ctx.server_args.disaggregation_mode == "decode":
