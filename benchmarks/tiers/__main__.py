@@ -6,7 +6,7 @@ beside other ways to keep blocks: as values in LMDB, as a file per page, and LMC
 With real servers: the time to first token by the tier that holds the prompt, the share of the load that it
 does not show, what writing costs decoding and an acknowledged end its answer, and what retracting others
 gains a request of a higher priority. With traces (`--parts budget`): the tokens that DRAM of models with
-windows or states reuses.
+windows or states reuses. After a simulated day (`--parts churn`): in how many pieces a prompt is in DRAM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.lib.common import Options, Report, at_least, at_most
 from benchmarks.lib.data import data_flag, data_folder
-from benchmarks.tiers import budget, priority
+from benchmarks.tiers import budget, churn, priority
 from benchmarks.tiers.acked import measure_acked
 from benchmarks.tiers.copy import measure_copies
 from benchmarks.tiers.disk import measure_disk
@@ -27,7 +27,7 @@ from benchmarks.tiers.serving import measure_servers
 from sglang_ext.flags import flag, one_of
 
 PARTS = ("copy", "disk", "servers")
-ASKED_FOR = ("acked", "budget", "gpu", "priority")
+ASKED_FOR = ("acked", "budget", "churn", "gpu", "priority")
 """Parts that are measured when they are named."""
 AIMS = {
     "dram_to_hbm_vs_copy": at_least(0.85),
@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_acked(options, report, options.disk_path)
     if "budget" in options.parts:
         budget.measure_budget(options, report, data_folder(options.data))
+    if "churn" in options.parts:
+        churn.measure_churn(options, report)
     if "gpu" in options.parts:
         measure_gpu(options, report)
     if "priority" in options.parts:
