@@ -167,6 +167,9 @@ class HandMover:
                 self._copy_load(operation)
         self._retire()
 
+    def wait_writes(self, count: int) -> None:
+        self.copy_writes(count - self._writes_done)
+
     def settle(self) -> None:
         self.copy_loads(len(self._loads))
         self.copy_writes(len(self._writes))

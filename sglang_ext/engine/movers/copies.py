@@ -185,6 +185,11 @@ class Copies:
             self._writes.complete(agreed[0])
             self._loads.complete(agreed[1])
 
+    def settle_oldest_write(self) -> None:
+        """Wait for the oldest copy of the first queue, of which there must be one, on every rank."""
+        self.mover.wait_writes(self._writes.completed + 1)
+        self._writes.complete(self._writes.completed + 1)
+
     def settle(self) -> None:
         """Wait for every copy under way."""
         if self._writes.pending or self._loads.pending:

@@ -14,6 +14,7 @@ reported its result.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ STAGING_BYTES = 64 << 20
 """Device memory that one step of a write may use for staging."""
 
 _HOST_TO_DEVICE = 1
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class HostArena(Protocol):
@@ -98,10 +100,12 @@ class CudaMover:
         self._layout = arena.layout
         self._arena = arena
         self._host = torch.from_numpy(arena.blocks)
-        self._planes = [[byte_rows(plane) for plane in layer] for layer in planes]
+        word = word_of(arena.layout, arena.block_bytes)
+        self._planes = [[word_rows(plane, word) for plane in layer] for layer in planes]
         self._device = planes[0][0].device
         self._forward_stream = forward_stream
-        self._load_stream = torch.cuda.Stream(self._device)
+        # A pass waits for loads: their kernels must not queue behind all of those of a batch under way.
+        self._load_stream = torch.cuda.Stream(self._device, priority=-1)
         self._write_stream = torch.cuda.Stream(self._device)
         self._copy_2d = _memcpy_2d()
         self._loads: deque[_Load] = deque()
@@ -227,7 +231,7 @@ class CudaMover:
         staging = torch.empty((count, size), dtype=torch.uint8, device=self._device)
         for position, first, blocks in runs:
             self._copy_layer_in(stream, staging, layer, position, first, blocks)
-        scatter_layer(self._planes[place], self._layout, layer, staging, slots)
+        scatter_layer(self._planes[place], self._layout, staging, slots)
         return count * size
 
     def _copy_layer_in(
@@ -281,6 +285,11 @@ class CudaMover:
             # Loads share a stream, so the newest one's layer comes after everything of those before.
             torch.cuda.current_stream(self._device).wait_event(self._loads[position].events[layer])
 
+    def wait_writes(self, count: int) -> None:
+        while self._writes and self._writes_done < count:
+            self._writes.popleft().synchronize()
+            self._writes_done += 1
+
     def settle(self) -> None:
         self._load_stream.synchronize()
         self._write_stream.synchronize()
@@ -297,39 +306,46 @@ class CudaMover:
         )
 
 
-def byte_rows(plane: torch.Tensor) -> torch.Tensor:
-    """A plane as bytes, shape (slots, row bytes), without a copy."""
-    return plane.view(plane.shape[0], -1).view(torch.uint8)
+def word_of(layout: BlockLayout, block_bytes: int) -> torch.dtype:
+    """The widest type of which all rows and blocks are made: an index kernel moves one element at a time."""
+    size = math.gcd(block_bytes, *layout.row_bytes)
+    return next(word for word in _WORDS if size % word.itemsize == 0)
+
+
+def word_rows(plane: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """A plane as words, shape (slots, row bytes / word size), without a copy."""
+    return plane.view(plane.shape[0], -1).view(word)
 
 
 def gather_blocks(
     planes: list[list[torch.Tensor]], layout: BlockLayout, slots: torch.Tensor, block_bytes: int
 ) -> torch.Tensor:
-    """The tokens at ``slots`` as whole blocks in the arena's layout, shape (blocks, block bytes).
+    """The tokens at ``slots`` as whole blocks in the arena's layout: bytes, shape (blocks, block bytes).
 
     Args:
-        planes: byte rows by local layer.
+        planes: rows of words by local layer.
         slots: int64, ``block_tokens`` for each block.
         block_bytes: from one block to the next; at least those of the layout.
     """
     blocks = len(slots) // layout.block_tokens
-    staging = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=slots.device)
     flat = [plane for layer in planes for plane in layer]
+    word = flat[0].dtype
+    staging = torch.empty((blocks, block_bytes // word.itemsize), dtype=word, device=slots.device)
     for index, plane in enumerate(flat):
-        start, stop = layout.plane_offsets[index : index + 2]
+        start, stop = (offset // word.itemsize for offset in layout.plane_offsets[index : index + 2])
         staging[:, start:stop] = plane.index_select(0, slots).view(blocks, stop - start)
-    return staging
+    return staging.view(torch.uint8)
 
 
 def scatter_layer(
-    planes: list[torch.Tensor], layout: BlockLayout, layer: int, staging: torch.Tensor, slots: torch.Tensor
+    planes: list[torch.Tensor], layout: BlockLayout, staging: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Put one layer of some blocks, shape (blocks, layer bytes), into the pool at ``slots``."""
-    start = 0
-    for plane, index in zip(planes, layout.planes_of(layer), strict=True):
-        row = layout.row_bytes[index]
+    """Put one layer of some blocks, bytes of shape (blocks, layer bytes), into the pool at ``slots``."""
+    start, words = 0, staging.view(planes[0].dtype)
+    for plane in planes:
+        row = plane.shape[1]
         stop = start + row * layout.block_tokens
-        plane.index_copy_(0, slots, staging[:, start:stop].reshape(len(slots), row))
+        plane.index_copy_(0, slots, words[:, start:stop].reshape(len(slots), row))
         start = stop
 
 

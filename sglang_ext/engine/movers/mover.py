@@ -144,6 +144,9 @@ class Mover(Protocol):
             MoverError: copying has failed, and the layer will not come.
         """
 
+    def wait_writes(self, count: int) -> None:
+        """Return when ``count`` writes are complete, counted from the start. Raises MoverError as above."""
+
     def settle(self) -> None:
         """Return when no copy is under way. Raises MoverError as above."""
 
@@ -327,6 +330,11 @@ class ThreadMover:
 
         with self._lock:
             self._progress.wait_for(has_layer)
+            self._raise_failure()
+
+    def wait_writes(self, count: int) -> None:
+        with self._lock:
+            self._progress.wait_for(lambda: self._failure is not None or self._writes_done >= count)
             self._raise_failure()
 
     def settle(self) -> None:

@@ -87,12 +87,16 @@ class HbmTier:
             freed = self._evict_paused(missing, below.has_copy)
             freed += self._evict(missing - freed, below.has_copy)
             freed += self._give_up_layers(missing - freed, above=0)
-            if freed < missing and (copies.writing or self._ledger.yielding(Tier.HBM)):
+            # No longer than needed: a write waits for the pass before it.
+            while freed < missing and copies.writing:
+                copies.settle_oldest_write()
+                freed += self._evict(missing - freed, below.has_copy)
+            if freed < missing and self._ledger.yielding(Tier.HBM):
                 copies.settle()
                 freed += self._evict(missing - freed, below.has_copy)
                 if freed < missing:
                     freed += self._ledger.surrender(Tier.HBM)
-                freed += self._give_up_layers(missing - freed, above=0)
+            freed += self._give_up_layers(missing - freed, above=0)
             freed += self._give_up(missing - freed, below.has_copy)
             freed += self._give_up_layers(missing - freed)
         if freed < missing:

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.movers.cuda_mover import byte_rows
+from sglang_ext.engine.movers.cuda_mover import word_rows
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.layer_region import LayerRegion
@@ -151,7 +152,7 @@ def test_a_flipped_byte_in_the_region_is_seen(rank: Rank) -> None:
     rank.look_inside = False
     session = next(number for number in range(1, 9) if not in_hbm(rank, prompt(number)))
     cell = next(cell for cell in region_of(rank).cells if cell.session == f"session {session}")
-    byte_rows(rank.pools.tensors[cell.place][0])[int(cell.strip.reservation.places[0]), 1] ^= 1
+    word_rows(rank.pools.tensors[cell.place][0], torch.uint8)[int(cell.strip.reservation.places[0]), 1] ^= 1
     with pytest.raises(WrongKvError):
         rank.serve(prompt(session))
 

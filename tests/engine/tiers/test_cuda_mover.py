@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from sglang_ext.engine.movers.cuda_mover import (
-    byte_rows,
     copy_within,
     gather_blocks,
     runs_of_blocks,
     scatter_layer,
+    word_of,
+    word_rows,
 )
+from sglang_ext.geometry import BlockLayout
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
@@ -30,8 +32,9 @@ def pool(layers: int, planes_per_layer: int, seed: int) -> list[list[torch.Tenso
     return [[torch.randn(shape) for _ in range(planes_per_layer)] for _ in range(layers)]
 
 
+@pytest.mark.parametrize("word", [torch.int64, torch.int16, torch.uint8])
 @pytest.mark.parametrize("planes_per_layer", [2, 1], ids=["mha", "mla"])
-def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) -> None:
+def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int, word: torch.dtype) -> None:
     planes = pool(3, planes_per_layer, seed=1)
     geometry = pool_geometry(
         planes,
@@ -51,7 +54,7 @@ def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) ->
         copier = PoolCopier(geometry, arena)
         plan = copier.plan(slots.numpy(), blocks)
         copier.gather(plan, 0, layout.n_layers)
-        rows = [[byte_rows(plane) for plane in layer] for layer in planes]
+        rows = [[word_rows(plane, word) for plane in layer] for layer in planes]
         staging = gather_blocks(rows, layout, slots, layout.block_bytes)
         assert np.array_equal(staging.numpy(), arena.blocks[blocks])
 
@@ -59,7 +62,7 @@ def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) ->
         for layer in range(layout.n_layers):
             start, stop = layout.layer_offsets[layer : layer + 2]
             scatter_layer(
-                [byte_rows(plane) for plane in restored[layer]], layout, layer, staging[:, start:stop], slots
+                [word_rows(plane, word) for plane in restored[layer]], layout, staging[:, start:stop], slots
             )
         for before, after in zip(planes, restored, strict=True):
             for a, b in zip(before, after, strict=True):
@@ -91,16 +94,16 @@ def test_a_layer_in_other_planes_and_back_agrees_with_the_host_copier(planes_per
         assert blocks is not None
         copier = PoolCopier(geometry, arena)
         copier.gather(copier.plan(home.numpy(), blocks), 0, layout.n_layers)
-        twin = [[byte_rows(plane.clone()) for plane in layer] for layer in planes]
+        twin = [[word_rows(plane.clone(), torch.int64) for plane in layer] for layer in planes]
         copier.scatter_to(copier.plan(strip.numpy(), blocks), 1, 2)
         copier.move_within(copier.plan_within(strip.numpy(), target.numpy()), 2, 1)
         start, stop = layout.layer_offsets[1:3]
         staging = torch.from_numpy(arena.blocks[blocks])[:, start:stop]
-        scatter_layer(twin[2], layout, 1, staging, strip)
+        scatter_layer(twin[2], layout, staging, strip)
         copy_within(twin[2], twin[1], strip, target)
         for layer, other in zip(planes, twin, strict=True):
             for plane, same in zip(layer, other, strict=True):
-                assert torch.equal(byte_rows(plane), same)
+                assert torch.equal(word_rows(plane, torch.int64), same)
         for plane in planes[1]:
             assert torch.equal(plane[target], plane[home])
 
@@ -117,3 +120,18 @@ def test_a_layer_in_other_planes_and_back_agrees_with_the_host_copier(planes_per
 )
 def test_neighbouring_blocks_are_one_run(blocks: list[int], runs: list[tuple[int, int, int]]) -> None:
     assert list(runs_of_blocks(np.array(blocks, dtype=np.int64))) == runs
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "block_bytes", "word"),
+    [
+        ((64, 64), 512, torch.int64),
+        ((1152, 132), 5136, torch.int32),
+        ((64, 64), 518, torch.int16),
+        ((33,), 132, torch.uint8),
+    ],
+)
+def test_the_widest_word_divides_all_rows_and_blocks(
+    row_bytes: tuple[int, ...], block_bytes: int, word: torch.dtype
+) -> None:
+    assert word_of(BlockLayout(layers=(row_bytes,), block_tokens=4), block_bytes) == word

@@ -113,6 +113,15 @@ def test_a_copy_under_way_is_waited_for_before_a_last_copy_goes(rig: Rig) -> Non
     assert not rig.dram.copies.writing
 
 
+def test_the_oldest_copies_only_are_waited_for(rig: Rig) -> None:
+    rig.insert(1, copied=True)
+    rig.insert(2, copied=True)
+    assert rig.tier.evict(2 * BLOCK) == 2 * BLOCK
+    assert rig.in_hbm() == {2: 2}
+    assert rig.dram.copies.writing
+    assert rig.dram.copies.writes_ended == 1
+
+
 def test_what_was_announced_goes_after_newer_blocks(rig: Rig) -> None:
     rig.insert(1, copied=True)
     rig.insert(2, copied=True)

@@ -236,6 +236,22 @@ def test_settle_waits_for_everything_and_returns_at_once_for_nothing(
     assert (mover.loads_done(), mover.writes_done()) == (1, 1)
 
 
+def test_the_first_writes_are_waited_for_and_not_the_later_ones(
+    mover: ThreadMover, copier: GatedCopier
+) -> None:
+    mover.wait_writes(0)
+    mover.write("w", NO_BLOCKS)
+    mover.write("x", NO_BLOCKS)
+    waiter = Waiter(mover, lambda: mover.wait_writes(1))
+    copier.allow(LAYERS - 1)
+    copier.wait_started(LAYERS)
+    assert waiter.waits
+    copier.allow(1)
+    waiter.join()
+    assert mover.writes_done() == 1
+    copier.allow(LAYERS)
+
+
 def test_a_failing_copy_surfaces_in_every_call_and_hangs_none(
     mover: ThreadMover, copier: GatedCopier
 ) -> None:
