@@ -67,7 +67,7 @@ class EndpointParts:
         )  # fmt: skip
         self.information = Information(
             of.fleet, of.trees, of.tokenizers, routing.admission, of.api, base.metrics, requests.shared,
-            clock,
+            requests.history, clock,
             policy=config.policy, asks_for_key=base.asks_for_key, metrics_open=config.metrics_open,
             wait_s=config.index_wait_secs,
         )  # fmt: skip

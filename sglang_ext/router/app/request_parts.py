@@ -15,8 +15,10 @@ from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.explain import Explainer, RequestLog
 from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
+from sglang_ext.router.dispatch.last_hour import History
 from sglang_ext.router.dispatch.moving import Mover
 from sglang_ext.router.dispatch.recording import Recorder
+from sglang_ext.router.dispatch.regret import Regret
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.dispatch.turns import Turns
@@ -42,7 +44,10 @@ class RequestParts:
         SharedLimits(base.channel, base.keys, clock, base.cluster_key)
         self.homes = Homes(of.fleet.rows.keys)
         self.aborting = Aborting(self.flights, of.api)
-        explainer = Explainer(self.request_log, of.trees, of.fleet.rows.keys, routing.spilling.copies_of)
+        self.history = _history(base, of, routing, self.request_log)
+        explainer = Explainer(
+            self.request_log, of.trees, of.fleet.rows.keys, routing.spilling.copies_of, self.history.regret
+        )
         self.shared = SharedRequests(routing.queries, self.aborting, explainer, self.homes)
         self.background = Background(of.api, of.fleet, routing.admission, clock, config.request_timeout_secs)
         forwarding = Forwarding(
@@ -64,6 +69,31 @@ class RequestParts:
             explains=config.explain_routing,
         )  # fmt: skip
         self.recorder = None if config.record is None else _recorder(base, of, routing, self.request_log)
+
+
+def _history(base: Foundation, of: InstanceParts, routing: RoutingParts, log: RequestLog) -> History:
+    """The last hour of this router."""
+
+    def capacity() -> int | None:
+        beats = [beat for name in of.fleet.rows if (beat := of.agents.beat(name)) is not None]
+        # A lower tier has what is in those above it.
+        sizes = [max((fill.size for fill in beat.fills), default=0) for beat in beats]
+        return sum(sizes) or None
+
+    def now() -> dict[str, float]:
+        metrics = base.metrics
+        return {
+            "running": sum(row.in_flight for row in of.fleet.rows.values()),
+            "waiting": len(routing.admission.line),
+            "requests": metrics.answered,
+            "generated": metrics.completion_tokens.of().value,
+            "prompt": metrics.prompt_tokens.of().value,
+            "cached": metrics.cached_tokens.of().value,
+        }
+
+    regret = Regret(base.clock, base.config.block_size, capacity)
+    log.ended.subscribe(regret.on_ended)
+    return History(regret, base.clock, base.metrics, now)
 
 
 def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: RequestLog) -> Recorder:

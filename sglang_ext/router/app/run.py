@@ -99,6 +99,7 @@ class Router(Parts):
             ("documents", self.documents.round),
             ("spilling", self.spilling.next_round),
             ("cluster_key", self._watch_cluster_key),
+            ("last_hour", self.history.round),
             *((("roles", self.roles.round),) if self.roles.is_on else ()),
         ):
             self._tasks.append(self.rounds.start(name, each))

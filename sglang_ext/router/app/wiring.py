@@ -59,7 +59,7 @@ class Parts:
         )
         self.homes, self.background = requests.homes, requests.background
         self.mover, self.relay = requests.mover, requests.relay
-        self.recorder = requests.recorder
+        self.recorder, self.history = requests.recorder, requests.history
 
         cluster = ClusterParts(base, of, routing, requests)
         self.members, self.role_changes, self.roles = cluster.members, cluster.role_changes, cluster.roles

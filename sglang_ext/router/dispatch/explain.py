@@ -114,6 +114,13 @@ class History(Protocol):
         """Evictions of a prompt's blocks, oldest first: ``index_history.Departure`` or the like."""
 
 
+class Oracle(Protocol):
+    """What an oracle of equal capacity would have found; see ``regret``."""
+
+    def explain(self, request_id: str, *, admin: bool) -> dict[str, Any] | None:
+        """A request's part in the answer of ``/explain``; None where it is not known."""
+
+
 class RequestLog:
     """A ring of the most recent requests, bounded in bytes; the oldest go first.
 
@@ -372,6 +379,7 @@ class Explainer:
         trees: the index, and its record of evictions.
         instances: the names of the fleet's instances.
         spilled: see ``as_json``.
+        oracle: compares requests with an oracle.
     """
 
     def __init__(
@@ -380,8 +388,10 @@ class Explainer:
         trees: Index,
         instances: Callable[[], Iterable[str]],
         spilled: Callable[[Any, bytes, float], list[dict[str, Any]]],
+        oracle: Oracle,
     ) -> None:
         self._log = log
+        self._oracle = oracle
         self._trees = trees
         self._instances = instances
         self._spilled = spilled
@@ -391,7 +401,7 @@ class Explainer:
         logged = self._log.find(request_id, tenant=tenant, admin=admin)
         if logged is None:
             return None
-        return as_json(
+        shown = as_json(
             logged,
             self._log,
             self._history(),
@@ -400,6 +410,7 @@ class Explainer:
             admin=admin,
             own=logged.record.caller.tenant == tenant,
         )
+        return shown | {"oracle": self._oracle.explain(logged.record.request_id, admin=admin)}
 
     def _history(self) -> History | None:
         """The index's history of evictions; None if no instance reports them."""

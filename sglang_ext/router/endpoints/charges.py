@@ -98,7 +98,8 @@ TABLE: Final = (
     _row(
         Charge.NOTHING,
         "administrators and members only",
-        "/metrics /cluster /cluster/instances /cluster/instances/ /get_weights_by_name /flush_cache "
+        "/metrics /metrics/last_hour /cluster /cluster/instances /cluster/instances/ /get_weights_by_name "
+        "/flush_cache "
         "/start_profile /stop_profile /v1/loads /configure_logging /set_trace_level /freeze_gc "
         "/set_internal_state /slow_down /start_expert_distribution_record /stop_expert_distribution_record "
         "/dump_expert_distribution_record /weights_checker /list_external_corpora /add_external_corpus "

@@ -17,6 +17,7 @@ from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.api.dialect import worker_lost
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
+from sglang_ext.router.dispatch.last_hour import History
 from sglang_ext.router.dispatch.queueing import Admission
 from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.endpoints.routes import Access, Route
@@ -52,6 +53,7 @@ class Information:
     Args:
         metrics: shown at ``/metrics``.
         shared: explains recent requests, for ``/explain``.
+        history: of the last hour, for the cluster page.
         clock: seconds.
         policy: how instances are chosen, for people.
         asks_for_key: whether clients need a key; for the description of the API.
@@ -68,6 +70,7 @@ class Information:
         api: WorkerApi,
         metrics: RouterMetrics,
         shared: SharedRequests,
+        history: History,
         clock: Clock,
         *,
         policy: str,
@@ -85,6 +88,7 @@ class Information:
         self._api = api
         self._metrics = metrics
         self._shared = shared
+        self._history = history
         self._clock = clock
         self._readiness = Readiness(wait_s)
         self._serves = False
@@ -107,6 +111,7 @@ class Information:
         # They name tenants and what each uses.
         who = Access.OPEN if self._metrics_open else Access.ADMIN
         yield Route("/metrics", _GET, self._show_metrics, who, logged=False)
+        yield Route("/metrics/last_hour", _GET, self._last_hour, who, logged=False)
         yield Route("/health_generate", _PROBE, self._health_generate)
         yield Route("/v1/models/", _GET, self._model)
         for path in ("/v1/models", "/model_info", "/get_model_info"):
@@ -183,6 +188,10 @@ class Information:
         record.status = 200
         body = generate_latest(self._metrics.registry)
         await responder.send(200, {"content-type": CONTENT_TYPE_LATEST}, body)
+
+    async def _last_hour(self, request: Request, responder: Responder, record: Record) -> None:
+        record.status = 200
+        await send_json(responder, 200, self._history.as_json())
 
     async def _model(self, request: Request, responder: Responder, record: Record) -> None:
         """A worker's answer about one model. Its name may have slashes, but no part that is empty or dots."""

@@ -144,6 +144,7 @@ def _paths() -> Json:
         "/health": _get("Whether an instance can take requests"),
         "/health_generate": _get("Whether an instance generates"),
         "/metrics": _get("Prometheus metrics", plain=True),
+        "/metrics/last_hour": _get("Samples of the last hour, and what an oracle would have found cached"),
         "/explain/{request_id}": _get("Why a request hit or missed", parameter="request_id"),
         "/openapi.json": _get("This description"),
     }

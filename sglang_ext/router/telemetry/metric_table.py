@@ -71,6 +71,11 @@ ROUTER: Final = MetricTable("router", (
     ),
     Metric("table_bytes", GAUGE, "bytes", ("table",), "Memory of a table that clients fill"),
     Metric("table_entries", GAUGE, "entries", ("table",), "Entries of a table that clients fill"),
+    Metric(
+        "last_hour_cached_ratio", GAUGE, "ratio", ("what",),
+        "Share of prompt tokens of the last hour that was cached: hit, as workers report; oracle, with the "
+        "same capacity and Belady's evictions; unlimited, with a cache without a limit",
+    ),
     Metric("recorded_lines", GAUGE, "lines", ("what",), "Lines of --record: written, and dropped"),
     # The service
     Metric("refused", COUNTER, "requests", ("why",), "Requests refused for want of room, or beyond a limit"),

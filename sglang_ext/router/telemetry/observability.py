@@ -93,6 +93,11 @@ class RouterMetrics:
         row = ROUTER.row(name, Kind.HISTOGRAM)
         return LocalHistograms(metric_name("router", name), row.help, row.labels, row.buckets, self.registry)
 
+    @property
+    def answered(self) -> float:
+        """Requests that have ended, of all endpoints."""
+        return sum([requests.value for requests, _, _ in self._ends.values()])
+
     def decided(self, policy: str, reason: str) -> None:
         """Count a routing decision."""
         self.decisions.of(policy, reason).add()

@@ -82,6 +82,42 @@ async def test_instances_tiers_queue_hints_and_transfers_are_shown_and_change(
     assert page.faults == []
 
 
+async def test_the_curves_begin_with_the_routers_last_hour(
+    page, start_worker, start_router, client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    monkeypatch.setattr(router.agents, "beat", {worker.url: Beat(EPOCH, 0, fills=(Fill(0, 1, 900),))}.get)
+    body = {"input_ids": list(range(100, 420)), "sampling_params": {"max_new_tokens": 4}}
+    for _ in range(4):
+        async with client.post(router.url + "/generate", json=body) as answer:
+            assert answer.status == 200
+    await router.history.round()
+    now, samples = router.clock.monotonic(), router.history._samples
+    at, last = samples[-1]
+    samples.clear()
+    for ago in range(40, 0, -1):
+        samples.append((now - 30.0 * ago, {**last, "running": ago, "requests": last["requests"] - 60 * ago}))
+    samples.append((at, last))
+    await page.open(router.url + "/ui/cluster.html")
+    tiles = "[...document.querySelectorAll('.tile')].map((each) => each.textContent)"
+    await page.until(f"{tiles}.some((each) => each.includes('an oracle of that capacity'))")
+    shown = await page.evaluate(tiles)
+    assert "75 %an oracle of that capacity" in shown
+    points = (
+        "document.querySelectorAll('.tile polyline')[{}].getAttribute('points').split(' ')"
+        ".map((each) => each.split(',').map(Number))"
+    )
+    running, rates = await page.evaluate(points.format(0)), await page.evaluate(points.format(2))
+    assert len(running) > 40
+    assert running[0][0] < 1
+    assert running[0][1] == 1  # the most there was, 20 minutes ago
+    assert len(rates) > 39
+    # Each 30 s had 60 requests.
+    assert max(y for _, y in rates[:39]) - min(y for _, y in rates[:39]) < 1
+    assert page.faults == []
+
+
 def sum_of(metrics, name: str) -> float:
     return metrics.registry.get_sample_value(f"sglang_ext_router_{name}_total")
 

@@ -58,6 +58,11 @@ export async function metrics() {
   return samples;
 }
 
+// The router's last hour: {every_s, samples: [{ago_s, running, …}], cached}.
+export async function lastHour() {
+  return (await call("/metrics/last_hour")).json();
+}
+
 export async function advise(session, messages, model) {
   return (await post("/v1/advisory", { session, messages, model })).json();
 }

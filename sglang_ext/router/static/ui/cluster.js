@@ -4,14 +4,14 @@ import * as api from "/ui/api.js";
 import * as view from "/ui/view.js";
 
 const LOOK_MS = 1000;
-const LOOKS = 120;
+const HOUR_MS = 3600000;
 const HINTS = { ready: "kept: all was there", early: "early: still on its way", never: "missed: no request came" };
 const KINDS = { ready: "ready", early: "on-its-way", never: "never" };
 const at = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
-const past = { at: 0, samples: [], series: {} };
+const past = { at: 0, samples: [], series: {}, hour: null, hourAt: 0 };
 
 // The sum of a metric's samples whose labels have all of `wanted`.
 function sum(samples, name, wanted = {}) {
@@ -42,11 +42,49 @@ function tile(name, text, value) {
   return box;
 }
 
+// Looks are kept until the router's next sample replaces them.
 function remember(name, value) {
+  const now = performance.now();
   const series = (past.series[name] ??= []);
-  series.push(value);
-  if (series.length > LOOKS) series.shift();
+  series.push({ at: now, value });
+  while (series[0].at < now - HOUR_MS) series.shift();
   return series;
+}
+
+// The curves begin with the router's last hour. A rate is the difference of two samples.
+function begin({ samples, every_s: every }) {
+  const now = performance.now();
+  const level = (name) => samples.map((each) => ({ at: now - 1000 * each.ago_s, value: each[name] }));
+  const rates = (name) =>
+    samples.slice(1).map((each, before) => {
+      const seconds = samples[before].ago_s - each.ago_s || every;
+      return { at: now - 1000 * each.ago_s, value: Math.max(0, each[name] - samples[before][name]) / seconds };
+    });
+  past.series = {
+    "requests running": level("running"),
+    "waiting in the queue": level("waiting"),
+    "requests/s": rates("requests"),
+    "generated tokens/s": rates("generated"),
+  };
+}
+
+async function hour() {
+  const now = performance.now();
+  if (past.hour && now - past.hourAt < 1000 * past.hour.every_s) return;
+  past.hour = await api.lastHour();
+  past.hourAt = now;
+  begin(past.hour);
+}
+
+function regret() {
+  const found = past.hour?.cached;
+  if (!found) return [];
+  const share = (value) => (value === null ? "–" : percent(value, 1));
+  return [
+    tile("cached in the last hour", share(found.hit)),
+    tile("an oracle of that capacity", share(found.oracle)),
+    tile("a cache without a limit", share(found.unlimited)),
+  ];
 }
 
 function tiles(cluster, samples, seconds) {
@@ -63,6 +101,7 @@ function tiles(cluster, samples, seconds) {
     tile("requests/s", number.format(requests), requests),
     tile("generated tokens/s", number.format(generated), generated),
     tile("prompt tokens cached", percent(sum(samples, "cached_tokens_total"), prompt)),
+    ...regret(),
   );
 }
 
@@ -119,7 +158,7 @@ function transfers(samples, seconds, names) {
 
 async function look() {
   try {
-    const [cluster, samples] = await Promise.all([api.cluster(), api.metrics()]);
+    const [cluster, samples] = await Promise.all([api.cluster(), api.metrics(), hour()]);
     const now = performance.now();
     const seconds = (now - past.at) / 1000;
     at("router").textContent = `${cluster.router}${cluster.routers.length > 1 ? `, one of ${cluster.routers.length} routers` : ""}`;

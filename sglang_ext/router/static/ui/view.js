@@ -107,11 +107,13 @@ export function parts(stack, legend, rows, text) {
 }
 
 // A line of the last values, the newest at the right.
+// A curve of {at, value}, `at` in ms, over the last hour or as much of it as there is.
 export function spark(series) {
   const svg = document.getElementById("spark").content.firstElementChild.cloneNode(true);
-  const most = Math.max(...series, 1e-9);
-  const first = 120 - series.length;
-  const points = series.map((value, index) => `${first + index},${19 - (18 * value) / most}`);
+  const most = Math.max(...series.map((each) => each.value), 1e-9);
+  const last = series[series.length - 1].at;
+  const span = Math.max(last - series[0].at, 120000);
+  const points = series.map(({ at, value }) => `${119 - (119 * (last - at)) / span},${19 - (18 * value) / most}`);
   svg.firstElementChild.setAttribute("points", points.join(" "));
   return svg;
 }
