@@ -82,6 +82,10 @@ COMMANDS: Mapping[str, Command] = {
     "estimate": Command(
         "sglang_ext.router.estimate.command", "say what a shared cache would save, from a log of requests"
     ),
+    "simulate": Command(
+        "sglang_ext.simulator.command",
+        "say what a fleet would do under a load, in virtual time, without a GPU or a model",
+    ),
     "migrate": Command(
         "sglang_ext.migrate.command", "print the command line for one of HiCache, LMCache or SGLang's router"
     ),

@@ -36,9 +36,9 @@ from sglang_ext.protocol.agent import (
 from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Job
-from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.http.types import Request, Responder

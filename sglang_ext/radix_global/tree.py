@@ -21,9 +21,9 @@ Single-threaded: the owner calls it from one thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Hashable, Iterator
 
+from sglang_ext.clock import SystemClock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import locks
 from sglang_ext.radix_global.edges import common_blocks, cut_node, walk
@@ -56,7 +56,7 @@ class RadixTree:
         block_size: int = 16,
         *,
         policy: EvictionPolicy = lru,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = SystemClock.monotonic,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")

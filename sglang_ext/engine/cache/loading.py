@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from sglang_ext.clock import Clock
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.prefetch.due_times import MoveRate
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
@@ -41,20 +42,22 @@ class Loading:
         ranks: Ranks,
         *,
         always: bool = False,
+        clock: Clock | None = None,
     ) -> Self:
         """Over DRAM, and over a disk where the instance has one.
 
         Args:
             always: load every DRAM hit, without weighing it against computing.
+            clock: by which batches and prefetches are timed.
         """
         dram, hbm = write_down.dram, hbm_tier.holder
         cost = PrefillCost() if promotions is None else promotions.policy.cost
-        clock = PrefillClock(cost)
+        prefill_clock = PrefillClock(cost, clock)
         speeds = AgreedSpeeds(cost, lambda: dram.copies.mover.load_bytes_per_second, ranks)
         policy = DramPolicy(store.tree.block_size, dram.block_bytes, always=always, speeds=speeds)
         return cls(
             speeds,
-            clock,
+            prefill_clock,
             LoadBack(store, dram, moves, hbm, hbm_tier, hbm_tier.slots, policy),
             Prefetcher(
                 store,
@@ -64,5 +67,6 @@ class Loading:
                 moves,
                 weights.namespace,
                 rate=MoveRate(ranks),
+                clock=clock,
             ),
         )

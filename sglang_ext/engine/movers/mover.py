@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.clock import SystemClock
 from sglang_ext.engine.movers.bandwidth import Bandwidth
 
 Slots = Any
+_now = SystemClock.monotonic
 BlockIds = npt.NDArray[np.int64]
 
 
@@ -374,13 +375,13 @@ class ThreadMover:
             for place, within in near.within:
                 self._copier.move_within(within, place, layer)
             plan = near.rest
-        begun = time.perf_counter()
+        begun = _now()
         if operation.place is not None:
             nbytes = self._copier.scatter_to(plan, operation.layer, operation.place)
         else:
             nbytes = 0 if plan is None else copy(plan, layer)
         if copy == self._copier.scatter and nbytes:
-            self._rate.observe(nbytes, time.perf_counter() - begun)
+            self._rate.observe(nbytes, _now() - begun)
 
     def _next_step(self) -> tuple[Callable[[Any, int], int], _Operation] | None:
         """The next layer to copy; waits for one. ``None`` when closing and nothing is left."""

@@ -18,10 +18,10 @@ import torch
 class SlotOps(Protocol):
     """How slots are kept. A kept run is sliceable and has one entry per token."""
 
-    def keep(self, row: torch.Tensor) -> Any:
-        """A copy of a row of the request-to-token table, shape (tokens,), for the tree."""
+    def keep(self, row: Any) -> Any:
+        """A copy of a row of the request-to-token table, a tensor of shape (tokens,), for the tree."""
 
-    def join(self, parts: Sequence[Any]) -> torch.Tensor:
+    def join(self, parts: Sequence[Any]) -> Any:
         """Kept runs as one new tensor of int64, shape (tokens,), on the pool's device."""
 
 

@@ -22,13 +22,12 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.moves.move import Move, MovePlanner, State
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.moves.sources import FromPeer
-from sglang_ext.engine.peers.fetch_link import Job
 from sglang_ext.engine.peers.fetch_results import FetchEnd, FetchResults, SpanResult
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -40,6 +39,10 @@ from sglang_ext.tiers import Tier
 MOST_FETCHES: Final = 16
 SHARE: Final = 4
 """At most ``1 / SHARE`` of DRAM is reserved for KV from peers at a time."""
+
+
+Job: TypeAlias = Any
+"""A read as its link keeps it: ``fetch_link.Job``, or what another link has with these fields."""
 
 
 class Reads(Protocol):

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from sglang_ext.engine.movers.slots import SlotOps
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.mempool.ledger import Ledger
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_ext.engine.movers.slots import SlotOps
 
 
 class Lent(Protocol):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
-from sglang_ext.engine.movers.slots import SlotOps
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -17,6 +14,11 @@ from sglang_ext.engine.tiers.load_report import LoadDecisions, LoadReport, begin
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_ext.engine.movers.slots import SlotOps
 
 
 class LoadBack(Planner):

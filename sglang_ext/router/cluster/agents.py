@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import Any, Protocol
+from typing import Any
 
 from zmq import constants as zmq
 from zmq.asyncio import Context
@@ -17,7 +17,6 @@ from sglang_ext.protocol.agent import (
     FROM_AGENT,
     Beat,
     Events,
-    FromAgent,
     Load,
     PeerDead,
     SnapshotEnd,
@@ -26,6 +25,7 @@ from sglang_ext.protocol.agent import (
 from sglang_ext.protocol.cluster import VERDICT_S, Registration
 from sglang_ext.router.cluster.agent_link import AgentCounters, AgentListener, Link
 from sglang_ext.router.cluster.members_view import fills_of
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -33,41 +33,6 @@ from sglang_ext.signals import Signal
 from sglang_ext.tasks import Rounds, Tasks
 
 logger = logging.getLogger("router.agents")
-
-
-class AgentChannels(Protocol):
-    """The channels to the instances' agents, as others use them. Names are URLs."""
-
-    messages: Signal[[str, FromAgent]]
-    """Messages of agents other than placements and heartbeats: (name, message)."""
-
-    def registration(self, name: str) -> Registration | None:
-        """The registration of an instance, while its agent is alive."""
-
-    def send(self, name: str, message: ToAgent) -> bool:
-        """Send a message to an instance's agent. False when it has no agent, or the agent is silent."""
-
-    def computes(self, name: str) -> bool:
-        """Whether an instance computes the uncached tokens of an announced prompt."""
-        registration = self.registration(name)
-        return registration is not None and registration.computes
-
-    def can_fetch(self, source: str, target: str) -> bool:
-        """Whether ``target`` can fetch from ``source``: both have KV of the same kind, and live agents."""
-        there, here = self.registration(source), self.registration(target)
-        if there is None or here is None or source == target:
-            return False
-        return bool(there.endpoints) and (
-            (there.namespace, there.block_size, len(there.endpoints))
-            == (here.namespace, here.block_size, len(here.endpoints))
-        )
-
-    def can_split(self, source: str, target: str) -> bool:
-        """Whether ``target`` can compute a prompt behind what ``source`` computes of it."""
-        there, here = self.registration(source), self.registration(target)
-        if there is None or here is None or not self.can_fetch(source, target):
-            return False
-        return there.splits and here.splits and there.role == here.role == "colocated"
 
 
 class Agents(AgentChannels):

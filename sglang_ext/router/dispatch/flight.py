@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 
+from sglang_ext.ids import random_id
 from sglang_ext.router.api.dialect import AnswerEdit
 from sglang_ext.router.api.job import session_of_key
 from sglang_ext.router.api.sse import EventFilter
@@ -211,7 +211,7 @@ class Homes:
 
 def session_named_after(instance: str) -> str:
     """A new name for a session that an instance keeps, from which every router finds that instance."""
-    return f"{uuid.uuid4().hex}-{_digest(instance)}"
+    return f"{random_id()}-{_digest(instance)}"
 
 
 def opened_at(session: str, instances: Iterable[str]) -> str | None:

@@ -25,8 +25,8 @@ from sglang_ext.protocol.agent import (
     Source,
     ToAgent,
 )
-from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.fleet.channels import AgentChannels
 
 FETCH_S: Final = 5.0
 HEARD_S: Final = 0.25

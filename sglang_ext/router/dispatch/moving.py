@@ -23,10 +23,10 @@ from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import Expecting, Park, Parked, Running, Unpark, Watch
 from sglang_ext.protocol.cluster import server_of
 from sglang_ext.router.api.usage import StreamReader
-from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.move_calls import MoveCalls
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.instance_record import Load
 from sglang_ext.router.fleet.lifecycle import USABLE, State

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from sglang_ext.clock import Clock
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Beat, Export, Fetch, Fetched, FetchSpan, Fill, FromAgent, Source
-from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.index.conversations import Conversation, Conversations
 from sglang_ext.router.index.index import Index
@@ -105,6 +105,7 @@ class Spilling:
     Args:
         terms: thresholds of full and idle instances, and each tenant's share.
         clock: seconds.
+        new_id: names spills and exports.
     """
 
     def __init__(
@@ -115,8 +116,11 @@ class Spilling:
         channels: SpillChannels,
         metrics: RouterMetrics,
         clock: Clock,
+        *,
+        new_id: NewId = random_id,
     ) -> None:
         self._terms = terms
+        self._new_id = new_id
         self._fleet = fleet
         self._trees = trees
         self._channels = channels
@@ -255,7 +259,7 @@ class Spilling:
         conversation.again = now + AGAIN_S
         key = conversation.key[: spill.blocks * self._trees.block_size * TOKEN_BYTES]
         _, _, extra_key, salt = conversation.namespace
-        id, export = uuid.uuid4().hex, uuid.uuid4().hex
+        id, export = self._new_id(), self._new_id()
         source = Source(there.endpoints, export)
         span = FetchSpan(source, len(key) // TOKEN_BYTES)
         sent = self._channels.send(

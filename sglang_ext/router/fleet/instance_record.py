@@ -49,7 +49,7 @@ class InstanceRecord:
     """Since when it may be busy with a question: probes that it misses do not count. None when it is not."""
     other_model: bool = False
     """It was found to serve another model than the fleet."""
-    waiting: set[Load] = field(default_factory=set)
+    waiting: dict[Load, None] = field(default_factory=dict)
     """Requests that give up when the verdict falls."""
     dirty_rows: dict[str, InstanceRecord] = field(default_factory=dict)
     """Of its fleet, by name: those that policies see differently now."""
@@ -125,11 +125,11 @@ class Load:
         if task is None or self.doomed:
             raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}")
         self._cancelling = task.cancelling()
-        self._row.waiting.add(self)
+        self._row.waiting[self] = None
 
     def waited(self, error: BaseException | None) -> None:
         """See ``until_lost``: the block ends."""
-        self._row.waiting.discard(self)
+        self._row.waiting.pop(self, None)
         if self._given_up is None or self._task is None or not isinstance(error, asyncio.CancelledError):
             return
         # Ours, unless someone else has cancelled the task too (as asyncio.timeout does it).
@@ -141,7 +141,7 @@ class Load:
         """The verdict has fallen, or ``why`` ends the wait; only work within ``until_lost`` is given up."""
         if self not in self._row.waiting or self._task is None:
             return
-        self._row.waiting.discard(self)
+        self._row.waiting.pop(self, None)
         self._given_up = why or ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}")
         self._task.cancel()
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from sglang_ext.clock import Clock
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advisory_book import REPEATED, Answer, HintBook, Verdict
 from sglang_ext.router.hints.hint import ENDED, Entry, Hint, Place, State
@@ -45,6 +45,7 @@ class Advisor:
     Args:
         thresholds: when an instance is too far ahead of others in load.
         clock: seconds.
+        new_id: names hints.
     """
 
     def __init__(
@@ -56,12 +57,15 @@ class Advisor:
         book: HintBook,
         remote: RemoteHints,
         preparer: Preparer,
+        *,
+        new_id: NewId = random_id,
     ) -> None:
         self._fleet = fleet
         self._thresholds = thresholds
         self._hints = metrics.counter("hints")
         self._hints_used = metrics.counter("hints_used")
         self._clock = clock
+        self._new_id = new_id
         self.book = book
         self.remote = remote
         self.preparer = preparer
@@ -94,7 +98,7 @@ class Advisor:
             if copy.is_for(hint):
                 return self._repeat(copy, hint, now)
             self._end_remote(copy, State.CANCELLED, "followed by a longer one of the same session")
-        answer = self.book.offer(uuid.uuid4().hex, hint, now)
+        answer = self.book.offer(self._new_id(), hint, now)
         self._hints.labels(answer.verdict.value).inc()
         if answer.replaced is not None:
             self.preparer.end(answer.replaced)

@@ -28,7 +28,7 @@ from sglang_ext.router.api.documents import (
 )
 from sglang_ext.router.api.hints import parse_advisory
 from sglang_ext.router.api.validation import Json
-from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.document_book import (
     LEASE_S,

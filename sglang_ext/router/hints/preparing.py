@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import Advised, FetchSpan, FromAgent, Withdraw
-from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advisory_book import HintBook
 from sglang_ext.router.hints.hint import BUSY, ENDED, Entry, Place, State

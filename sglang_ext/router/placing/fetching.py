@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol import agent as agent_messages
 from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchSpan, FromAgent, Source
-from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.placing.costs import RouterCosts, Sending
 from sglang_ext.router.policies.plan import Plan, Span
 from sglang_ext.router.telemetry.fetch_note import (
@@ -61,7 +61,7 @@ class Fetching:
     Args:
         costs: learns from the fetches that have ended.
         metrics: counts fetches by reason and by end.
-        new_id: returns the name of a fetch. A request's own id is its client's choice and may come twice.
+        new_id: names fetches and exports. A request's own id is its client's choice and may come twice.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Fetching:
         costs: RouterCosts,
         metrics: RouterMetrics,
         *,
-        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+        new_id: NewId = random_id,
     ) -> None:
         self._channels = channels
         self._costs = costs
@@ -289,7 +289,7 @@ class Fetching:
         there = self._channels.registration(source)
         if there is None or not self._channels.can_fetch(source, target):
             return None
-        export = uuid.uuid4().hex
+        export = self._new_id()
         seconds = EXPORT_S if split_s is None else split_s
         message = Export(export, key, extra_key, salt, seconds, compute=split_s is not None)
         if not self._channels.send(source, message):

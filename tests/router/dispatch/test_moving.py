@@ -32,8 +32,8 @@ from sglang_ext.protocol.agent import (
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router import Router
 from sglang_ext.router.api.validation import MAX_NAME_CHARACTERS
-from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.move_calls import LEAST_AHEAD
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.waiting import until
 from tests.support.servers.workers import Gate, StandInWorker

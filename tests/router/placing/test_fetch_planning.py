@@ -24,7 +24,7 @@ from sglang_ext.protocol.agent import (
     ToAgent,
 )
 from sglang_ext.protocol.cluster import Registration
-from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.placing.fetching import (
     LEAST_WAIT_S,
     MOST_BUSY_S,

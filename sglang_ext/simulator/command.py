@@ -1,0 +1,137 @@
+"""``sglang-ext simulate``: what a fleet would do under a load, by its router's and its engines' own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sglang_ext.cost_model import CostModel, load
+from sglang_ext.errors import ConfigError, SglangExtError
+from sglang_ext.flags import COUNT, Flagged, flag
+from sglang_ext.router.policies import policy_named
+from sglang_ext.simulator.outcome import Outcome
+from sglang_ext.simulator.report import page, print_table
+from sglang_ext.simulator.run import simulate
+from sglang_ext.simulator.settings import Settings, changed
+
+PROG = "sglang-ext simulate"
+FAILED = 2
+SURE = 0.8
+"""Share of the capacity above which queues grow so fast that small errors in costs decide everything."""
+MARGIN = 0.1
+"""By which the load is changed for the interval that is printed then."""
+MARGIN_REQUESTS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Flagged):
+    """Flags of the command."""
+
+    prog = PROG
+    description = (
+        "Simulate a fleet and its load in virtual time, without a GPU or a model: the router's and the "
+        "engine's own code decides, and the cost model says how long passes, copies and transfers take. "
+        "Prints what requests waited and reused, and what an oracle would have reused."
+    )
+
+    instances: int = flag(4, "Instances of the fleet.", COUNT.positive(), common=True)
+    requests: int = flag(1000, "Requests to send.", COUNT.positive(), common=True)
+    policy: str = flag("auto", "The router's policy.", common=True)
+    seed: int = flag(0, "Of the load, and of all names. One seed gives the same output.", COUNT)
+    settings: str = flag(
+        "",
+        "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance), hbm and "
+        "dram (blocks), chunk, running, network (bytes/s), lag_ms, fetch, hints, tenants, most_running, "
+        "failures (an hour), restart_s, layers.",
+        metavar="LIST",
+    )
+    what_if: tuple[str, ...] = flag(
+        (),
+        "A changed fleet beside it, such as 'instances=12, dram=2x, policy=cost'. May be repeated.",
+        metavar="LIST",
+        several="append",
+        common=True,
+    )
+    cost_profile: Path | None = flag(
+        None, "Measured costs of the instances, instead of the defaults.", metavar="FILE"
+    )
+    json: bool = flag(False, "Print JSON.")
+    report: Path | None = flag(None, "Write a page of HTML with plots here.", metavar="FILE")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    given = Arguments.parse(list(arguments))
+    try:
+        return run(given)
+    except SglangExtError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return FAILED
+
+
+def run(given: Arguments) -> int:
+    """Simulate the fleet, and each changed one.
+
+    Raises:
+        ConfigError: a setting or a file cannot be used.
+    """
+    logging.getLogger("sglang_ext").setLevel(logging.ERROR)
+    base = changed(
+        Settings(instances=given.instances, requests=given.requests, policy=given.policy, seed=given.seed),
+        given.settings,
+    )
+    model = CostModel(load(given.cost_profile)) if given.cost_profile else CostModel()
+    runs = {"as given": base} | {text: changed(base, text) for text in given.what_if}
+    for settings in runs.values():
+        policy_named(settings.policy)
+    outcomes = {title: simulate(settings, model) for title, settings in runs.items()}
+    columns = {title: outcome.as_json() for title, outcome in outcomes.items()}
+    for title, settings in runs.items():
+        if outcomes[title].capacity_used > SURE:
+            columns[title]["interval"] = _interval(settings, model)
+    if given.json:
+        text = {"settings": {t: dataclasses.asdict(s) for t, s in runs.items()}, "outcomes": columns}
+        sys.stdout.write(json.dumps(text, indent=1) + "\n")
+    else:
+        console = Console(soft_wrap=True)
+        print_table(console, columns)
+        for title, figures in columns.items():
+            if "interval" in figures:
+                console.print(_warning(title, outcomes[title], figures["interval"]))
+    if given.report is not None:
+        _write(given.report, page(outcomes, columns, f"{base}; {model!r}"))
+    return 0
+
+
+def _interval(settings: Settings, model: CostModel) -> dict[str, list[float]]:
+    """Mean times at a load that is a tenth smaller, and a tenth larger."""
+    requests = min(settings.requests, MARGIN_REQUESTS)
+    found = []
+    for factor in (1 - MARGIN, 1 + MARGIN):
+        around = dataclasses.replace(settings, rate=settings.rate * factor, requests=requests)
+        found.append(simulate(around, model).as_json())
+    return {name: [figures[name]["mean"] for figures in found] for name in ("ttft_s", "jct_s")}
+
+
+def _warning(title: str, outcome: Outcome, interval: dict[str, Any]) -> str:
+    low, high = interval["ttft_s"]
+    return (
+        f"{title}: {outcome.capacity_used:.0%} of the capacity is used. Above {SURE:.0%}, waits depend on "
+        f"small errors of the costs: mean TTFT is {low * 1e3:,.0f} to {high * 1e3:,.0f} ms at {MARGIN:.0%} "
+        "less and more load."
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}", field="--report") from error

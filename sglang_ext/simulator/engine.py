@@ -1,0 +1,141 @@
+"""The cache of a simulated instance: the engine's own parts over memory without bytes.
+
+The tree, the store and its ledger, eviction, retention, the decision to load or to compute, write-through,
+prefetching, exports and fetches are the engine's. Stand-ins are what moves bytes: the allocator and the arena
+(`memory`), the mover (`copier`), and the link to peers (`peers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from sglang_ext.cost_model import CostModel
+from sglang_ext.engine.cache.loading import Loading
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.moves.moves import Moves
+from sglang_ext.engine.peers.fetch_results import FetchResult
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.planners import Planner
+from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
+from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
+from sglang_ext.engine.tiers.write_down import WriteDown
+from sglang_ext.engine.weights import Weights
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.mempool.store import Store
+from sglang_ext.protocol.agent import Fill
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.radix_global.sync.events import PlacementLog
+from sglang_ext.simulator.copier import Copier
+from sglang_ext.simulator.memory import BlockCount, CountedSlots, SlotCount
+from sglang_ext.simulator.peers import PeerWires, Wires
+from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
+from sglang_ext.simulator.virtual_time import VirtualClock
+from sglang_ext.tiers import Tier
+
+
+class Engine:
+    """See the module's docstring.
+
+    Args:
+        name: of the instance. epoch: another number after each start.
+        model: by which copies take their time.
+        wires: to the other instances; None where nothing is fetched.
+        wake: called when a copy or a read has ended.
+        on_hint, on_fetch: take the results of hints and fetches.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        settings: Settings,
+        model: CostModel,
+        clock: VirtualClock,
+        loop: asyncio.AbstractEventLoop,
+        wires: Wires | None,
+        wake: Callable[[], None],
+        on_hint: Callable[[PrefetchResult], None],
+        on_fetch: Callable[[FetchResult], None],
+    ) -> None:
+        self.ranks, self.weights = Ranks(), Weights()
+        self.store = Store(RadixTree(BLOCK_TOKENS, clock=clock.monotonic))
+        self.tree = tree = self.store.tree
+        self.hbm, dram = Holder.of(name, epoch, Tier.HBM), Holder.of(name, epoch, Tier.DRAM)
+        self.log = PlacementLog(tree, {each: each.tier.bit for each in (self.hbm, dram)}, _tenant_of)
+        layer_bytes = max(1, model.kv_bytes_per_token // (2 * settings.layers))
+        arena = BlockCount(
+            settings.dram,
+            BlockLayout.uniform(
+                n_layers=settings.layers,
+                planes_per_layer=2,
+                row_bytes=layer_bytes,
+                block_tokens=BLOCK_TOKENS,
+            ),
+        )
+        self.copier = Copier(loop, lambda nbytes: model.load_s(Tier.DRAM, nbytes), arena.block_bytes, wake)
+        self.dram = DramTier(
+            self.store.ledger, self.hbm, dram, arena, Copies(self.copier, self.ranks), observer=self.log
+        )
+        self.write_down = WriteDown(self.hbm, self.dram, observer=self.log)
+        self.write_down.serve(self.store)
+        self.slots = SlotCount(settings.hbm * BLOCK_TOKENS)
+        self.hbm_tier = HbmTier(self.store.ledger, self.hbm, self.slots, CountedSlots(), self.write_down)
+        self.moves = Moves(self.ranks, clock=clock)
+        loading = Loading.over(
+            self.store, self.hbm_tier, self.write_down, None, self.moves, self.weights, self.ranks,
+            clock=clock,
+        )  # fmt: skip
+        self.load_back, self.prefill_clock = loading.load_back, loading.prefill_clock
+        self.prefetcher = loading.prefetcher
+        self.wires = None if wires is None else PeerWires(wires, name, arena.block_bytes, wake)
+        self.peers: PeerKv | None = None
+        if self.wires is not None:
+            self.peers = PeerKv(
+                self.store, self.write_down, self.wires, self.wires, self.ranks, self.moves,
+                namespace=self.weights.namespace, on_result=on_fetch,
+            )  # fmt: skip
+        ahead = fetch_nothing if self.peers is None else self.peers.fetch_ahead
+        advice = Advice(self.prefetcher, on_hint, fetch_ahead=ahead)
+        planners: list[Planner | None] = [
+            self.peers, self.prefill_clock, self.load_back, self.prefetcher, advice, self.write_down,
+        ]  # fmt: skip
+        self.planners = [each for each in planners if each is not None]
+        """In the order in which a server's cache calls them (``patches.adapter.build``)."""
+        self._acting = [self.peers, self.prefetcher, advice] if self.peers else [self.prefetcher, advice]
+
+    def each_pass(self, now: float) -> None:
+        """Complete the copies that have ended, and take the next step of each planner (`RankCache`)."""
+        self.ranks.each_pass()
+        for planner in self._acting:
+            planner.each_pass()
+        if self.prefetcher.alarm <= now:
+            self.prefetcher.expire(now)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes of an idle instance have something to do."""
+        return self.prefetcher.busy or (self.peers is not None and self.peers.busy)
+
+    def fills(self) -> tuple[Fill, ...]:
+        """Of heartbeats."""
+        return (
+            Fill(Tier.HBM.level, self.tree.blocks_of(self.hbm), self.hbm_tier.n_blocks),
+            Fill(Tier.DRAM.level, self.dram.used_blocks, self.dram.n_blocks),
+        )
+
+    def check(self) -> None:
+        """Verify the invariants of tree, ledger and tiers. Raises AssertionError or TreeInvariantError."""
+        self.tree.check()
+        self.store.ledger.check()
+        self.moves.check()
+        for planner in self.planners:
+            planner.check()
+
+
+def _tenant_of(namespace: object) -> tuple[str | None, str | None]:
+    assert isinstance(namespace, tuple)
+    return namespace[1], namespace[2]

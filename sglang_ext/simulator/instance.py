@@ -1,0 +1,358 @@
+"""A simulated instance: SGLang's scheduler over the cache of `engine`, in passes of the cost model's length.
+
+Requests wait in the order in which they came. A pass computes as many of their tokens as a chunk has, cuts
+the last prompt where it has more, and takes as long as `cost_model.batch` says for what it computes; it also
+waits for the KV that is loaded for it, layer by layer. Between passes with prompts, answers grow by a token a
+step. A request is admitted when its prompt and its whole answer fit into HBM, so that none is retracted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model.batch import Batching
+from sglang_ext.engine.peers.fetch_results import FetchResult
+from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import Load
+from sglang_ext.radix_global import Node
+from sglang_ext.simulator.engine import Engine
+from sglang_ext.simulator.peers import Wires
+from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
+from sglang_ext.simulator.virtual_time import VirtualClock
+from sglang_ext.tiers import Tier
+
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+WAIT_OVER_S = 1e-6
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request at an instance. Its futures are done with its first token, and with its last.
+
+    key, answer: the encoded tokens of the prompt and of the answer.
+    """
+
+    namespace: Hashable
+    key: bytes
+    answer: bytes
+    first: asyncio.Future[None]
+    last: asyncio.Future[None]
+    priority: int = 0
+    hits: dict[Tier, int] = field(default_factory=dict)
+    """Tokens of the prompt that were there, by tier."""
+    node: Node | None = None
+    """Where its lock is; None before it is admitted."""
+    computed: int = 0
+    """Leading tokens of the prompt that have KV."""
+    protected: int = 0
+    """Leading tokens whose slots are the tree's."""
+    owned: int = 0
+    """Slots that are its own."""
+    admitted_at: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.key) // TOKEN_BYTES
+
+    @property
+    def output(self) -> int:
+        return len(self.answer) // TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class Work:
+    """What an instance has done since the start."""
+
+    passes: int = 0
+    computed_tokens: int = 0
+    busy_s: float = 0.0
+    """Of passes with prompts."""
+    steps: int = 0
+    generating_s: float = 0.0
+    """Of the steps between them."""
+    requests: int = 0
+    held_token_s: float = 0.0
+    """Tokens in HBM that requests held, times the seconds for which they did."""
+    queued_s: float = 0.0
+    """Seconds in which requests waited that no pass could begin with."""
+
+
+class Instance:
+    """See the module's docstring.
+
+    Args:
+        name: its URL.
+        number, epoch: of the instance, and of its start.
+        published: called after each turn, to send what has changed.
+        replies: take the results of hints and fetches.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        settings: Settings,
+        model: CostModel,
+        clock: VirtualClock,
+        loop: asyncio.AbstractEventLoop,
+        wires: Wires | None,
+        published: Callable[[], None],
+        on_hint: Callable[[PrefetchResult], None],
+        on_fetch: Callable[[FetchResult], None],
+    ) -> None:
+        self.name, self._settings, self._model, self._loop = name, settings, model, loop
+        self._batching = Batching(chunk=settings.chunk)
+        self.engine = Engine(name, epoch, settings, model, clock, loop, wires, self.wake, on_hint, on_fetch)
+        self._published = published
+        self._waiting: deque[Job] = deque()
+        self._cut: Job | None = None
+        """The request whose prompt was cut, and goes on in the next pass."""
+        self._running: list[tuple[int, int, Job]] = []
+        """A heap: the step at which an answer ends, a number, and its request."""
+        self._numbers = itertools.count()
+        self._step = 0
+        """Steps since the start, as of `_since`, at which the current one began."""
+        self._since = 0.0
+        self._computing = False
+        self._turn_at: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._due = 0.0
+        self._dead = False
+        self._queued_since: float | None = None
+        self.work = Work()
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """A request has come."""
+        self.work.requests += 1
+        self._waiting.append(job)
+        self.wake()
+
+    def load(self) -> Load:
+        """As heartbeats report it."""
+        queued = [*self._waiting, *([self._cut] if self._cut is not None else ())]
+        tokens = sum(job.tokens - job.computed for job in queued)
+        return Load(len(self._running), len(queued), tokens)
+
+    def die(self) -> list[Job]:
+        """The process ends, with all that it has in memory. Returns the requests that it had."""
+        self._dead = True
+        if self._turn_at is not None:
+            self._turn_at.cancel()
+        self.engine.copier.close()
+        if self.engine.wires is not None:
+            self.engine.wires.close()
+        return [*self._waiting, *([self._cut] if self._cut else ()), *(job for _, _, job in self._running)]
+
+    def wake(self) -> None:
+        """Something has come or has ended: take a turn at the end of the current step."""
+        if self._computing or self._dead:
+            return
+        now = self._loop.time()
+        due = now
+        if self._running:
+            step_s = self._model.decode_s(len(self._running))
+            done = int((now - self._since) / step_s)
+            due = self._since + (done + 1) * step_s
+        self._turn_by(due)
+
+    def wake_in(self, seconds: float) -> None:
+        """Take a turn after so many seconds, in which a wait may be over."""
+        self._loop.call_later(seconds + WAIT_OVER_S, self.wake)
+
+    def _turn_by(self, due: float) -> None:
+        if self._turn_at is not None:
+            if self._due <= due:
+                return
+            self._turn_at.cancel()
+        self._due = due
+        self._turn_at = self._loop.call_at(due, self._turn)
+
+    # -- turns --------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """One turn of the scheduler's loop."""
+        self._turn_at = None
+        now = self._loop.time()
+        self._generate(now)
+        self.engine.each_pass(now)
+        batch = self._form_batch()
+        self._note_queue(now)
+        if batch:
+            self._compute(batch)
+        elif self._running:
+            step_s = self._model.decode_s(len(self._running))
+            self._turn_by(self._since + max(1, self._running[0][0] - self._step) * step_s)
+        if not self._computing and (alarm := self.engine.prefetcher.alarm) < math.inf:
+            self._turn_by(max(now, alarm))
+        self._published()
+
+    def _note_queue(self, now: float) -> None:
+        if self._waiting and self._queued_since is None:
+            self._queued_since = now
+        elif not self._waiting and self._queued_since is not None:
+            self.work.queued_s += now - self._queued_since
+            self._queued_since = None
+
+    def _generate(self, now: float) -> None:
+        """Take note of the steps since the last turn, and end the answers that are complete."""
+        if not self._running:
+            return
+        step_s = self._model.decode_s(len(self._running))
+        steps = int((now - self._since) / step_s + 1e-6)
+        self._step += steps
+        self._since += steps * step_s
+        self.work.steps += steps
+        self.work.generating_s += steps * step_s
+        while self._running and self._running[0][0] <= self._step:
+            self._end(heapq.heappop(self._running)[2])
+
+    def _form_batch(self) -> list[tuple[Job, int]]:
+        """The prompts of the next pass, and how many tokens of each it computes."""
+        room = self._settings.chunk
+        batch: list[tuple[Job, int]] = []
+        if self._cut is not None:
+            new = min(room, self._cut.tokens - self._cut.computed)
+            batch.append((self._cut, new))
+            room -= new
+            self._cut = None
+        skipped: list[Job] = []
+        while self._waiting and room > 0 and len(self._running) + len(batch) < self._settings.running:
+            job = self._waiting[0]
+            if self._waits(job):
+                skipped.append(self._waiting.popleft())
+                continue
+            if not self._admit(job):
+                break
+            self._waiting.popleft()
+            new = min(room, job.tokens - job.computed)
+            batch.append((job, new))
+            room -= new
+        self._waiting.extendleft(reversed(skipped))
+        return batch
+
+    def _waits(self, job: Job) -> bool:
+        peers = self.engine.peers
+        return peers is not None and peers.waits(job.namespace, job.key)
+
+    def _admit(self, job: Job) -> bool:
+        """Give a request its slots, and load what is below HBM; False while there is no room."""
+        engine = self.engine
+        tree, hbm, tier = engine.tree, engine.hbm, engine.hbm_tier
+        # The last token is always computed, for its logits.
+        match = engine.store.match(job.namespace, job.key[: (job.tokens - 1) // BLOCK_TOKENS * BLOCK_BYTES])
+        in_hbm, below = engine.dram.split(match.path)
+        node = in_hbm[-1] if in_hbm else tree.root
+        held = sum(each.blocks for each in in_hbm) * BLOCK_TOKENS
+        tree.lock(node, hbm)
+        if tier.free + tier.total - tier.protected < job.tokens + job.output - held:
+            tree.unlock(node, hbm)
+            return False
+        job.hits[Tier.HBM] = held
+        promised = sum(each.blocks for each in below) * BLOCK_TOKENS
+        if promised:
+            slots, last = engine.load_back.start(below[-1], promised, None)
+            if slots is not None:
+                tree.lock(last, hbm)
+                tree.unlock(node, hbm)
+                node = last
+                job.hits[Tier.DRAM] = promised
+                held += promised
+        wanted = job.tokens + job.output - held
+        if tier.allocate(wanted) is None:
+            tree.unlock(node, hbm)
+            job.hits.clear()
+            return False
+        job.node, job.computed, job.protected, job.owned = node, held, held, wanted
+        job.admitted_at = self._loop.time()
+        if engine.peers is not None:
+            engine.peers.admitted(job.namespace, job.key)
+        return True
+
+    def _compute(self, batch: list[tuple[Job, int]]) -> None:
+        """Run a pass."""
+        engine, passes = self.engine, self._model.passes(self._batching)
+        lengths = [(new, job.computed) for job, new in batch]
+        for new, context in lengths:
+            passes = passes.adding(new, context)
+        computing_s = passes.seconds
+        loading_s = engine.copier.loads_left_s()
+        engine.prefill_clock.prefill_begins(lengths, loads=loading_s > 0)
+        # The last layer's KV arrives when all is loaded, and that layer is still to be computed then.
+        seconds = max(computing_s, loading_s + computing_s / self._settings.layers)
+        seconds += engine.copier.take_stall()
+        self.work.passes += 1
+        self.work.computed_tokens += sum(new for new, _ in lengths)
+        self.work.busy_s += seconds
+        self._computing = True
+        if self._turn_at is not None:
+            self._turn_at.cancel()
+        self._turn_at = self._loop.call_later(seconds, self._computed, batch)
+
+    def _computed(self, batch: list[tuple[Job, int]]) -> None:
+        """A pass has ended."""
+        self._turn_at = None
+        self._computing = False
+        self._since = self._loop.time()
+        self.engine.prefill_clock.prefill_ended()
+        for job, new in batch:
+            job.computed += new
+            self._keep(job, job.key, job.computed)
+            if job.computed < job.tokens:
+                self._cut = job
+                continue
+            if not job.first.done():
+                job.first.set_result(None)
+            if job.output <= 1:
+                self._end(job)
+            else:
+                entry = (self._step + job.output - 1, next(self._numbers), job)
+                heapq.heappush(self._running, entry)
+        self._turn()
+
+    def _keep(self, job: Job, key: bytes, tokens: int) -> None:
+        """The tree takes over the whole blocks of a request's first tokens (`RequestRows.keep_computed`)."""
+        engine = self.engine
+        whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        if whole <= job.protected:
+            return
+        result = engine.store.insert(
+            Tier.HBM, job.namespace, key[: whole * TOKEN_BYTES], range(whole), priority=job.priority
+        )
+        duplicates = max(0, result.held_blocks * BLOCK_TOKENS - job.protected)
+        engine.slots.free_segment(range(duplicates), start_pos=0)
+        job.owned -= whole - job.protected
+        job.protected = whole
+        assert job.node is not None
+        engine.tree.lock(result.node, engine.hbm)
+        engine.tree.unlock(job.node, engine.hbm)
+        job.node = result.node
+
+    def _end(self, job: Job) -> None:
+        """A request has its last token, of which there is no KV."""
+        self._keep(job, job.key + job.answer, job.tokens + job.output - 1)
+        assert job.node is not None
+        self.engine.tree.unlock(job.node, self.engine.hbm)
+        self.engine.slots.free_segment(range(job.owned), start_pos=0)
+        job.owned = 0
+        self.work.held_token_s += (job.tokens + job.output) * (self._loop.time() - job.admitted_at)
+        if not job.last.done():
+            job.last.set_result(None)
+
+    def check(self) -> None:
+        """Verify that each slot is free, the tree's, or a request's. Raises AssertionError."""
+        engine = self.engine
+        engine.check()
+        jobs = [job for _, _, job in self._running] + ([self._cut] if self._cut else [])
+        if not self._computing:
+            owned = sum(job.owned for job in jobs)
+            known = engine.slots.available_size() + engine.hbm_tier.total + owned
+            assert known == engine.slots.size, f"{known} of {engine.slots.size} slots are accounted for"

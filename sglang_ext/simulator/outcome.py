@@ -1,0 +1,117 @@
+"""What came of a simulation: one row for each request, sums over the instances, and figures of both."""
+
+from __future__ import annotations
+
+import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_ext.tiers import Tier
+
+PERCENTS = (50, 90, 99)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The value that ``percent`` of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, max(0, round(len(ordered) * percent / 100 + 0.5) - 1))]
+
+
+@dataclass
+class Outcome:
+    """Times are seconds, sizes are tokens."""
+
+    ttft: array.array[float] = field(default_factory=lambda: array.array("d"))
+    jct: array.array[float] = field(default_factory=lambda: array.array("d"))
+    tpot: array.array[float] = field(default_factory=lambda: array.array("d"))
+    """Between two tokens of an answer, of each request with two at least."""
+    arrivals: array.array[float] = field(default_factory=lambda: array.array("d"))
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    hits: Counter[Tier] = field(default_factory=Counter)
+    by_instance: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    """Requests without an answer, by the reason."""
+    retried: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """Calls of the router's and the engine's objects."""
+    link_bytes: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Of virtual time."""
+    busy: float = 0.0
+    """Share of the time in which instances computed or generated."""
+    capacity_used: float = 0.0
+    """The largest of three shares of the time until the last arrival: in which instances computed prompts, in
+    which requests waited that none could begin with, and of HBM that requests held."""
+    computed_s: float = 0.0
+    """Device time of passes with prompts."""
+    saved_s: float = 0.0
+    """Device time that computing the reused tokens would have taken, by the cost model."""
+    regret: Mapping[str, float] = field(default_factory=dict)
+
+    def answered(
+        self,
+        arrived: float,
+        first: float,
+        last: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        hits: Mapping[Tier, int],
+        instance: str,
+        reason: str,
+    ) -> None:
+        """Add a request."""
+        self.arrivals.append(arrived)
+        self.ttft.append(first - arrived)
+        self.jct.append(last - arrived)
+        if output_tokens > 1:
+            self.tpot.append((last - first) / (output_tokens - 1))
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        self.hits.update(hits)
+        self.by_instance[instance] += 1
+        self.reasons[reason] += 1
+
+    @property
+    def requests(self) -> int:
+        """Answered ones."""
+        return len(self.ttft)
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, in an order of their own: the same outcome gives the same bytes."""
+        prompt = max(1, self.prompt_tokens)
+        shares = {tier.name: self.hits[tier] / prompt for tier in sorted(self.hits)}
+        mean = self.requests / max(1, len(self.by_instance))
+        return {
+            "requests": self.requests,
+            "failed": dict(sorted(self.failed.items())),
+            "retried": self.retried,
+            "virtual_seconds": self.seconds,
+            "busy": self.busy,
+            "capacity_used": self.capacity_used,
+            "mean_prompt_tokens": self.prompt_tokens / max(1, self.requests),
+            "mean_output_tokens": self.output_tokens / max(1, self.requests),
+            "ttft_s": _spread(self.ttft),
+            "jct_s": _spread(self.jct),
+            "tpot_s": _spread(self.tpot),
+            "reused": sum(shares.values()),
+            "reused_by_tier": shares,
+            "regret": dict(self.regret),
+            "busiest_over_mean": max(self.by_instance.values(), default=0) / mean if mean else 0.0,
+            "computed_device_s": self.computed_s,
+            "saved_device_s": self.saved_s,
+            "link_bytes": dict(sorted(self.link_bytes.items())),
+            "reasons": dict(sorted(self.reasons.items())),
+            "counts": dict(sorted(self.counts.items())),
+        }
+
+
+def _spread(values: Iterable[float]) -> dict[str, float]:
+    kept = list(values)
+    found = {f"p{percent}": percentile(kept, percent) for percent in PERCENTS}
+    return {"mean": sum(kept) / len(kept) if kept else 0.0, **found}

@@ -1,0 +1,200 @@
+"""Reads of KV between simulated instances: what `engine.peers` uses of a transfer thread, in virtual time.
+
+The holder publishes an export under its name; the reader asks for it, and the bytes cross the holder's
+outgoing link and the reader's incoming one, which other reads share (`links`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_ext.engine.movers.mover import BlockIds
+from sglang_ext.simulator.links import Flow, Network, SharedLink
+
+
+@dataclass(eq=False)
+class Read:
+    """A read from one peer: the fields of ``fetch_link.Job`` that `Fetches` uses."""
+
+    address: str
+    export: str
+    layers_in: int = 0
+    offered: int | None = None
+    read: int | None = None
+    why: str = ""
+    connecting_s: float = 0.0
+    flow: Flow | None = None
+
+    def decided(self, layer: int) -> bool:
+        return self.read is not None
+
+
+@dataclass(eq=False)
+class _Export:
+    blocks: int
+    lease: int
+    asked: list[Callable[[int, str], None]]
+
+
+class Wires:
+    """The network between all instances.
+
+    Args:
+        network: whose links have flows.
+        bytes_per_s: of an instance, in each direction.
+        latency_s: of a message.
+    """
+
+    def __init__(self, network: Network, bytes_per_s: float, latency_s: float) -> None:
+        self.network, self._bytes_per_s, self.latency_s = network, bytes_per_s, latency_s
+        self.ends: dict[str, PeerWires] = {}
+        self._links: dict[tuple[str, str], SharedLink] = {}
+
+    def link(self, name: str, way: str) -> SharedLink:
+        """An instance's outgoing (``out``) or incoming (``in``) link."""
+        key = (name, way)
+        if key not in self._links:
+            self._links[key] = SharedLink(f"{name} {way}", self._bytes_per_s)
+        return self._links[key]
+
+    @property
+    def links(self) -> list[SharedLink]:
+        return list(self._links.values())
+
+
+class PeerWires:
+    """One instance's end of the wires: `fetch_link.FetchLink` and `arena_leases.ArenaLeases` in one.
+
+    Args:
+        name: of the instance, which is its address too.
+        wake: called when something has come.
+    """
+
+    def __init__(self, wires: Wires, name: str, block_bytes: int, wake: Callable[[], None]) -> None:
+        self._wires, self._name, self._block_bytes, self._wake = wires, name, block_bytes, wake
+        self._exports: dict[str, _Export] = {}
+        self._waiting: dict[str, list[Callable[[int, str], None]]] = {}
+        """Readers of exports that are not published yet."""
+        self._leases: dict[int, str] = {}
+        self._next = 0
+        self.transport_bytes: dict[str, int] = {"simulated": 0}
+        wires.ends[name] = self
+
+    # -- as the owner of exports --------------------------------------------------------------------
+
+    def publish(self, export: str, ids: BlockIds, seconds: float) -> int:
+        """See ``ExportLink``."""
+        self._next += 1
+        lease = self._next
+        self._leases[lease] = export
+        self._exports[export] = _Export(len(ids), lease, [])
+        self._later(seconds, lambda: self._expired(lease))
+        for answer in self._waiting.pop(export, ()):
+            answer(len(ids), "")
+        return lease
+
+    def expect(self, export: str, seconds: float) -> None:
+        """Readers go on waiting."""
+
+    def give_up(self, export: str, seconds: float) -> None:
+        for answer in self._waiting.pop(export, ()):
+            answer(0, "refused")
+
+    def withdraw(self, lease: int) -> None:
+        export = self._leases.pop(lease, None)
+        if export is not None:
+            self._exports.pop(export, None)
+
+    def _expired(self, lease: int) -> None:
+        if lease in self._leases:
+            self.withdraw(lease)
+            self._wake()
+
+    def over(self, lease: int) -> bool:
+        return lease not in self._leases
+
+    def forget(self, lease: int) -> None:
+        self.withdraw(lease)
+
+    def close(self) -> None:
+        self._leases.clear()
+        self._exports.clear()
+        for export in list(self._waiting):
+            self.give_up(export, 0.0)
+        if self._wires.ends.get(self._name) is self:
+            del self._wires.ends[self._name]
+
+    def peer_dead(self, instance: str, epoch: bytes) -> None:
+        """Reads from a dead peer fail when they are asked for."""
+
+    def completed(self, export: str) -> None:
+        """A reader has all that it wants."""
+        found = self._exports.get(export)
+        if found is not None:
+            self.withdraw(found.lease)
+            self._wake()
+
+    # -- as a reader --------------------------------------------------------------------------------
+
+    def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Read:
+        """See ``Reads``."""
+        read = Read(address, export)
+
+        def answered(blocks: int, why: str) -> None:
+            if read.offered is None and read.read is None:
+                read.offered, read.why = blocks, why
+                self._wake()
+
+        def arrived() -> None:
+            there = self._wires.ends.get(address)
+            if there is None:
+                answered(0, "gone")
+            elif (found := there._exports.get(export)) is not None:
+                self._later(self._wires.latency_s, lambda: answered(found.blocks, ""))
+            else:
+                there._waiting.setdefault(export, []).append(answered)
+
+        self._later(self._wires.latency_s, arrived)
+        self._later(seconds, lambda: answered(0, "late"))
+        return read
+
+    def read(self, job: Read, start: int, ids: BlockIds) -> None:
+        nbytes = len(ids) * self._block_bytes
+
+        def done() -> None:
+            job.flow = None
+            there = self._wires.ends.get(job.address)
+            if there is None:
+                job.read, job.why = 0, "gone"
+            else:
+                there.completed(job.export)
+                job.read = job.layers_in = len(ids)
+                self.transport_bytes["simulated"] += nbytes
+            self._wake()
+
+        links = (self._wires.link(job.address, "out"), self._wires.link(self._name, "in"))
+        job.flow = self._wires.network.start(nbytes, links, done)
+
+    def wait(self, job: Read) -> bool:
+        return job.read is not None and not job.why
+
+    def drop(self, job: Read) -> None:
+        there = self._wires.ends.get(job.address)
+        if there is not None:
+            there.completed(job.export)
+
+    def cancel(self, job: Read) -> None:
+        if job.flow is not None:
+            self._wires.network.stop(job.flow)
+            job.flow = None
+        if job.read is None:
+            job.read, job.why = 0, job.why or "cancelled"
+
+    def decline(self, address: str, export: str, *, layered: bool = False) -> None:
+        there = self._wires.ends.get(address)
+        if there is not None:
+            there.completed(export)
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        self._wires.network.later(seconds, what)

@@ -1,0 +1,146 @@
+"""Regret: what an oracle would have reused, beside what was reused.
+
+The oracle has one cache with the capacity of all instances' HBM and DRAM, knows all requests to come, and
+gives up the block that is used again last (Belady), of blocks used in the same request the one farther behind
+first, so that it keeps whole prefixes. An infinite cache lacks a block at its first use only.
+
+Of many requests, a sample of the blocks is followed, by their names (SHARDS: Waldspurger, Park, Garthwaite
+and Ahmad, 2015), in a cache that is smaller by the same factor.
+"""
+
+from __future__ import annotations
+
+import array
+import heapq
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.simulator.settings import BLOCK_TOKENS
+
+MOST_ACCESSES: Final = 1_000_000
+"""Uses of blocks that are followed; more are sampled."""
+EXPECTED_BLOCKS: Final = 200
+"""Blocks of a request, by which the sample is chosen before there is any."""
+REMEMBERED: Final = 20_000
+"""Sessions whose names are kept for their next turn."""
+_STEP: Final = BLOCK_TOKENS * TOKEN_BYTES
+_MIX: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 62) - 1
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Tokens that would have been reused: by the oracle, and by an infinite cache."""
+
+    oracle_tokens: float
+    infinite_tokens: float
+
+
+class Uses:
+    """The uses of blocks by requests, in the order of their arrival.
+
+    Args:
+        requests: how many will come, about.
+    """
+
+    def __init__(self, requests: int) -> None:
+        self.one_in = max(1, -(-requests * EXPECTED_BLOCKS // MOST_ACCESSES))
+        """One of so many blocks is followed."""
+        self._names: array.array[int] = array.array("q")
+        self._ends: array.array[int] = array.array("q")
+        """Of each request, the uses up to its prompt's end, and up to its answer's end."""
+        self._known: OrderedDict[str, tuple[bytes, int, list[int]]] = OrderedDict()
+        """Session -> its last turn's tokens, hash of all of its blocks, and the names followed."""
+
+    def add(self, session: str, tenant: int, key: bytes, answer: bytes) -> None:
+        """A request has come. The last token of a prompt is always computed."""
+        before, chain, names = self._known.pop(session, (b"", tenant, []))
+        if not key.startswith(before):
+            before, chain, names = b"", tenant, []
+        end = (len(key) - TOKEN_BYTES) // _STEP * _STEP
+        chain, names, at = _followed(key, len(before), end, chain, names, self.one_in)
+        self._names.extend(names)
+        self._ends.append(len(self._names))
+        whole = key + answer
+        prompt = len(names)
+        end = (len(whole) - TOKEN_BYTES) // _STEP * _STEP
+        chain, names, at = _followed(whole, at, end, chain, names, self.one_in)
+        self._names.extend(names[prompt:])
+        self._ends.append(len(self._names))
+        self._known[session] = whole[:at], chain, names
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+    def regret(self, blocks: int) -> Regret:
+        """What caches of so many blocks in all would have reused, and an infinite one."""
+        oracle, infinite = belady(self._names, self._ends, max(1, blocks // self.one_in))
+        unit = self.one_in * BLOCK_TOKENS
+        return Regret(oracle * unit, infinite * unit)
+
+
+def _followed(
+    key: bytes, start: int, end: int, chain: int, names: list[int], one_in: int
+) -> tuple[int, list[int], int]:
+    """The chain and the names of the followed blocks of ``key[:end]``, of which those before ``start`` are
+    known."""
+    found = list(names)
+    view = memoryview(key)
+    for at in range(start, end, _STEP):
+        chain = (chain * _MIX + zlib.crc32(view[at : at + _STEP]) + 1) & _MASK
+        # The upper bits depend on all before.
+        if (chain >> 20) % one_in == 0:
+            found.append(chain)
+    return chain, found, max(start, end)
+
+
+def belady(names: array.array[int], ends: array.array[int], capacity: int) -> tuple[int, int]:
+    """Blocks of prompts that an oracle's cache and an infinite cache would have had.
+
+    Args:
+        names: of the blocks that requests use: of each its prompt's, then its answer's.
+        ends: of each request, where its prompt's names end, and where its answer's do.
+        capacity: blocks.
+    """
+    never = len(ends)
+    following = array.array("q", bytes(8 * len(names)))
+    """Of each use, the request whose prompt has the block next."""
+    last: dict[int, int] = {}
+    for request in range(never // 2 - 1, -1, -1):
+        first = ends[2 * request - 1] if request else 0
+        for place in range(ends[2 * request + 1] - 1, first - 1, -1):
+            following[place] = last.get(names[place], never)
+        for place in range(ends[2 * request], ends[2 * request + 1]):
+            last.pop(names[place], None)  # an answer makes it anew: until then it is of no use
+        for place in range(first, ends[2 * request]):
+            last[names[place]] = request
+    oracle = infinite = 0
+    seen: set[int] = set()
+    held: dict[int, int] = {}
+    heap: list[tuple[int, int, int]] = []
+    """(Next use, place in the prompt, name), negative: the block that is used again last comes first."""
+    for request in range(never // 2):
+        first, prompt_end, end = (
+            ends[2 * request - 1] if request else 0,
+            ends[2 * request],
+            ends[2 * request + 1],
+        )
+        for place in range(first, end):
+            name = names[place]
+            if place < prompt_end:
+                oracle += name in held
+                infinite += name in seen
+            seen.add(name)
+            use = following[place]
+            if use == never:
+                held.pop(name, None)
+                continue
+            held[name] = use
+            heapq.heappush(heap, (-use, first - place, name))
+        while len(held) > capacity:
+            use, _, name = heapq.heappop(heap)
+            if held.get(name) == -use:
+                del held[name]
+    return oracle, infinite

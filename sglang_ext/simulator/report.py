@@ -1,0 +1,169 @@
+"""Outcomes for people: a table in the terminal, and one page of HTML with plots."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_ext.simulator.outcome import Outcome, percentile
+
+ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
+    ("requests answered", lambda f: f"{f['requests']:,}"),
+    ("requests without an answer", lambda f: f"{sum(f['failed'].values()):,}"),
+    ("virtual time", lambda f: f"{f['virtual_seconds']:,.0f} s"),
+    ("mean prompt, tokens", lambda f: f"{f['mean_prompt_tokens']:,.0f}"),
+    ("mean answer, tokens", lambda f: f"{f['mean_output_tokens']:,.0f}"),
+    ("TTFT P50, P90, P99", lambda f: _times(f["ttft_s"])),
+    ("JCT P50, P90, P99", lambda f: _times(f["jct_s"])),
+    ("TPOT P50, P90, P99", lambda f: _times(f["tpot_s"])),
+    ("prompt tokens reused", lambda f: f"{f['reused']:.1%} ({_shares(f['reused_by_tier'])})"),
+    ("an oracle of equal capacity", lambda f: _regret(f, "oracle_reused")),
+    ("an infinite cache", lambda f: _regret(f, "infinite_reused")),
+    ("capacity used", lambda f: f"{f['capacity_used']:.0%}"),
+    ("busiest instance over the mean", lambda f: f"{f['busiest_over_mean']:.2f}"),
+    ("device time of prompts", lambda f: f"{f['computed_device_s']:,.0f} s"),
+    ("device time saved by reuse", lambda f: f"{f['saved_device_s']:,.0f} s"),
+)
+"""Of each row, its name, and its text from `Outcome.as_json`."""
+
+
+def print_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print outcomes side by side.
+
+    Args:
+        columns: figures of `Outcome.as_json` by title.
+    """
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for title in columns:
+        table.add_column(title, justify="right")
+    for name, text in ROWS:
+        table.add_row(name, *(text(figures) for figures in columns.values()))
+    for kind in ("link_bytes", "counts"):
+        for name in sorted({name for figures in columns.values() for name in figures[kind]}):
+            unit = " bytes" if kind == "link_bytes" else ""
+            values = (f"{figures[kind].get(name, 0):,.0f}{unit}" for figures in columns.values())
+            table.add_row(name, *values)
+    console.print(table)
+
+
+def _times(spread: Mapping[str, float]) -> str:
+    return ", ".join(f"{spread[name] * 1e3:,.0f}" for name in ("p50", "p90", "p99")) + " ms"
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{tier} {share:.1%}" for tier, share in shares.items() if share) or "none"
+
+
+def _regret(figures: Mapping[str, Any], name: str) -> str:
+    share = figures["regret"].get(name)
+    return "-" if share is None else f"{share:.1%}"
+
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 460, 240, 56, 40
+COLORS: Final = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+
+
+def page(outcomes: Mapping[str, Outcome], columns: Mapping[str, Mapping[str, Any]], note: str) -> str:
+    """One page of HTML, which needs nothing else.
+
+    Args:
+        outcomes: by title. columns: their figures. note: what was simulated.
+    """
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in columns)
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td>"
+        + "".join(f"<td>{html.escape(text(figures))}</td>" for figures in columns.values())
+        + "</tr>"
+        for name, text in ROWS
+    )
+    tiers = sorted({tier for figures in columns.values() for tier in figures["reused_by_tier"]})
+    reused = [
+        (title, [figures["reused_by_tier"].get(tier, 0.0) for tier in tiers])
+        for title, figures in columns.items()
+    ]
+    plots = [
+        _lines("Time to first token (s), by share", [(t, _curve(o.ttft)) for t, o in outcomes.items()]),
+        _lines("Time to the last token (s), by share", [(t, _curve(o.jct)) for t, o in outcomes.items()]),
+        _lines("Requests of each instance, sorted", [(t, _sorted(o)) for t, o in outcomes.items()]),
+        _bars("Prompt tokens reused, by tier", tiers, reused),
+    ]
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>sglang-ext simulate</title>"
+        "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}"
+        "td,th{padding:3px 12px;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}"
+        "svg{margin:12px 12px 0 0}</style>"
+        f"<h1>sglang-ext simulate</h1><p>{html.escape(note)}</p>"
+        f"<table><tr><th></th>{head}</tr>{rows}</table><div>{''.join(plots)}</div></html>\n"
+    )
+
+
+def _curve(values: Iterable[float]) -> list[tuple[float, float]]:
+    kept = sorted(values)
+    return [(percent / 100, percentile(kept, percent)) for percent in range(1, 100)] if kept else []
+
+
+def _sorted(outcome: Outcome) -> list[tuple[float, float]]:
+    counts = sorted(outcome.by_instance.values())
+    return [(float(place), float(count)) for place, count in enumerate(counts)]
+
+
+def _lines(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
+    points = [point for _, curve in curves for point in curve]
+    right = max((x for x, _ in points), default=1.0) or 1.0
+    top = max((y for _, y in points), default=1.0) or 1.0
+    drawn = []
+    for color, (name, curve) in zip(COLORS * len(curves), curves, strict=False):
+        path = " ".join(f"{_x(x / right):.1f},{_y(y / top):.1f}" for x, y in curve)
+        drawn.append(f"<polyline fill='none' stroke='{color}' points='{path}'>{_title(name)}</polyline>")
+    return _frame(title, f"{right:g}", f"{top:.3g}", drawn, [name for name, _ in curves])
+
+
+def _bars(title: str, parts: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]]) -> str:
+    drawn = []
+    width = 1 / max(1, len(bars))
+    for number, (name, values) in enumerate(bars):
+        below = 0.0
+        for color, part, value in zip(COLORS, parts, values, strict=False):
+            x, y = _x((number + 0.15) * width), _y(below + value)
+            size = f"width='{0.7 * width * _inner()[0]:.1f}' height='{value * _inner()[1]:.1f}'"
+            label = _title(f"{name}: {part}")
+            drawn.append(f"<rect x='{x:.1f}' y='{y:.1f}' {size} fill='{color}'>{label}</rect>")
+            below += value
+    return _frame(title, "", "1", drawn, list(parts))
+
+
+def _frame(title: str, right: str, top: str, drawn: Sequence[str], names: Sequence[str]) -> str:
+    labels = "".join(
+        f"<text x='{LEFT + 6}' y='{30 + 14 * place}' fill='{color}' font-size='12'>{html.escape(name)}</text>"
+        for place, (color, name) in enumerate(zip(COLORS, names, strict=False))
+    )
+    floor = HEIGHT - BOTTOM
+    return (
+        f"<svg width='{WIDTH}' height='{HEIGHT}'><text x='4' y='14'>{html.escape(title)}</text>"
+        f"<path d='M{LEFT} 20V{floor}H{WIDTH - 10}' fill='none' stroke='#444'/>"
+        f"<text x='4' y='30' font-size='12'>{html.escape(top)}</text>"
+        f"<text x='4' y='{floor}' font-size='12'>0</text>"
+        f"<text x='{WIDTH - 40}' y='{floor + 16}' font-size='12'>{html.escape(right)}</text>"
+        f"{''.join(drawn)}{labels}</svg>"
+    )
+
+
+def _title(text: str) -> str:
+    return f"<title>{html.escape(text)}</title>"
+
+
+def _inner() -> tuple[int, int]:
+    return WIDTH - 10 - LEFT, HEIGHT - BOTTOM - 20
+
+
+def _x(share: float) -> float:
+    return LEFT + share * _inner()[0]
+
+
+def _y(share: float) -> float:
+    return HEIGHT - BOTTOM - share * _inner()[1]

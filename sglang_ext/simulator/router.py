@@ -1,0 +1,223 @@
+"""The router of a simulation: the router's own index, fleet, chooser, costs, hints, fetching and admission.
+
+A request takes the way of `router.endpoints.generation` and `router.dispatch.relaying`, without HTTP, texts
+and tokenizers: admission, the choice, the fetches of its plan, the instance's first and last token, and what
+the router learns from both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import cast
+
+from sglang_ext.cost_model import CostModel
+from sglang_ext.ids import NewId
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.job import Job as ApiJob
+from sglang_ext.router.dispatch.choosing import Chooser, Routing
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.advisory_book import HintBook, HintLimits
+from sglang_ext.router.hints.hint import Hint
+from sglang_ext.router.hints.preparing import Preparer
+from sglang_ext.router.hints.remote_hints import RemoteHints
+from sglang_ext.router.http.types import ConnectionLost, Request, Responder
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.placing.costs import RouterCosts
+from sglang_ext.router.placing.fetching import Fetching
+from sglang_ext.router.placing.placing import Placement, PlacingOptions
+from sglang_ext.router.policies import PolicyOptions, policy_named
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.admitted import Admitted, Sent
+from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.simulator.agents import Channels
+from sglang_ext.simulator.instance import Instance, Job
+from sglang_ext.simulator.outcome import Outcome
+from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
+from sglang_ext.simulator.virtual_time import VirtualClock
+from sglang_ext.simulator.workload import Session, Turn
+
+MAX_RETRIES = 5
+"""Of a request whose instance went away, as `--max-retries` has it."""
+INDEX_BYTES = 1 << 40
+"""The index of a simulation forgets nothing for lack of memory."""
+SENT = Sent(b"{}", "/generate", GENERATE)
+REQUEST = Request("POST", "/generate", "/generate")
+
+
+class SimulatedRouter:
+    """See the module's docstring.
+
+    Args:
+        model: the costs that the router expects.
+        instances: those that live, by name.
+        new_id: names hints, fetches and exports.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: CostModel,
+        clock: VirtualClock,
+        loop: asyncio.AbstractEventLoop,
+        instances: Mapping[str, Instance],
+        outcome: Outcome,
+        new_id: NewId,
+    ) -> None:
+        self._settings, self._clock, self._loop = settings, clock, loop
+        self._instances, self._outcome, self._model = instances, outcome, model
+        self.metrics = metrics = RouterMetrics()
+        self.index = Index(clock, block_size=BLOCK_TOKENS, max_bytes=INDEX_BYTES)
+        self.fleet = Fleet(
+            view=self.index.holdings_of, changed=self.index.take_changed, pairs=True, now=clock.monotonic
+        )
+        self.channels = Channels(self.index, loop, settings.lag_ms / 1e3)
+        self.costs = RouterCosts(
+            model,
+            clock.monotonic,
+            can_fetch=self.channels.can_fetch,
+            can_split=self.channels.can_split,
+            batching=self.fleet.batching,
+        )
+        self.channels.loads.subscribe(
+            lambda name, load: self.costs.on_load(name, load, self.fleet.in_flight(name))
+        )
+        placing = PlacingOptions(
+            policy=policy_named(settings.policy),
+            thresholds=PolicyOptions(tie_tokens=BLOCK_TOKENS),
+            block_size=BLOCK_TOKENS,
+        )
+        self.fetching = Fetching(self.channels, self.costs, metrics, new_id=new_id)
+        remote = RemoteHints()
+        book = HintBook(HintLimits(), remote)
+        preparer = Preparer(
+            self.fleet, self.index, self.costs, placing, self.channels, metrics, clock, self.fetching, book
+        )
+        self.advisor = Advisor(
+            self.fleet, placing.thresholds, metrics, clock, book, remote, preparer, new_id=new_id
+        )
+        routing = Routing(name=settings.policy, placing=placing, most_running=settings.most_running)
+        self.chooser = Chooser(
+            routing, self.fleet, self.index, self.costs, metrics, self.fetching, self.advisor
+        )
+        self.admission = Admission(self.chooser.capacity, clock)
+        for forget in (self.index.forget, self.costs.forget, self.fetching.forget):
+            self.fleet.restarted.subscribe(forget)
+        self._new_id = new_id
+        self.counts: Counter[str] = Counter()
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    async def serve(self, session: Session, turn: Turn) -> bool:
+        """One request, from its arrival to its last token. Returns whether it was answered."""
+        arrived = self._clock.monotonic()
+        caller = Caller(tenant=f"tenant-{session.tenant}") if self._settings.tenants > 1 else Caller()
+        record = Record(self._new_id(), "POST", "/generate", arrived, caller)
+        record.stream = True
+        salt = None if caller.tenant is None else caller.tenant
+        prompt = Encoded(("tokens", None, None, salt), turn.key, len(turn.key) // TOKEN_BYTES)
+        record.prompt_tokens = prompt.units
+        admitted = Admitted(GENERATE, ApiJob(True, (), 1), SENT, session=session.name)
+        flight = Flight(
+            admitted, [prompt], REQUEST, cast(Responder, None), record, SENT, prompt.units
+        )  # nothing answers a client
+        if not self.admission.enter():
+            try:
+                waiting = Waiting(record.priority, prompt.units, caller.tenant, True)
+                record.queued_s = await self.admission.wait(waiting)
+            except (QueueFull, QueueTimeout) as error:
+                self._outcome.failed[type(error).__name__] += 1
+                return False
+        try:
+            return await self._attempts(flight, prompt, turn, arrived)
+        finally:
+            self.admission.leave()
+
+    async def _attempts(self, flight: Flight, prompt: Encoded, turn: Turn, arrived: float) -> bool:
+        excluded: frozenset[str] = frozenset()
+        while len(excluded) <= MAX_RETRIES:
+            self.counts["choose"] += 1
+            found = self.chooser.choose(flight, excluded)
+            if found is None:
+                break
+            await self.chooser.prepared(flight)
+            try:
+                await self._attempt(flight, found[0], prompt, turn, arrived)
+            except ConnectionLost:
+                self._outcome.retried += 1
+                excluded |= {found[0].instance}
+                continue
+            return True
+        self._outcome.failed["no_worker"] += 1
+        return False
+
+    async def _attempt(
+        self, flight: Flight, placed: Placement, prompt: Encoded, turn: Turn, arrived: float
+    ) -> None:
+        """Have the chosen instance answer.
+
+        Raises:
+            ConnectionLost: it went away.
+        """
+        name, lag_s = placed.instance, self._settings.lag_ms / 1e3
+        queued = max(0, flight.units - placed.matched)
+        sending = self.costs.sending(
+            name, queued, placed.matched, streams=True, estimate=flight.record.estimate
+        )
+        future = self._loop.create_future
+        _, _, extra_key, salt = prompt.namespace
+        job = Job((0, extra_key, salt), turn.key, turn.answer, future(), future())
+        with self.fleet.carrying(name, queued) as load, sending as first_byte:
+            self._loop.call_later(lag_s, self._submit, name, job)
+            with load.until_lost():
+                await job.first
+            load.answered()
+            load.prefilled()
+            first_byte()
+            first = self._clock.monotonic() + lag_s
+            self.index.confirm(prompt.namespace, prompt.key, name)
+            with load.until_lost():
+                await job.last
+            self.index.confirm(prompt.namespace, turn.key + turn.answer, name)
+        self._outcome.answered(
+            arrived,
+            first,
+            self._clock.monotonic() + lag_s,
+            job.tokens,
+            job.output,
+            job.hits,
+            name,
+            str(flight.record.reason),
+        )
+        reused = sum(job.hits.values())
+        self._outcome.saved_s += self._model.exec_s(job.tokens, 0) - self._model.exec_s(
+            job.tokens - reused, reused
+        )
+
+    def _submit(self, name: str, job: Job) -> None:
+        instance = self._instances.get(name)
+        if instance is not None:
+            instance.submit(job)
+
+    # -- hints --------------------------------------------------------------------------------------
+
+    def announce(self, session: Session, key: bytes, earliest_s: float) -> None:
+        """A client announces the next request of a session, whose conversation so far is ``key``."""
+        caller = Caller(tenant=f"tenant-{session.tenant}") if self._settings.tenants > 1 else Caller()
+        namespace = ("tokens", None, None, caller.tenant)
+        hint = Hint(caller.scope, namespace, key, session.name, earliest_s=earliest_s)
+        answer, _ = self.advisor.offer(hint)
+        self.counts[f"hints {answer.verdict.value}"] += 1
+
+    async def tick(self) -> None:
+        """Expire hints and prefixes, as the router's rounds do."""
+        while True:
+            await self._clock.sleep(await self.advisor.round())
+            self.index.tidy()

@@ -1,0 +1,261 @@
+"""One simulation, from its settings to its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator
+
+from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model.batch import Batching
+from sglang_ext.mempool.ledger import Call
+from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
+from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
+from sglang_ext.router.policies.base import Role
+from sglang_ext.simulator.agents import Agent
+from sglang_ext.simulator.instance import Instance
+from sglang_ext.simulator.links import Network
+from sglang_ext.simulator.outcome import Outcome
+from sglang_ext.simulator.peers import Wires
+from sglang_ext.simulator.regret import Uses
+from sglang_ext.simulator.router import SimulatedRouter
+from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings, checked
+from sglang_ext.simulator.virtual_time import VirtualClock, VirtualLoop
+from sglang_ext.simulator.workload import Session, Turn, mixed
+from sglang_ext.tiers import Tier
+
+MODEL = ModelFacts("simulated", "simulated", 1 << 31, 1 << 20)
+DETECTION_S = 3.0
+"""From an instance's death to the router's verdict (`VERDICT_S`)."""
+
+
+def simulate(
+    settings: Settings, model: CostModel | None = None, sessions: Iterator[Session] | None = None
+) -> Outcome:
+    """Run a fleet under a load. The same arguments give the same outcome.
+
+    Args:
+        model: the costs of the instances, which the router expects too; the defaults without one.
+        sessions: in the order of their start; the mix without any.
+
+    Raises:
+        ConfigError: a setting is impossible.
+    """
+    loop = VirtualLoop()
+    try:
+        run = Simulation(checked(settings), model or CostModel(), loop, sessions or mixed(settings))
+        loop.run_until_complete(run.run())
+        return run.outcome
+    finally:
+        loop.close()
+
+
+def url(number: int) -> str:
+    """The name of an instance."""
+    return f"http://10.{number >> 16}.{number >> 8 & 255}.{number & 255}:30000"
+
+
+class Simulation:
+    """See `simulate`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: CostModel,
+        loop: asyncio.AbstractEventLoop,
+        sessions: Iterator[Session],
+    ) -> None:
+        self.settings, self._model, self._loop, self._sessions = settings, model, loop, sessions
+        self._clock = VirtualClock(loop)
+        self.outcome = Outcome()
+        self.instances: dict[str, Instance] = {}
+        self._agents: dict[str, Agent] = {}
+        self._draw = random.Random(f"ids {settings.seed}")
+        self._faults = random.Random(f"faults {settings.seed}")
+        self._wires = Wires(Network(loop), settings.network, settings.lag_ms / 1e3)
+        self.router = SimulatedRouter(
+            settings, model, self._clock, loop, self.instances, self.outcome, self._new_id
+        )
+        self._epochs = itertools.count(1)
+        self._sent = 0
+        self._held = self._queued = 0.0
+        self._uses = Uses(settings.requests)
+        self._going: dict[asyncio.Task[None], None] = {}
+        self._rounds: list[asyncio.Task[None]] = []
+
+    def _new_id(self) -> str:
+        return f"{self._draw.getrandbits(128):032x}"
+
+    async def run(self) -> None:
+        """Start the instances, send the requests, and wait for their answers."""
+        for number in range(self.settings.instances):
+            self.start(number)
+        self._rounds.append(asyncio.ensure_future(self.router.tick()))
+        if self.settings.failures:
+            self._rounds.append(asyncio.ensure_future(self._fail()))
+        await self._clock.sleep(4 * self.settings.lag_ms / 1e3)
+        began = self._clock.monotonic()
+        for session in self._sessions:
+            if self._sent >= self.settings.requests:
+                break
+            await self._clock.sleep(max(0.0, began + session.start_s - self._clock.monotonic()))
+            task = asyncio.ensure_future(self._session(session))
+            self._going[task] = None
+            task.add_done_callback(self._going.pop)
+        while self._going:
+            await asyncio.wait(list(self._going))
+        self._finish(began)
+        for task in self._rounds:
+            task.cancel()
+        self.router.channels.stop()
+        await asyncio.gather(*self._rounds, return_exceptions=True)
+
+    async def _session(self, session: Session) -> None:
+        """The requests of a session, one after the other."""
+        for turn in session.turns():
+            if turn.think_s:
+                await self._clock.sleep(turn.think_s)
+            if self._sent >= self.settings.requests:
+                return
+            self._sent += 1
+            self._uses.add(session.name, session.tenant, turn.key, turn.answer)
+            if not await self.router.serve(session, turn):
+                return
+            self._announce(session, turn)
+
+    def _announce(self, session: Session, turn: Turn) -> None:
+        hints = self.settings.hints
+        if hints and self._draw.random() < hints:
+            self.router.announce(session, turn.key + turn.answer, 0.0)
+
+    # -- instances ----------------------------------------------------------------------------------
+
+    def start(self, number: int) -> None:
+        """Start an instance with nothing in its memory, and have the router reach it."""
+        name, epoch = url(number), next(self._epochs)
+        send, named = self.router.channels.sender(name)
+        agent = Agent(epoch.to_bytes(16, "big"), send)
+        named(agent)
+        instance = Instance(
+            name,
+            epoch,
+            self.settings,
+            self._model,
+            self._clock,
+            self._loop,
+            self._wires if self.settings.fetch else None,
+            agent.published,
+            agent.on_hint,
+            agent.on_fetch,
+        )
+        agent.meet(instance)
+        self.instances[name], self._agents[name] = instance, agent
+        registration = Registration(
+            url=name,
+            instance=f"i{number}",
+            epoch=f"{epoch:032x}",
+            agent="tcp://127.0.0.1:1",
+            namespace="simulated",
+            endpoints=(name,) if self.settings.fetch else (),
+        )
+        facts = InstanceFacts(
+            MODEL, "1", str(epoch), "colocated", "", batching=Batching(chunk=self.settings.chunk)
+        )
+        fleet = self.router.fleet
+        fleet.join(name, registration)
+        fleet.learnt(name, facts)
+        offset_s = HEARTBEAT_S * (number % 1000) / 1000
+        self.router.channels.connect(name, registration, Role.COLOCATED, agent, offset_s)
+
+    async def _fail(self) -> None:
+        """Instances die at random, and start anew."""
+        rate = self.settings.failures * self.settings.instances / 3600
+        while True:
+            await self._clock.sleep(self._faults.expovariate(rate))
+            number = self._faults.randrange(self.settings.instances)
+            if url(number) in self.instances:
+                self._rounds.append(asyncio.ensure_future(self._restart(number)))
+
+    async def _restart(self, number: int) -> None:
+        name = url(number)
+        self._collect(self.instances.pop(name), self._agents.pop(name)).die()
+        await self._clock.sleep(DETECTION_S)
+        self.router.channels.disconnect(name)
+        self.router.fleet.lost(name, "its agent is silent")
+        await self._clock.sleep(self.settings.restart_s)
+        self.start(number)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def _collect(self, instance: Instance, agent: Agent) -> Instance:
+        """Add the counts of an instance."""
+        counts, work, ledger = self.outcome.counts, instance.work, instance.engine.store.ledger
+        for name, count in (
+            ("tree inserts", ledger.calls[Call.INSERT]),
+            ("tree matches", ledger.calls[Call.MATCH]),
+            ("evicted blocks of HBM", ledger.evicted[Tier.HBM]),
+            ("evicted blocks of DRAM", ledger.evicted[Tier.DRAM]),
+            ("events published", agent.events),
+            ("passes", work.passes),
+            ("decode steps", work.steps),
+            ("computed tokens", work.computed_tokens),
+            ("fetched blocks", _fetched(instance)),
+        ):
+            counts[name] = counts.get(name, 0) + count
+        links = self.outcome.link_bytes
+        for name, nbytes in (
+            ("DRAM to HBM", instance.engine.copier.bytes_loaded),
+            ("HBM to DRAM and ahead", instance.engine.copier.bytes_written),
+        ):
+            links[name] = links.get(name, 0.0) + nbytes
+        self.outcome.computed_s += work.busy_s
+        self.outcome.busy += work.busy_s + work.generating_s
+        self._held += work.held_token_s
+        self._queued += work.queued_s
+        return instance
+
+    def _finish(self, began: float) -> None:
+        seconds = self._clock.monotonic() - began
+        for name, instance in self.instances.items():
+            self._collect(instance, self._agents[name])
+        self.outcome.seconds = seconds
+        total_s = max(1e-9, seconds * self.settings.instances)
+        self.outcome.busy /= total_s
+        # What follows the last arrival is no load any more.
+        arriving_s = max(self.outcome.arrivals, default=began) - began
+        arriving_s = max(1e-9, arriving_s * self.settings.instances)
+        held = self._held / (self.settings.hbm * BLOCK_TOKENS)
+        most_s = max(self.outcome.computed_s, held, self._queued)
+        self.outcome.capacity_used = min(1.0, most_s / arriving_s)
+        self._regret()
+        self.outcome.link_bytes["between instances"] = sum(
+            link.moved for link in self._wires.links if link.name.endswith(" in")
+        )
+        self.outcome.counts |= self.router.counts
+        self.outcome.counts["events applied"] = self.router.channels.events_applied
+
+    def _regret(self) -> None:
+        settings, prompt = self.settings, max(1, self.outcome.prompt_tokens)
+        found = self._uses.regret(settings.instances * (settings.hbm + settings.dram))
+        oracle, infinite = found.oracle_tokens / prompt, found.infinite_tokens / prompt
+        reused = sum(self.outcome.hits.values()) / prompt
+        self.outcome.regret = {
+            "oracle_reused": oracle,
+            "infinite_reused": infinite,
+            "of_oracle": reused / oracle if oracle else 1.0,
+            "followed_one_in": self._uses.one_in,
+        }
+
+    def check(self) -> None:
+        """Verify the invariants of all parts."""
+        self.router.fleet.check()
+        self.router.advisor.check()
+        self.router.admission.check()
+        for instance in self.instances.values():
+            instance.check()
+
+
+def _fetched(instance: Instance) -> int:
+    peers = instance.engine.peers
+    return 0 if peers is None else peers.fetches.counters.fetched_blocks

@@ -1,0 +1,91 @@
+"""What is simulated: the fleet, its load and its policy, and changes of them by name (``--what-if``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_ext.errors import ConfigError
+
+BLOCK_TOKENS: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The fleet and its load. Sizes of memory are blocks of 16 tokens, of each instance."""
+
+    instances: int = 4
+    requests: int = 1000
+    seed: int = 0
+    policy: str = "auto"
+    rate: float = 2.0
+    """Requests a second, of each instance on average."""
+    hbm: int = 2048
+    dram: int = 8192
+    chunk: int = 2048
+    """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
+    running: int = 256
+    """Requests that an instance generates for at a time (``--max-running-requests``)."""
+    layers: int = 32
+    """Of the model: a pass waits for each layer of the KV that is loaded for it by itself."""
+    lag_ms: float = 2.0
+    """From an event at an instance to the router's index, and from a message of the router to an instance."""
+    network: float = 10e9
+    """Bytes a second of an instance's network, in each direction."""
+    fetch: bool = True
+    """Instances fetch KV from each other."""
+    hints: float = 0.0
+    """Share of turns that are announced when the turn before has ended."""
+    tenants: int = 1
+    most_running: int = 0
+    """Requests that the router sends an instance at a time (``--max-running-per-instance``)."""
+    failures: float = 0.0
+    """Of an instance an hour, each of which takes `restart_s`, and what it holds in memory."""
+    restart_s: float = 60.0
+
+
+_MULTIPLES: Final = ("instances", "requests", "rate", "hbm", "dram", "chunk", "running", "network")
+FIELD: Final = "--what-if"
+
+
+def changed(settings: Settings, text: str) -> Settings:
+    """The settings with changes such as ``instances=12, dram=2x, policy=cost``.
+
+    Raises:
+        ConfigError: there is no such setting, or it cannot have the value.
+    """
+    values: dict[str, Any] = {}
+    known: Mapping[str, Any] = dataclasses.asdict(settings)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if name not in known or not equals:
+            raise ConfigError(f"{part!r} is not NAME=VALUE with a name of: {', '.join(known)}", field=FIELD)
+        values[name] = _value(name, known[name], value)
+    return checked(dataclasses.replace(settings, **values))
+
+
+def _value(name: str, before: Any, text: str) -> Any:
+    try:
+        if text.endswith("x") and name in _MULTIPLES:
+            return type(before)(before * float(text[:-1]))
+        if isinstance(before, bool):
+            return {"on": True, "off": False}[text]
+        return type(before)(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{name} cannot be {text!r}", field=FIELD) from None
+
+
+def checked(settings: Settings) -> Settings:
+    """The settings, unless one of them is impossible.
+
+    Raises:
+        ConfigError: one of them is.
+    """
+    for name in ("instances", "requests", "rate", "hbm", "dram", "chunk", "running", "layers", "network"):
+        if getattr(settings, name) <= 0:
+            raise ConfigError(f"{name} must be greater than 0", field=FIELD)
+    if not 0 <= settings.hints <= 1:
+        raise ConfigError(f"hints is a share, not {settings.hints}", field=FIELD)
+    return settings

@@ -1,0 +1,191 @@
+"""Whole simulations: the books of all parts agree at the end, and what is known beforehand comes out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model.batch import Batching
+from sglang_ext.errors import ConfigError
+from sglang_ext.simulator import command
+from sglang_ext.simulator.outcome import Outcome
+from sglang_ext.simulator.run import Simulation
+from sglang_ext.simulator.settings import Settings, changed
+from sglang_ext.simulator.virtual_time import VirtualLoop
+from sglang_ext.simulator.workload import Session, Turn, mixed
+from sglang_ext.tiers import Tier
+
+SMALL = "hbm=700,dram=1500,requests=150"
+
+
+def simulated(text: str, sessions: Iterator[Session] | None = None) -> Outcome:
+    """The outcome, after all invariants were verified."""
+    settings = changed(Settings(), text)
+    loop = VirtualLoop()
+    try:
+        run = Simulation(settings, CostModel(), loop, sessions or mixed(settings))
+        loop.run_until_complete(run.run())
+        run.check()
+        return run.outcome
+    finally:
+        loop.close()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A session with known requests."""
+
+    requests: tuple[Turn, ...]
+    start_s: float = 0.0
+    name: str = "fixed"
+    tenant: int = 0
+
+    def turns(self) -> Iterator[Turn]:
+        return iter(self.requests)
+
+
+def text(tokens: int, mark: int = 0) -> bytes:
+    return b"".join((mark * 1_000_003 + at).to_bytes(4, "little") for at in range(tokens))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "instances=1,policy=round-robin,fetch=off",
+        "instances=3,policy=prompt-tree",
+        "instances=3,policy=cost,hints=0.5,tenants=2,most_running=4",
+        "instances=4,policy=cost,failures=200,restart_s=5",
+    ],
+)
+def test_every_request_is_answered_and_all_books_agree(what: str) -> None:
+    found = simulated(f"{SMALL},{what}")
+    assert found.requests + sum(found.failed.values()) == 150
+    assert found.requests >= 148
+    figures = found.as_json()
+    assert 0 < figures["reused"] <= figures["regret"]["infinite_reused"] + 0.01
+    assert figures["counts"]["choose"] >= 150
+    assert figures["counts"]["events applied"] > 0
+    assert figures["counts"]["evicted blocks of HBM"] > 0
+    if "hints" in what:
+        assert figures["counts"]["hints accepted"] > 0
+        assert found.reasons["advised"] > 0
+
+
+def test_one_request_takes_the_time_that_the_cost_model_gives_it() -> None:
+    turn = Turn(text(1000), text(11, 1))
+    found = simulated("instances=1,requests=1,lag_ms=0", iter([Fixed((turn,))]))
+    model, settings = CostModel(), Settings()
+    assert found.ttft[0] == pytest.approx(model.exec_s(1000, 0, Batching(chunk=settings.chunk)))
+    assert found.jct[0] - found.ttft[0] == pytest.approx(10 * model.decode_s(1))
+
+
+def test_a_second_turn_finds_the_first_in_hbm_or_pays_for_loading_it() -> None:
+    first, second = (
+        Turn(text(1000), text(21, 1)),
+        Turn(text(1000) + text(21, 1) + text(40, 2), text(2, 3), 1.0),
+    )
+    found = simulated("instances=1,requests=2", iter([Fixed((first, second))]))
+    # Of 1,021 tokens, the last has no KV: 1,020 are 63 whole blocks.
+    assert found.hits == {Tier.HBM: 63 * 16}
+    other = Fixed((Turn(text(11_000, 7), text(2, 8)),), start_s=3.0, name="other")
+    late = Turn(second.key, second.answer, 10.0)
+    found = simulated("instances=1,requests=3,hbm=720", iter([Fixed((first, late)), other]))
+    assert found.hits[Tier.DRAM] > 400
+    assert found.link_bytes["DRAM to HBM"] > 0
+
+
+def test_a_prompt_that_another_instance_has_is_fetched_and_not_without_fetching() -> None:
+    prompt = text(6000)
+    sessions = [
+        Fixed(
+            (Turn(prompt + text(32, 10 + number), text(400, number)),),
+            0.0 if not number else 3.0,
+            f"s{number}",
+        )
+        for number in range(4)
+    ]
+    found = simulated("instances=2,requests=4,policy=round-robin,hbm=2000", iter(sessions))
+    assert found.counts["fetched blocks"] == 6000 // 16
+    assert found.link_bytes["between instances"] == pytest.approx(375 * 16 * CostModel().kv_bytes_per_token)
+    alone = simulated("instances=2,requests=4,policy=round-robin,hbm=2000,fetch=off", iter(sessions))
+    assert alone.counts["fetched blocks"] == 0
+    assert sum(alone.hits.values()) < sum(found.hits.values())
+
+
+def test_a_policy_that_follows_prefixes_reuses_more_than_turns() -> None:
+    by_turns = simulated(f"{SMALL},instances=4,policy=round-robin,fetch=off")
+    by_prefix = simulated(f"{SMALL},instances=4,policy=prompt-tree,fetch=off")
+    assert by_prefix.as_json()["reused"] > by_turns.as_json()["reused"] + 0.05
+
+
+def test_two_runs_of_one_seed_write_the_same_bytes() -> None:
+    """Under other hashes of strings, which decide the order of sets."""
+    arguments = [
+        sys.executable, "-m", "sglang_ext.cli", "simulate", "--json", "--seed", "3", "--requests", "80",
+        "--instances", "3", "--policy", "cost",
+        "--settings", "hbm=500,dram=900,hints=0.4,failures=150,tenants=3",
+    ]  # fmt: skip
+    written = [
+        subprocess.run(
+            arguments, capture_output=True, check=True, cwd=Path(__file__).parents[2],
+            env={"PYTHONHASHSEED": seed, "SGLANG_EXT_NATIVE": "0"},
+        ).stdout
+        for seed in ("1", "4711")
+    ]  # fmt: skip
+    assert written[0] == written[1]
+    assert json.loads(written[0])["outcomes"]["as given"]["requests"] > 70
+
+
+def test_the_command_compares_fleets_and_writes_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert (
+        command.main(
+            ["--requests", "150", "--instances", "2", "--settings", "hbm=500,rate=30", "--what-if",
+             "instances=3, dram=2x, policy=cost", "--report", str(page)]
+        )
+        == 0
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert "an infinite cache" in out
+    assert "of the capacity is used" in out, "the load is above what two instances can serve"
+    assert page.read_text().count("<svg") == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("instances", "NAME=VALUE"),
+        ("size=3", "NAME=VALUE"),
+        ("hbm=many", "hbm cannot be"),
+        ("rate=0", "rate"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused_by_name(what: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        changed(Settings(), what)
+
+
+def test_a_change_multiplies_or_replaces() -> None:
+    found = changed(Settings(), "instances=12, dram=2x, policy=cost, fetch=off")
+    assert (found.instances, found.dram, found.policy, found.fetch) == (
+        12,
+        2 * Settings().dram,
+        "cost",
+        False,
+    )
+
+
+def test_the_mix_has_long_prompts() -> None:
+    settings = Settings()
+    sessions = mixed(settings)
+    turns = [turn for _ in range(300) for turn in next(sessions).turns()]
+    assert sum(len(turn.key) // 4 for turn in turns) / len(turns) > 2000
