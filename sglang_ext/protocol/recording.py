@@ -24,7 +24,7 @@ Times are seconds since the epoch by a clock that does not jump while the router
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeAlias
 
 import msgspec
@@ -34,6 +34,7 @@ from sglang_ext.keys import TOKEN_BYTES
 
 VERSION: Final = 1
 NAME_BYTES: Final = 8
+PAUSE_BLOCKS: Final = 128
 KNOWN_NAMES: Final = 1 << 18
 """Names that a writer remembers to have written. Beyond, it forgets them all, and writes some again."""
 
@@ -196,10 +197,12 @@ class Namer:
     Args:
         key: the secret of the fleet, 16 to 64 bytes.
         block_tokens: tokens of a block.
+        pause: called between `PAUSE_BLOCKS` blocks, to let other threads run.
     """
 
-    def __init__(self, key: bytes, block_tokens: int) -> None:
+    def __init__(self, key: bytes, block_tokens: int, pause: Callable[[], None] = lambda: None) -> None:
         self._key = key
+        self._pause = pause
         self._size = block_tokens * TOKEN_BYTES
         self.block_size = block_tokens
 
@@ -221,10 +224,13 @@ class Namer:
             space: ``word`` of its namespace.
             key: encoded as by ``keys.encode_tokens``.
         """
-        size, found = self._size, []
+        size = self._size
+        found: list[str] = []
         chain = self._hash(space, b"block")
         view = memoryview(key)
         for start in range(0, len(key) - size + 1, size):
+            if len(found) % PAUSE_BLOCKS == PAUSE_BLOCKS - 1:
+                self._pause()
             chain.update(view[start : start + size])
             found.append(chain.hexdigest())
         return found

@@ -25,7 +25,7 @@ from sglang_ext.router.dispatch.turns import Turns
 from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.policies import Role
-from sglang_ext.router.telemetry.record_file import RecordFile, recording_key
+from sglang_ext.router.telemetry.record_file import RecordFile, recording_key, yield_to_others
 
 
 class RequestParts:
@@ -103,7 +103,7 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         Path(config.record or ""),
         config.record_size,
         config.record_files,
-        Namer(recording_key(base.cluster_key), config.block_size),
+        Namer(recording_key(base.cluster_key), config.block_size, yield_to_others),
     )
     settings: dict[str, str | float] = {
         "--cache-threshold": config.cache_threshold,

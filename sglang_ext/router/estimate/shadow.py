@@ -47,7 +47,7 @@ from sglang_ext.router.http.types import (
 )
 from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.router.telemetry.logs import configure_logging
-from sglang_ext.router.telemetry.record_file import RecordFile, recording_key
+from sglang_ext.router.telemetry.record_file import RecordFile, recording_key, yield_to_others
 
 logger = logging.getLogger("router.shadow")
 
@@ -275,7 +275,7 @@ class ShadowRouter:
             Path(config.record or ""),
             config.record_size,
             config.record_files,
-            Namer(recording_key(key), config.block_size),
+            Namer(recording_key(key), config.block_size, yield_to_others),
         )
         self.notes = Notes(file, clock, config.tokenizer_path, rules_of(config.client_rules).sessions)
         self._upstream = HttpUpstream(

@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Final
@@ -28,6 +29,11 @@ _KEY_FIELD: Final = "--record"
 
 Lines = Callable[[Namer, Writer], Iterable[AnyLine]]
 """Makes lines, in the thread that writes them."""
+
+
+def yield_to_others() -> None:
+    """Release the interpreter lock: the event loop would else wait up to 5 ms while a prompt is hashed."""
+    time.sleep(0)
 
 
 def recording_key(cluster: ClusterKey | None) -> bytes:
