@@ -15,6 +15,7 @@ from typing import IO, Final
 
 from sglang_ext.cluster_key import ClusterKey, read_secret
 from sglang_ext.errors import ConfigError
+from sglang_ext.folders import open_own
 from sglang_ext.protocol.recording import AnyLine, Namer, Writer
 
 logger = logging.getLogger("router.record")
@@ -224,7 +225,7 @@ class RecordFile:
 def _lock(path: Path, flags: int) -> IO[bytes] | None:
     """A file for writing, locked; None where another process has it."""
     try:
-        file = os.fdopen(os.open(path, os.O_WRONLY | flags, 0o600), "wb")
+        file = os.fdopen(open_own(path, os.O_WRONLY | flags), "wb")
     except FileExistsError:
         return None
     try:

@@ -146,6 +146,15 @@ def test_files_are_rotated_and_bounded(tmp_path) -> None:
     assert len(lines_of(path)) == 1
 
 
+def test_a_recording_goes_through_no_link(tmp_path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"kept")
+    (tmp_path / "day.jsonl").symlink_to(theirs)
+    with pytest.raises(ConfigError, match="cannot write"):
+        record_file(tmp_path / "day.jsonl")
+    assert theirs.read_bytes() == b"kept"
+
+
 def test_two_processes_have_a_file_each(tmp_path) -> None:
     one, other = record_file(tmp_path / "day.jsonl"), record_file(tmp_path / "day.jsonl")
     assert (one.path.name, other.path.name) == ("day.jsonl", "day-2.jsonl")
