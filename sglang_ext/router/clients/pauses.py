@@ -25,6 +25,8 @@ _KEPT = 64
 """Newest pauses that are kept of each kind."""
 KIND_BYTES = 1024
 """Memory of the pauses of one kind, with its names, at most."""
+_LONGEST = 4.0
+"""A turn that is later than so many times the median is not waited for, however many are later."""
 _LEAST = 6
 """Pauses of a kind from which a forecast is made."""
 
@@ -53,6 +55,8 @@ class Forecast:
     """When the next turn is expected, in seconds after the end of the last one."""
 
     earliest_s: float
+    typical_s: float
+    """The median."""
     latest_s: float
     basis: str
     """The pauses that it is made from: ``session``, ``tool`` or ``client``."""
@@ -97,8 +101,9 @@ class Pauses:
             if pauses is not None and len(pauses) >= _LEAST:
                 ordered = sorted(pauses)
                 earliest = _quantile(ordered, self._quantiles.earliest)
-                latest = _quantile(ordered, self._quantiles.latest)
-                return Forecast(earliest, latest, basis, len(ordered))
+                typical = _quantile(ordered, 0.5)
+                latest = min(_quantile(ordered, self._quantiles.latest), max(earliest, _LONGEST * typical))
+                return Forecast(earliest, typical, latest, basis, len(ordered))
         return None
 
     @property

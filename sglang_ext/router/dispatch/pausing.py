@@ -5,14 +5,16 @@ before the shortest pauses of the kind: until then the instance gives the conver
 brings the KV back just before (Symphony, section 3.3). Where bringing it back takes as long as the shortest
 pauses do, by the cost model, the KV stays. After the longest pauses, it is like any other.
 
-These hints yield to those of clients: their priority is lower, and they may use a share of the tenant's
-limits only (``--tenant-limits learnt-hints``).
+These hints yield to those of clients: their priority is lower, and the lower the longer the pause is. KV that
+is held for a minute takes the place of KV that is used many times meanwhile. They may use a share of the
+tenant's limits only (``--tenant-limits learnt-hints``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass
 
 from sglang_ext.clock import Clock
@@ -152,7 +154,7 @@ class Pausing:
             earliest_s = 0.0
         return dataclasses.replace(
             hint,
-            priority=min(flight.record.priority, 0) - 1,
+            priority=min(flight.record.priority, 0) - 1 - int(math.log2(max(1.0, forecast.typical_s))),
             earliest_s=earliest_s,
             ttl_s=min(forecast.latest_s - earliest_s + LEAST_LEAD_S, self._longest_s),
         )

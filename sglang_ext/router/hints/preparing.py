@@ -285,7 +285,12 @@ class Preparer:
         if entry is None or entry.state in ENDED:
             return
         part = self._preparations[entry.id].parts.get(name)
-        if part is None or not part.busy:
+        if part is None:
+            return
+        if not part.busy:
+            # The KV was in HBM when the hint was given, and had to be brought back since.
+            self._hint_tokens.inc(max(0, advised.brought - part.moved))
+            part.moved = max(part.moved, advised.brought)
             return
         brought, computed = advised.brought - part.moved, advised.computed - part.computed
         part.where = part.where.brought_up(max(0, brought)).computed(max(0, computed))
