@@ -25,8 +25,6 @@ _KEPT = 64
 """Newest pauses that are kept of each kind."""
 KIND_BYTES = 1024
 """Memory of the pauses of one kind, with its names, at most."""
-_LONGEST = 4.0
-"""A turn that is later than so many times the median is not waited for, however many are later."""
 _LEAST = 6
 """Pauses of a kind from which a forecast is made."""
 
@@ -65,10 +63,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """The shares of pauses that are shorter than a forecast's earliest and latest time."""
+    """The shares of pauses that are shorter than a forecast's earliest and latest time.
+
+    Pauses have long tails: to hold KV for the late ones would cost others more than it saves.
+    """
 
     earliest: float = 0.05
-    latest: float = 0.9
+    latest: float = 0.6
 
 
 class Pauses:
@@ -102,7 +103,7 @@ class Pauses:
                 ordered = sorted(pauses)
                 earliest = _quantile(ordered, self._quantiles.earliest)
                 typical = _quantile(ordered, 0.5)
-                latest = min(_quantile(ordered, self._quantiles.latest), max(earliest, _LONGEST * typical))
+                latest = _quantile(ordered, self._quantiles.latest)
                 return Forecast(earliest, typical, latest, basis, len(ordered))
         return None
 

@@ -154,7 +154,7 @@ class Pausing:
             earliest_s = 0.0
         return dataclasses.replace(
             hint,
-            priority=min(flight.record.priority, 0) - 1 - int(math.log2(max(1.0, forecast.typical_s))),
+            priority=min(flight.record.priority, 0) - 1 - int(2 * math.log2(1 + 10 * forecast.typical_s)),
             earliest_s=earliest_s,
             ttl_s=min(forecast.latest_s - earliest_s + LEAST_LEAD_S, self._longest_s),
         )

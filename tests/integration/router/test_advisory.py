@@ -216,6 +216,26 @@ async def test_kv_of_a_session_that_pauses_is_back_before_its_next_turn(
         assert_same(await cold(client, server, [*prompt, 7]), answer)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.0], ids=["admitted as a whole", "not"])
+async def test_sessions_that_do_not_fit_together_take_turns(share: float, port, server, client, rng) -> None:
+    """Both turns come at once. The second waits until the first session pauses for long."""
+    async with routing(port, server, learnt_hints=0.0, program_share=share) as router:
+        for _ in range(8):
+            router.pausing.pauses.learn(Turned("", "Python", "another"), 600.0)
+        programs, most = router.programs.programs, 0
+        prompts = [random_prompt(rng, 3 * HBM_TOKENS // 8) for _ in range(2)]
+        turns = [
+            asyncio.create_task(generate(client, router.url, prompt, session=f"s{number}"))
+            for number, prompt in enumerate(prompts)
+        ]
+        while not all(turn.done() for turn in turns):
+            most = max(most, programs.working)
+            await asyncio.sleep(0.005)
+        assert (most, programs.retired, programs.waiting) == ((1, 1, 0) if share else (0, 0, 0))
+        for prompt, turn in zip(prompts, turns, strict=True):
+            assert_same(await cold(client, server, prompt), (await turn)[0])
+
+
 async def test_what_is_announced_goes_last(server, router, client, rng) -> None:
     """The same traffic as pushes a session out that is not expected."""
     prompt = await said_and_pushed_out(client, router, server, rng)

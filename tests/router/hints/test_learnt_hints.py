@@ -41,7 +41,7 @@ async def test_a_turn_is_announced_when_its_pauses_are_known(start_worker, start
     assert pause["forecast"]["basis"] == "tool"
     assert (pause["kept_out_s"], pause["verdict"]) == (30.0, "accepted")
     (hint,) = links.hints()
-    assert hint.priority == -1 - 4, "the longer the pause, the lower"
+    assert hint.priority == -1 - 16, "the longer the pause, the lower"
     assert 29 < hint.earliest_s <= 30
     assert hint.ttl_s > hint.earliest_s
     await turn(client, router, 1, "new")
