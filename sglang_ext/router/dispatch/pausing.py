@@ -39,6 +39,11 @@ LEAST_LEAD_S = 0.1
 _SESSION_BYTES = 8 << 20
 
 
+def rank_of(forecast: Forecast) -> int:
+    """The priority of a learnt hint, below a client's own: the longer the pause, the lower."""
+    return -1 - int(2 * math.log2(1 + 10 * forecast.typical_s))
+
+
 @dataclass(eq=False, slots=True)
 class _Session:
     """running: requests on their way. ended: when the last one did, in seconds of the clock."""
@@ -102,7 +107,7 @@ class Pausing:
         """It has been answered, or has failed."""
         turned = self._turned(flight)
         forecast = None if turned is None else self.pauses.forecast(turned)
-        retired = self._gate.ends(flight, None if forecast is None else forecast.earliest_s)
+        retired = self._gate.ends(flight, None if forecast is None else forecast.typical_s)
         if turned is None:
             return
         try:
@@ -154,7 +159,7 @@ class Pausing:
             earliest_s = 0.0
         return dataclasses.replace(
             hint,
-            priority=min(flight.record.priority, 0) - 1 - int(2 * math.log2(1 + 10 * forecast.typical_s)),
+            priority=min(flight.record.priority, 0) + rank_of(forecast),
             earliest_s=earliest_s,
             ttl_s=min(forecast.latest_s - earliest_s + LEAST_LEAD_S, self._longest_s),
         )

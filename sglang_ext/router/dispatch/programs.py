@@ -20,7 +20,11 @@ from sglang_ext.errors import InternalError
 QUANTUM = 8
 """Turns after which a program makes room for others."""
 LONG_PAUSE_S = 30.0
-"""A program that pauses longer, or is expected to, makes room for others."""
+"""A program that pauses longer, or is expected to, makes room for others,"""
+LATE = 4.0
+"""and so does one that pauses so many times longer than expected."""
+LEAST_PAUSE_S = 1.0
+"""It may pause for so long in any case."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,13 +32,15 @@ class Program:
     """A program with a place.
 
     tokens: of its conversation. turns: that have ended since it was admitted. running: requests on their way.
-    idle_since: when the last of them ended.
+    idle_since: when the last of them ended. patience_s: how long its place is kept from then on while others
+    wait.
     """
 
     tokens: int
     turns: int = 0
     running: int = 0
     idle_since: float = 0.0
+    patience_s: float = LONG_PAUSE_S
 
 
 class Programs:
@@ -96,6 +102,9 @@ class Programs:
         program.running -= 1
         program.turns += 1
         program.idle_since = now
+        program.patience_s = self._long_pause_s
+        if pause_s is not None:
+            program.patience_s = min(self._long_pause_s, max(LEAST_PAUSE_S, LATE * pause_s))
         self._resize(program, tokens)
         if program.running or not (self._line or self.tokens > capacity):
             return False
@@ -113,7 +122,7 @@ class Programs:
             late = [
                 name
                 for name, program in self._working.items()
-                if not program.running and now - program.idle_since >= self._long_pause_s
+                if not program.running and now - program.idle_since >= program.patience_s
             ]
             for name in late:
                 self._retire(name)

@@ -57,13 +57,18 @@ def test_a_long_pause_makes_room() -> None:
     assert programs.admissible(0.0, CAPACITY) == ["b"]
 
 
-def test_a_pause_that_was_not_expected_to_be_long_makes_room_when_it_is() -> None:
+@pytest.mark.parametrize(
+    ("pause_s", "late_s"), [(None, LONG_PAUSE_S), (20.0, LONG_PAUSE_S), (2.0, 8.0), (0.01, 1.0)]
+)
+def test_a_pause_that_was_not_expected_to_be_long_makes_room_when_it_is(
+    pause_s: float | None, late_s: float
+) -> None:
     programs = Programs()
     assert programs.arrives("a", 90, CAPACITY)
     assert not programs.arrives("b", 50, CAPACITY)
-    assert not programs.ends("a", 90, 1.0, 0.0, CAPACITY)
-    assert programs.admissible(LONG_PAUSE_S - 1, CAPACITY) == []
-    assert programs.admissible(LONG_PAUSE_S, CAPACITY) == ["b"]
+    assert not programs.ends("a", 90, pause_s, 0.0, CAPACITY)
+    assert programs.admissible(late_s - 0.1, CAPACITY) == []
+    assert programs.admissible(late_s, CAPACITY) == ["b"]
 
 
 def test_nobody_overtakes_and_those_that_leave_hold_up_nobody() -> None:
