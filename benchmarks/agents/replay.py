@@ -2,7 +2,7 @@
 
 A session's KV is in HBM as a whole or not at all, a turn takes a fixed time, and KV that is brought is there
 at once. Eviction, priorities and hints follow the rules of the engine and the router, and forecasts are those
-of ``router.clients.pauses``. So the figures do not depend on the machine; times to first token are measured by
+of ``router.clients.pauses``. The figures do not depend on the machine. Times to first token are measured by
 ``benchmarks.agents.pauses``.
 
 ``best guess`` is a bound for all that knows past pauses only: at each turn, the sessions that most probably

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.agents.loop import Load, Served, lines_of
 from benchmarks.agents.recorded import FILE, LONGEST_PAUSE_S, held_out, programs, tokens
+from benchmarks.agents.replay import KINDS, Counts, Expected, GuessedReplay, Memory, Replay
 
 
 def request(t: float, tokens_in: int, out: int, stop: str = "tool_use") -> dict[str, Any]:
@@ -85,3 +86,35 @@ def test_turns_count_after_the_warm_up_but_not_a_sessions_first() -> None:
 def test_a_turn_is_in_hbm_up_to_its_last_block() -> None:
     assert served(0).in_hbm
     assert not served(0, hbm=48).in_hbm
+
+
+def test_certain_hints_find_more_than_none_and_a_guess_lies_between(folder: Path) -> None:
+    """All pauses of these sessions are alike, so that learnt hints are nearly certain, too."""
+    found = programs(folder, held=False, steps=6, pace=4.0, most_tokens=10_000)
+    fits = 3 * max(each.tokens for each in found)
+    counts = {kind: Replay(found, 12, fits, kind).run(400.0) for kind in KINDS}
+    guess = GuessedReplay(found, 12, fits).run(400.0)
+    none, explicit = counts["no hints"], counts["explicit hints"]
+    assert none.moved == 0
+    assert none.share < explicit.share
+    assert guess.share > none.share
+    assert 0 <= explicit.vain <= explicit.moved
+
+
+def test_deferred_sessions_go_before_those_used_since_and_the_latest_first() -> None:
+    counts = Counts()
+    memory = Memory(40, counts)
+    for at, name in enumerate("abcd"):
+        memory.sizes[name] = 10
+        memory.add(name, float(at))
+    memory.hints = {"b": Expected(-1, 50.0, 60.0, 1.5), "c": Expected(-1, 70.0, 80.0, 2.5)}
+    memory.sizes["new"] = 10
+    gone = []
+    for number in range(4):
+        before = set(memory.used)
+        name = f"new{number}"
+        memory.sizes[name] = 10
+        memory.running.add(name)
+        memory.add(name, 10.0)
+        gone += sorted(before - set(memory.used))
+    assert gone == ["a", "c", "b", "d"]
