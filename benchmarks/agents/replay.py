@@ -211,7 +211,7 @@ class Replay:
         found = self._pauses.forecast(self._turned(agent, tool))
         if found is None:
             return
-        wait_s = found.earliest_s if found.earliest_s > LEAD_S else 0.0
+        wait_s = found.away_s(LEAD_S)
         until = now + max(found.latest_s, wait_s) + LEAD_S
         hint = Expected(rank_of(found), now + wait_s, until, now)
         self._memory.hints[agent.name] = hint

@@ -25,6 +25,8 @@ _KEPT = 64
 """Newest pauses that are kept of each kind."""
 KIND_BYTES = 1024
 """Memory of the pauses of one kind, with its names, at most."""
+_TIGHT = 4.0
+"""Between the earliest and the latest time of pauses that are known well."""
 _LEAST = 6
 """Pauses of a kind from which a forecast is made."""
 
@@ -60,6 +62,16 @@ class Forecast:
     """The pauses that it is made from: ``session``, ``tool`` or ``client``."""
     pauses: int
 
+    def away_s(self, bring_s: float) -> float:
+        """How long KV is of more use out of HBM: until the earliest time, if that is known well enough to
+        have the KV back in time without bringing it in vain; else 0.
+
+        Args:
+            bring_s: seconds that bringing it back takes.
+        """
+        tight = self.latest_s <= _TIGHT * self.earliest_s
+        return self.earliest_s if tight and self.earliest_s > bring_s else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
@@ -69,7 +81,7 @@ class Quantiles:
     """
 
     earliest: float = 0.05
-    latest: float = 0.6
+    latest: float = 0.7
 
 
 class Pauses:

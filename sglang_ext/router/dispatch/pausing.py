@@ -3,7 +3,8 @@
 When a turn has ended, the router offers a hint for the session's conversation. Its request does not come
 before the shortest pauses of the kind: until then the instance gives the conversation's HBM up first, and
 brings the KV back just before (Symphony, section 3.3). Where bringing it back takes as long as the shortest
-pauses do, by the cost model, the KV stays. After the longest pauses, it is like any other.
+pauses do, by the cost model, or where pauses are too different to know when, the KV stays. After the longest
+pauses, it is like any other.
 
 These hints yield to those of clients: their priority is lower, and the lower the longer the pause is. KV that
 is held for a minute takes the place of KV that is used many times meanwhile. They may use a share of the
@@ -151,12 +152,11 @@ class Pausing:
         if known is None:
             return None
         namespace, key = known
-        earliest_s = forecast.earliest_s
         hint = Hint(turned.tenant, namespace, key, turned.session, learnt=True)
         if hint.tokens < LEAST_TOKENS or not hint.is_sendable:
             return None
-        if earliest_s <= LEAST_LEAD_S + 2 * self._costs.model.load_tokens_s(Tier.DRAM, hint.tokens):
-            earliest_s = 0.0
+        bring_s = LEAST_LEAD_S + 2 * self._costs.model.load_tokens_s(Tier.DRAM, hint.tokens)
+        earliest_s = forecast.away_s(bring_s)
         return dataclasses.replace(
             hint,
             priority=min(flight.record.priority, 0) + rank_of(forecast),

@@ -61,6 +61,15 @@ def test_new_pauses_take_the_place_of_old_ones() -> None:
     assert (found.earliest_s, found.pauses) == (9.0, 64)
 
 
+def test_kv_leaves_hbm_for_pauses_that_are_known_well_only() -> None:
+    known, vague = taught(BASH, *[10.0] * 8).forecast(BASH), taught(BASH, *[1.0, 20.0] * 8).forecast(BASH)
+    assert known is not None
+    assert vague is not None
+    assert known.away_s(1.0) == 10.0
+    assert known.away_s(10.0) == 0.0, "it takes as long to bring it back"
+    assert vague.away_s(0.1) == 0.0
+
+
 @given(
     st.lists(st.floats(-1, 2 * LONGEST_S, width=32), min_size=6, max_size=100),
     st.floats(0, 1),
