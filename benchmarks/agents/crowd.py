@@ -33,6 +33,7 @@ WITHIN = 4.0
 AIMS = {"least_over_peak": at_least(0.8), "longest_wait_vs_mean": at_most(2.0)}
 SESSION = System("stock, by session", "session", "stock", "session")
 DIRECT = System("stock", "stock", "stock", "round-robin")
+LEARNT = ("--tenant-limits", "learnt-hints=0.5")
 PATIENT = ("--queue-timeout-secs", "600")
 
 
@@ -49,9 +50,9 @@ WAYS = {
     "stock": Way("stock SGLang", DIRECT, ("--tenant-limits", "learnt-hints=0")),
     "session": Way("stock SGLang, by session", SESSION, ("--tenant-limits", "learnt-hints=0")),
     "unhinted": Way("ours without admission, without hints", UNHINTED, ("--tenant-limits", "learnt-hints=0")),
-    "ours": Way("ours without admission", UNHINTED),
+    "ours": Way("ours without admission", UNHINTED, LEARNT),
     "admission": Way(
-        "ours with admission", UNHINTED, (*PATIENT, "--max-concurrent-requests", "program-share=0.9")
+        "ours with admission", UNHINTED, (*LEARNT, *PATIENT, "--max-concurrent-requests", "program-share=0.9")
     ),
 }
 
