@@ -61,8 +61,8 @@ class Expected:
 
 @dataclass
 class Counts:
-    """turns: that continue a session. found: whose KV was in HBM. moved, vain: tokens brought, and of them
-    those that were evicted before their turn."""
+    """turns: turns that continue a session. found: turns that found their KV in HBM. moved, vain: tokens
+    brought, and of them those that were evicted before their turn."""
 
     turns: int = 0
     found: int = 0
@@ -113,7 +113,8 @@ class Memory:
         return [*older, *deferred, *unused[len(older) :], *announced]
 
     def _parts(self, now: float) -> tuple[list[str], list[str], list[str]]:
-        """Sessions without a hint, with one for later, and with one that is due, in the order of eviction."""
+        """Sessions without a hint, sessions announced for later, and sessions that are due, each in the order
+        of eviction."""
         free = [name for name in self.used if name not in self.running]
         live = {name for name in free if name in self.hints and self.hints[name].until > now}
         deferred = {name for name in live if self.hints[name].earliest > now}
