@@ -21,6 +21,7 @@ from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.report import page, print_table
 from sglang_ext.simulator.run import simulate
 from sglang_ext.simulator.settings import Settings, changed
+from sglang_ext.simulator.trace import Trace, read_trace
 
 PROG = "sglang-ext simulate"
 FAILED = 2
@@ -42,9 +43,20 @@ class Arguments(Flagged):
         "Prints what requests waited and reused, and what an oracle would have reused."
     )
 
-    instances: int = flag(4, "Instances of the fleet.", COUNT.positive(), common=True)
-    requests: int = flag(1000, "Requests to send.", COUNT.positive(), common=True)
-    policy: str = flag("auto", "The router's policy.", common=True)
+    trace: Path | None = flag(
+        None,
+        "A recorded load in the place of the built-in mix: a router's recording (--record), or a Mooncake "
+        "trace. A recording gives the fleet and its policy too, and the times that its requests took.",
+        metavar="FILE",
+        common=True,
+    )
+    instances: int | None = flag(
+        None, "Instances of the fleet: 4, or those of the recording.", COUNT.positive(), common=True
+    )
+    requests: int | None = flag(
+        None, "Requests to send: 1,000, or all of the trace.", COUNT.positive(), common=True
+    )
+    policy: str | None = flag(None, "The router's policy: auto, or that of the recording.", common=True)
     seed: int = flag(0, "Of the load, and of all names. One seed gives the same output.", COUNT)
     settings: str = flag(
         "",
@@ -84,18 +96,16 @@ def run(given: Arguments) -> int:
         ConfigError: a setting or a file cannot be used.
     """
     logging.getLogger("sglang_ext").setLevel(logging.ERROR)
-    base = changed(
-        Settings(instances=given.instances, requests=given.requests, policy=given.policy, seed=given.seed),
-        given.settings,
-    )
+    trace = None if given.trace is None else _read(given.trace)
+    base = changed(_settings(given, trace), given.settings)
     model = CostModel(load(given.cost_profile)) if given.cost_profile else CostModel()
     runs = {"as given": base} | {text: changed(base, text) for text in given.what_if}
     for settings in runs.values():
         policy_named(settings.policy)
-    outcomes = {title: simulate(settings, model) for title, settings in runs.items()}
+    outcomes = {title: simulate(settings, model, trace) for title, settings in runs.items()}
     columns = {title: outcome.as_json() for title, outcome in outcomes.items()}
     for title, settings in runs.items():
-        if outcomes[title].capacity_used > SURE:
+        if trace is None and outcomes[title].capacity_used > SURE:
             columns[title]["interval"] = _interval(settings, model)
     if given.json:
         text = {"settings": {t: dataclasses.asdict(s) for t, s in runs.items()}, "outcomes": columns}
@@ -109,6 +119,36 @@ def run(given: Arguments) -> int:
     if given.report is not None:
         _write(given.report, page(outcomes, columns, f"{base}; {model!r}"))
     return 0
+
+
+def _settings(given: Arguments, trace: Trace | None) -> Settings:
+    """The fleet of the flags, and for what they leave out that of the recording, or the defaults."""
+    settings = Settings(seed=given.seed)
+    if trace is not None:
+        sizes = {name: size for name, size in trace.tiers.items() if size}
+        settings = dataclasses.replace(
+            settings,
+            instances=len(trace.instances) or settings.instances,
+            requests=len(trace.sessions),
+            policy=trace.policy or settings.policy,
+            tenants=1 + max((each.tenant for each in trace.sessions), default=0),
+            hbm=sizes.get("hbm", settings.hbm),
+            dram=sizes.get("dram", settings.dram),
+        )
+    named: dict[str, Any] = {
+        name: value
+        for name in ("instances", "requests", "policy")
+        if (value := getattr(given, name)) is not None
+    }
+    return dataclasses.replace(settings, **named)
+
+
+def _read(path: Path) -> Trace:
+    try:
+        with path.open("rb") as file:
+            return read_trace(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", field="--trace") from error
 
 
 def _interval(settings: Settings, model: CostModel) -> dict[str, list[float]]:

@@ -27,6 +27,7 @@ from sglang_ext.simulator.engine import Engine
 from sglang_ext.simulator.peers import Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
+from sglang_ext.simulator.workload import Observed
 from sglang_ext.tiers import Tier
 
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
@@ -57,6 +58,9 @@ class Job:
     owned: int = 0
     """Slots that are its own."""
     admitted_at: float = 0.0
+    observed: Observed | None = None
+    """The times that it takes, from ``arrived`` on; else the cost model's."""
+    arrived: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -124,6 +128,8 @@ class Instance:
         self._computing = False
         self._turn_at: asyncio.TimerHandle | asyncio.Handle | None = None
         self._due = 0.0
+        self._replaying: dict[Job, None] = {}
+        """Requests that take the observed times."""
         self._dead = False
         self._queued_since: float | None = None
         self.work = Work()
@@ -133,14 +139,56 @@ class Instance:
     def submit(self, job: Job) -> None:
         """A request has come."""
         self.work.requests += 1
+        if job.observed is not None:
+            self._replaying[job] = None
+            self._loop.call_at(job.arrived + job.observed.began_s, self._replay, job)
+            return
         self._waiting.append(job)
         self.wake()
+
+    def _replay(self, job: Job) -> None:
+        """Begin with a request that takes the observed times, if HBM has room; its KV is not kept else."""
+        assert job.observed is not None
+        if self._dead:
+            return
+        self.engine.each_pass(self._loop.time())
+        if not self._waits(job):
+            self._admit(job)
+        self._loop.call_at(job.arrived + job.observed.first_s, self._replay_first, job)
+        self._published()
+
+    def _replay_first(self, job: Job) -> None:
+        assert job.observed is not None
+        if self._dead:
+            return
+        self.engine.each_pass(self._loop.time())
+        if job.node is None:
+            self._admit(job)
+        if job.node is not None:
+            self._keep(job, job.key, job.tokens)
+        if not job.first.done():
+            job.first.set_result(None)
+        self._loop.call_at(job.arrived + job.observed.last_s, self._replay_last, job)
+        self._published()
+
+    def _replay_last(self, job: Job) -> None:
+        if self._dead:
+            return
+        self._replaying.pop(job, None)
+        self.engine.each_pass(self._loop.time())
+        if job.node is not None:
+            self._end(job)
+        elif not job.last.done():
+            job.last.set_result(None)
+        self._published()
 
     def load(self) -> Load:
         """As heartbeats report it."""
         queued = [*self._waiting, *([self._cut] if self._cut is not None else ())]
+        queued += [job for job in self._replaying if not job.first.done()]
         tokens = sum(job.tokens - job.computed for job in queued)
-        return Load(len(self._running), len(queued), tokens)
+        running = len(self._running) + sum(job.first.done() for job in self._replaying)
+        return Load(running, len(queued), tokens)
 
     def die(self) -> list[Job]:
         """The process ends, with all that it has in memory. Returns the requests that it had."""
@@ -352,6 +400,7 @@ class Instance:
         engine = self.engine
         engine.check()
         jobs = [job for _, _, job in self._running] + ([self._cut] if self._cut else [])
+        jobs += self._replaying
         if not self._computing:
             owned = sum(job.owned for job in jobs)
             known = engine.slots.available_size() + engine.hbm_tier.total + owned

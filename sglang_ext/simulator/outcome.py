@@ -21,6 +21,14 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, round(len(ordered) * percent / 100 + 0.5) - 1))]
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What was chosen for a request, and the tokens of its prompt that were found, by tier."""
+
+    instance: str
+    hits: Mapping[str, int]
+
+
 @dataclass
 class Outcome:
     """Times are seconds, sizes are tokens."""
@@ -53,6 +61,10 @@ class Outcome:
     saved_s: float = 0.0
     """Device time that computing the reused tokens would have taken, by the cost model."""
     regret: Mapping[str, float] = field(default_factory=dict)
+    decided: dict[str, Decided] = field(default_factory=dict)
+    """Of recorded requests, by their ids."""
+    agreement: Mapping[str, float] = field(default_factory=dict)
+    """With a recording; see `trace.agreement`."""
 
     def answered(
         self,
@@ -106,6 +118,7 @@ class Outcome:
             "computed_device_s": self.computed_s,
             "saved_device_s": self.saved_s,
             "link_bytes": dict(sorted(self.link_bytes.items())),
+            "agreement": dict(self.agreement),
             "reasons": dict(sorted(self.reasons.items())),
             "counts": dict(sorted(self.counts.items())),
         }

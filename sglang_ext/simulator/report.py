@@ -23,6 +23,7 @@ ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
     ("prompt tokens reused", lambda f: f"{f['reused']:.1%} ({_shares(f['reused_by_tier'])})"),
     ("an oracle of equal capacity", lambda f: _regret(f, "oracle_reused")),
     ("an infinite cache", lambda f: _regret(f, "infinite_reused")),
+    ("decisions as recorded", lambda f: _agreement(f["agreement"])),
     ("capacity used", lambda f: f"{f['capacity_used']:.0%}"),
     ("busiest instance over the mean", lambda f: f"{f['busiest_over_mean']:.2f}"),
     ("device time of prompts", lambda f: f"{f['computed_device_s']:,.0f} s"),
@@ -57,6 +58,10 @@ def _times(spread: Mapping[str, float]) -> str:
 
 def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{tier} {share:.1%}" for tier, share in shares.items() if share) or "none"
+
+
+def _agreement(found: Mapping[str, float]) -> str:
+    return f"{found['instance']:.1%}, hits {found['exact_hits']:.1%}" if found else "-"
 
 
 def _regret(figures: Mapping[str, Any], name: str) -> str:

@@ -39,7 +39,7 @@ from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.simulator.agents import Channels
 from sglang_ext.simulator.instance import Instance, Job
-from sglang_ext.simulator.outcome import Outcome
+from sglang_ext.simulator.outcome import Decided, Outcome
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.simulator.workload import Session, Turn
@@ -118,7 +118,7 @@ class SimulatedRouter:
     async def serve(self, session: Session, turn: Turn) -> bool:
         """One request, from its arrival to its last token. Returns whether it was answered."""
         arrived = self._clock.monotonic()
-        caller = Caller(tenant=f"tenant-{session.tenant}") if self._settings.tenants > 1 else Caller()
+        caller = self._caller(session.tenant)
         record = Record(self._new_id(), "POST", "/generate", arrived, caller)
         record.stream = True
         salt = None if caller.tenant is None else caller.tenant
@@ -174,6 +174,9 @@ class SimulatedRouter:
         future = self._loop.create_future
         _, _, extra_key, salt = prompt.namespace
         job = Job((0, extra_key, salt), turn.key, turn.answer, future(), future())
+        if turn.observed is not None:
+            job.observed = turn.observed
+            job.arrived = arrived
         with self.fleet.carrying(name, queued) as load, sending as first_byte:
             self._loop.call_later(lag_s, self._submit, name, job)
             with load.until_lost():
@@ -196,6 +199,9 @@ class SimulatedRouter:
             name,
             str(flight.record.reason),
         )
+        if turn.id:
+            hits = {tier.name: tokens for tier, tokens in job.hits.items() if tokens}
+            self._outcome.decided[turn.id] = Decided(name, hits)
         reused = sum(job.hits.values())
         self._outcome.saved_s += self._model.exec_s(job.tokens, 0) - self._model.exec_s(
             job.tokens - reused, reused
@@ -208,13 +214,16 @@ class SimulatedRouter:
 
     # -- hints --------------------------------------------------------------------------------------
 
-    def announce(self, session: Session, key: bytes, earliest_s: float) -> None:
+    def announce(self, session: str, tenant: int, key: bytes, earliest_s: float) -> None:
         """A client announces the next request of a session, whose conversation so far is ``key``."""
-        caller = Caller(tenant=f"tenant-{session.tenant}") if self._settings.tenants > 1 else Caller()
+        caller = self._caller(tenant)
         namespace = ("tokens", None, None, caller.tenant)
-        hint = Hint(caller.scope, namespace, key, session.name, earliest_s=earliest_s)
+        hint = Hint(caller.scope, namespace, key, session, earliest_s=earliest_s)
         answer, _ = self.advisor.offer(hint)
         self.counts[f"hints {answer.verdict.value}"] += 1
+
+    def _caller(self, tenant: int) -> Caller:
+        return Caller(tenant=f"tenant-{tenant}") if self._settings.tenants > 1 else Caller()
 
     async def tick(self) -> None:
         """Expire hints and prefixes, as the router's rounds do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
@@ -21,8 +21,9 @@ from sglang_ext.simulator.peers import Wires
 from sglang_ext.simulator.regret import Uses
 from sglang_ext.simulator.router import SimulatedRouter
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings, checked
+from sglang_ext.simulator.trace import Trace, agreement
 from sglang_ext.simulator.virtual_time import VirtualClock, VirtualLoop
-from sglang_ext.simulator.workload import Session, Turn, mixed
+from sglang_ext.simulator.workload import Announcement, Session, Turn, mixed
 from sglang_ext.tiers import Tier
 
 MODEL = ModelFacts("simulated", "simulated", 1 << 31, 1 << 20)
@@ -30,22 +31,27 @@ DETECTION_S = 3.0
 """From an instance's death to the router's verdict (`VERDICT_S`)."""
 
 
-def simulate(
-    settings: Settings, model: CostModel | None = None, sessions: Iterator[Session] | None = None
-) -> Outcome:
+def simulate(settings: Settings, model: CostModel | None = None, trace: Trace | None = None) -> Outcome:
     """Run a fleet under a load. The same arguments give the same outcome.
 
     Args:
         model: the costs of the instances, which the router expects too; the defaults without one.
-        sessions: in the order of their start; the mix without any.
+        trace: a recorded load; the mix without one. Its requests take the times that were observed, if they
+            were and the settings say so.
 
     Raises:
         ConfigError: a setting is impossible.
     """
     loop = VirtualLoop()
     try:
-        run = Simulation(checked(settings), model or CostModel(), loop, sessions or mixed(settings))
+        sessions = mixed(settings) if trace is None else iter(trace.sessions)
+        names = () if trace is None else trace.instances
+        run = Simulation(checked(settings), model or CostModel(), loop, sessions, names)
+        if trace is not None:
+            run.announcements = trace.announcements
         loop.run_until_complete(run.run())
+        if trace is not None and trace.decided:
+            run.outcome.agreement = agreement(trace, run.outcome.decided)
         return run.outcome
     finally:
         loop.close()
@@ -57,7 +63,11 @@ def url(number: int) -> str:
 
 
 class Simulation:
-    """See `simulate`."""
+    """See `simulate`.
+
+    Args:
+        names: of the first instances; the others are named by their numbers.
+    """
 
     def __init__(
         self,
@@ -65,9 +75,12 @@ class Simulation:
         model: CostModel,
         loop: asyncio.AbstractEventLoop,
         sessions: Iterator[Session],
+        names: Sequence[str] = (),
     ) -> None:
         self.settings, self._model, self._loop, self._sessions = settings, model, loop, sessions
+        self._names = names
         self._clock = VirtualClock(loop)
+        self.announcements: Sequence[Announcement] = ()
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
@@ -92,6 +105,8 @@ class Simulation:
         for number in range(self.settings.instances):
             self.start(number)
         self._rounds.append(asyncio.ensure_future(self.router.tick()))
+        if self.announcements:
+            self._rounds.append(asyncio.ensure_future(self._announce_all()))
         if self.settings.failures:
             self._rounds.append(asyncio.ensure_future(self._fail()))
         await self._clock.sleep(4 * self.settings.lag_ms / 1e3)
@@ -127,13 +142,23 @@ class Simulation:
     def _announce(self, session: Session, turn: Turn) -> None:
         hints = self.settings.hints
         if hints and self._draw.random() < hints:
-            self.router.announce(session, turn.key + turn.answer, 0.0)
+            self.router.announce(session.name, session.tenant, turn.key + turn.answer, 0.0)
+
+    async def _announce_all(self) -> None:
+        """Recorded hints, at their times."""
+        began = self._clock.monotonic() + 4 * self.settings.lag_ms / 1e3
+        for each in self.announcements:
+            await self._clock.sleep(max(0.0, began + each.at_s - self._clock.monotonic()))
+            self.router.announce(each.session, each.tenant, each.key, each.lead_s)
 
     # -- instances ----------------------------------------------------------------------------------
 
+    def _name(self, number: int) -> str:
+        return self._names[number] if number < len(self._names) else url(number)
+
     def start(self, number: int) -> None:
         """Start an instance with nothing in its memory, and have the router reach it."""
-        name, epoch = url(number), next(self._epochs)
+        name, epoch = self._name(number), next(self._epochs)
         send, named = self.router.channels.sender(name)
         agent = Agent(epoch.to_bytes(16, "big"), send)
         named(agent)
@@ -174,11 +199,11 @@ class Simulation:
         while True:
             await self._clock.sleep(self._faults.expovariate(rate))
             number = self._faults.randrange(self.settings.instances)
-            if url(number) in self.instances:
+            if self._name(number) in self.instances:
                 self._rounds.append(asyncio.ensure_future(self._restart(number)))
 
     async def _restart(self, number: int) -> None:
-        name = url(number)
+        name = self._name(number)
         self._collect(self.instances.pop(name), self._agents.pop(name)).die()
         await self._clock.sleep(DETECTION_S)
         self.router.channels.disconnect(name)

@@ -22,15 +22,39 @@ from sglang_ext.simulator.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
+class Observed:
+    """Recorded times of a request, in seconds from its arrival: when its instance began with it, and its
+    first and its last token."""
+
+    began_s: float
+    first_s: float
+    last_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One request of a session, sent ``think_s`` after the answer to the one before.
 
-    key, answer: encoded tokens of its prompt and of its answer.
+    key, answer: encoded tokens of its prompt and of its answer. id: of a recorded one. observed: the times
+    that it takes; by the cost model without any.
     """
 
     key: bytes
     answer: bytes
     think_s: float = 0.0
+    id: str = ""
+    observed: Observed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A recorded hint. key: the conversation so far. lead_s: until the earliest arrival that it names."""
+
+    at_s: float
+    session: str
+    tenant: int
+    key: bytes
+    lead_s: float
 
 
 class Session(Protocol):

@@ -1,0 +1,193 @@
+"""Recorded loads: recordings of a router (`protocol.recording`) and Mooncake's traces, as sessions.
+
+A block's name becomes the tokens of the block, so that prompts share what they shared when they were
+recorded. Nothing of what was chosen or found then goes into the load: `agreement` compares it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.recording import (
+    Blocks,
+    Head,
+    HintLine,
+    Member,
+    Request,
+    is_recording,
+    names_of,
+    read_recording,
+)
+from sglang_ext.simulator.outcome import Decided
+from sglang_ext.simulator.settings import BLOCK_TOKENS
+from sglang_ext.simulator.workload import Announcement, Observed, Turn
+
+MOONCAKE_TOKENS = 512
+"""Tokens of a block in Mooncake's traces."""
+DEFAULT_ANSWER = 128
+"""Tokens of an answer whose length is not recorded."""
+_BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSession:
+    """One recorded request, sent when it came: a `Session`."""
+
+    name: str
+    tenant: int
+    start_s: float
+    turn: Turn
+
+    def turns(self) -> Iterator[Turn]:
+        return iter((self.turn,))
+
+
+@dataclass
+class Trace:
+    """A recorded load, and the fleet that served it.
+
+    policy, instances, tiers: of a recording; the blocks that each tier can hold. decided: what was chosen
+    and found for each request, by the name of its turn.
+    """
+
+    policy: str = ""
+    instances: Sequence[str] = ()
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    sessions: list[TracedSession] = field(default_factory=list)
+    announcements: list[Announcement] = field(default_factory=list)
+    decided: dict[str, Decided] = field(default_factory=dict)
+
+
+def read_trace(lines: Iterable[bytes]) -> Trace:
+    """Read a recording or a trace.
+
+    Raises:
+        RecordingError, ConfigError: a line cannot be used.
+    """
+    iterator = iter(lines)
+    first = next((line for line in iterator if line.strip()), b"")
+    if is_recording(first):
+        return _recording(_chained(first, iterator))
+    return _mooncake(_chained(first, iterator))
+
+
+def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+def _recording(lines: Iterator[bytes]) -> Trace:
+    trace, zero = Trace(), 0.0
+    members: dict[str, Member] = {}
+    tenants: dict[str, int] = {}
+    requests: list[Request] = []
+    hints: list[HintLine] = []
+    for line in read_recording(lines):
+        if isinstance(line, Head):
+            if line.block_size != BLOCK_TOKENS:
+                raise ConfigError(
+                    f"blocks of {line.block_size} tokens are not simulated, only of {BLOCK_TOKENS}",
+                    field="--trace",
+                )
+            trace.policy = line.policy
+        elif isinstance(line, Member):
+            members[line.instance] = line
+        elif isinstance(line, Request) and line.status == 200 and len(line.prompts) == 1:
+            requests.append(line)
+        elif isinstance(line, HintLine):
+            hints.append(line)
+    requests.sort(key=lambda line: line.at)
+    zero = min((line.at for line in (*requests, *hints)), default=0.0)
+    for number, line in enumerate(requests):
+        tenant = tenants.setdefault(line.tenant, len(tenants))
+        turn = _turn(line, str(number))
+        trace.sessions.append(
+            TracedSession(line.session or f"request-{number}", tenant, line.at - zero, turn)
+        )
+        if line.choices:
+            hits = {tier: tokens for tier, tokens in line.tiers.items() if tokens}
+            trace.decided[turn.id] = Decided(line.choices[-1].instance, hits)
+    for hint in hints:
+        tenant = tenants.setdefault(hint.tenant, len(tenants))
+        key = _tokens(names_of(hint.prompt.names), hint.prompt.tokens, "hint")
+        trace.announcements.append(Announcement(hint.at - zero, hint.session, tenant, key, hint.lead_s))
+    trace.instances = tuple(members)
+    sizes = [{name: fill.size for name, fill in line.tiers.items()} for line in members.values()]
+    trace.tiers = {name: min(size.get(name, 0) for size in sizes) for name in (sizes[0] if sizes else {})}
+    return trace
+
+
+def _turn(line: Request, id: str) -> Turn:
+    prompt: Blocks = line.prompts[0]
+    answer = max(1, line.completion_tokens or DEFAULT_ANSWER)
+    names = names_of(prompt.names) + names_of(prompt.answer)
+    whole = _tokens(names, prompt.tokens + answer, f"request {id}")
+    border = prompt.tokens * TOKEN_BYTES
+    observed = None
+    if line.first_byte_s is not None:
+        queued_s = line.routed_s + line.stages.get("prefill_queue", 0.0)
+        observed = Observed(min(queued_s, line.first_byte_s), line.first_byte_s, line.ended_s)
+    return Turn(whole[:border], whole[border:], id=id, observed=observed)
+
+
+def _tokens(names: Sequence[str], tokens: int, tail: str) -> bytes:
+    """Tokens of named blocks, and after them tokens that no other prompt has."""
+    known = b"".join(bytes.fromhex(name) * (_BLOCK_BYTES // (len(name) // 2)) for name in names)
+    return _filled(known, tokens, tail)
+
+
+def _filled(known: bytes, tokens: int, tail: str) -> bytes:
+    missing = tokens * TOKEN_BYTES - len(known)
+    if missing <= 0:
+        return known[: tokens * TOKEN_BYTES]
+    mark = tail.encode().ljust(_BLOCK_BYTES, b".")[:_BLOCK_BYTES]
+    return known + (mark * (missing // len(mark) + 1))[:missing]
+
+
+def _mooncake(lines: Iterator[bytes]) -> Trace:
+    trace = Trace()
+    each = MOONCAKE_TOKENS // BLOCK_TOKENS
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row: Any = orjson.loads(line)
+            at, tokens, answer = row["timestamp"] / 1000, row["input_length"], row["output_length"]
+            names = [int(name) * each + place for name in row["hash_ids"] for place in range(each)]
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"line {number + 1} is neither of a recording nor of a Mooncake trace: {error!r}",
+                field="--trace",
+            ) from None
+        known = b"".join(name.to_bytes(8, "little") * (_BLOCK_BYTES // 8) for name in names)
+        key = _filled(known, max(1, tokens), f"tail {number}")
+        turn = Turn(key, _filled(b"", max(1, answer), f"answer {number}"), id=str(number))
+        trace.sessions.append(TracedSession(f"request-{number}", 0, at, turn))
+    trace.sessions.sort(key=lambda session: session.start_s)
+    return trace
+
+
+def agreement(trace: Trace, decided: Mapping[str, Decided]) -> dict[str, float]:
+    """How far a replay decided as was recorded: shares of the requests that both have.
+
+    instance: the same was chosen. exact: and the same tokens were found in each tier. reused_points: the
+    difference of tokens found, per tier, in points of all tokens found.
+    """
+    both = [id for id in trace.decided if id in decided]
+    same = sum(trace.decided[id].instance == decided[id].instance for id in both)
+    exact = sum(trace.decided[id].hits == decided[id].hits for id in both)
+    then, now = Counter[str](), Counter[str]()
+    for id in both:
+        then.update(trace.decided[id].hits)
+        now.update(decided[id].hits)
+    count = max(1, len(both))
+    tokens = max(1, sum(len(s.turn.key) // TOKEN_BYTES for s in trace.sessions if s.turn.id in decided))
+    points = {f"{tier}_points": 100 * (now[tier] - then[tier]) / tokens for tier in sorted(then | now)}
+    return {"requests": float(len(both)), "instance": same / count, "exact_hits": exact / count, **points}

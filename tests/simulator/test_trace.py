@@ -1,0 +1,155 @@
+"""Replays of recordings: of a simulated router's, of which all is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.recording import Choice, Fill, Head, Member, Namer, Request, Writer
+from sglang_ext.simulator import command
+from sglang_ext.simulator.run import simulate, url
+from sglang_ext.simulator.settings import Settings, changed
+from sglang_ext.simulator.trace import Trace, TracedSession, read_trace
+from sglang_ext.simulator.workload import mixed
+
+FLEET = changed(Settings(), "instances=3,requests=250,policy=prompt-tree,hbm=700,dram=2000,rate=3,fetch=off")
+ARRIVALS_S = 0.3
+
+
+def load() -> Trace:
+    """Requests of the mix, each at a fixed time."""
+    trace = Trace(instances=[url(number) for number in range(3)])
+    sessions = mixed(FLEET)
+    for session in sessions:
+        for turn in session.turns():
+            number = len(trace.sessions)
+            if number == FLEET.requests:
+                return trace
+            named = replace(turn, id=str(number), think_s=0.0)
+            trace.sessions.append(TracedSession(session.name, 0, number * ARRIVALS_S, named))
+    raise AssertionError("the mix has no end")
+
+
+def recorded(*, blank: bool = False) -> bytes:
+    """The recording that a router of that fleet would have written. blank: without choices and hits."""
+    trace = load()
+    outcome = simulate(FLEET, trace=trace)
+    namer, writer = Namer(b"k" * 16, 16), Writer()
+    tiers = {"hbm": Fill(0, FLEET.hbm), "dram": Fill(0, FLEET.dram)}
+    lines: list[bytes] = [writer.line(Head(0.0, 1, "r", namer.key_id, 16, FLEET.policy))]
+    lines += [writer.line(Member(0.0, name, "colocated", tiers)) for name in trace.instances]
+    for session in trace.sessions:
+        turn, decided = session.turn, outcome.decided[session.turn.id]
+        # The order of answers differs from that of arrivals; times of each are looked up by its arrival.
+        at = min(
+            range(len(outcome.arrivals)), key=lambda n: abs(outcome.arrivals[n] - 0.008 - session.start_s)
+        )
+        names = namer.names("space", turn.key + turn.answer)
+        blocks = writer.blocks("space", len(turn.key) // 4, names, len(names) - len(turn.key) // 64)
+        hits = {} if blank else dict(decided.hits)
+        choices = () if blank else (Choice(decided.instance, "prefix"),)
+        line = Request(
+            1000.0 + session.start_s, id=turn.id, path="/generate", status=200, prompts=(blocks,),
+            session=session.name, stream=True, completion_tokens=len(turn.answer) // 4, choices=choices,
+            tiers=hits, first_byte_s=outcome.ttft[at], ended_s=outcome.jct[at],
+        )  # fmt: skip
+        lines.append(writer.line(line))
+    return b"".join(lines)
+
+
+@pytest.fixture(scope="module")
+def recording() -> bytes:
+    return recorded()
+
+
+def test_a_replay_decides_as_was_recorded(recording: bytes) -> None:
+    trace = read_trace(recording.splitlines(keepends=True))
+    assert (trace.policy, len(trace.instances), trace.tiers) == ("prompt-tree", 3, {"hbm": 700, "dram": 2000})
+    found = simulate(FLEET, trace=trace).agreement
+    assert found["requests"] == FLEET.requests
+    assert found["instance"] >= 0.95
+    assert found["exact_hits"] >= 0.8
+    assert abs(found["hbm_points"]) < 3
+    assert abs(found["dram_points"]) < 3
+
+
+def test_another_policy_does_not_agree(recording: bytes) -> None:
+    """The twin: agreement is not of itself."""
+    trace = read_trace(recording.splitlines(keepends=True))
+    other = simulate(replace(FLEET, policy="round-robin"), trace=trace).agreement
+    assert other["instance"] < 0.6
+
+
+def test_what_was_chosen_and_found_is_not_read(recording: bytes) -> None:
+    whole = read_trace(recording.splitlines(keepends=True))
+    rows = [json.loads(line) for line in recording.splitlines()]
+    for row in rows:
+        for column in ("choices", "tiers", "instance"):
+            if row["type"] == "request":
+                row.pop(column, None)
+    blank = read_trace([json.dumps(row).encode() + b"\n" for row in rows])
+    assert blank.sessions == whole.sessions
+    assert not blank.decided
+    assert simulate(FLEET, trace=blank).decided == simulate(FLEET, trace=whole).decided
+
+
+def test_prompts_share_in_a_replay_what_they_shared(recording: bytes) -> None:
+    before, after = load().sessions, read_trace(recording.splitlines(keepends=True)).sessions
+
+    def shared(one: bytes, other: bytes) -> int:
+        """Whole blocks with which both begin."""
+        blocks = min(len(one), len(other)) // 64
+        return next(
+            (n for n in range(blocks) if one[64 * n : 64 * n + 64] != other[64 * n : 64 * n + 64]), blocks
+        )
+
+    for number in range(1, 60):
+        one = (before[number].turn.key, before[number - 1].turn.key + before[number - 1].turn.answer)
+        other = (after[number].turn.key, after[number - 1].turn.key + after[number - 1].turn.answer)
+        assert shared(*one) == shared(*other)
+        assert len(one[0]) == len(other[0])
+
+
+def test_the_command_takes_the_fleet_of_a_recording(
+    recording: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "day.jsonl"
+    path.write_bytes(recording)
+    assert (
+        command.main(["--trace", str(path), "--json", "--settings", "fetch=off", "--what-if", "dram=2x"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["as given"]["instances"] == 3
+    assert found["settings"]["dram=2x"]["dram"] == 4000
+    assert found["outcomes"]["as given"]["agreement"]["instance"] >= 0.95
+
+
+def test_a_mooncake_trace_is_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"timestamp": 100 * n, "input_length": 1100, "output_length": 20, "hash_ids": [1, 2, 100 + n]}
+        for n in range(20)
+    ]
+    trace = read_trace([json.dumps(row).encode() + b"\n" for row in rows])
+    first, second = trace.sessions[0].turn.key, trace.sessions[1].turn.key
+    assert len(first) == 1100 * 4
+    assert first[: 1024 * 4] == second[: 1024 * 4]
+    assert first[1024 * 4 :] != second[1024 * 4 :]
+    found = simulate(replace(FLEET, requests=20), trace=trace)
+    assert found.requests == 20
+    assert found.as_json()["reused"] > 0.5
+
+
+@pytest.mark.parametrize("line", [b"", b"{}\n", b'{"hash_ids": 3}\n', b"no json\n"])
+def test_another_file_is_refused(line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(line)
+    if line:
+        with pytest.raises(ConfigError, match="line 1"):
+            read_trace([line])
+        assert command.main(["--trace", str(path)]) == 2
+        assert "--trace" in capsys.readouterr().err
+    assert command.main(["--trace", str(tmp_path / "none")]) == 2
