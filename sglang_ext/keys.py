@@ -39,6 +39,11 @@ BLOCK_KEY_BYTES = 16
 
 SALT_HEADER = "x-sglang-ext-cache-salt"
 """Header in which a router sends a tenant's salt with requests whose bodies have no field for it."""
+KEEP_HEADER = "x-sglang-ext-keep"
+"""Header in which a router sends the places of a prompt, in tokens and with commas between them, where the
+client says that others begin alike: a model with recurrent states keeps a state there."""
+MOST_KEPT = 4
+"""Places that it may name: of the breakpoints that Anthropic's API takes."""
 
 _ENCODED = np.dtype("<i4")
 _UNSIGNED = np.dtype(np.uint64)

@@ -2,10 +2,10 @@
 
 With fast stand-in workers: requests per second and added latency, one core for the router; the same beside
 thousands of idle streams and clients that read slowly, and over new connections; bytecodes per request, by
-stage. Memory, events and decisions with a thousand instances, and while a snapshot comes in. With real
-servers: tokens reused and time to first token by policy, in ordinary operation, with pools too small for the
-load, and right after an instance has restarted; and the tail of the time to first token when some sessions
-share their beginning (MemServe, figure 15).
+stage; CPU time with the rules for agents' prompts and without. Memory, events and decisions with a thousand
+instances, and while a snapshot comes in. With real servers: tokens reused and time to first token by policy,
+in ordinary operation, with pools too small for the load, and right after an instance has restarted; and the
+tail of the time to first token when some sessions share their beginning (MemServe, figure 15).
 
 Two things are compared with sglang-router: the routing alone, in front of the very same servers, without
 tiers (ordinary, scarce pools); and the whole, our router in front of servers with DRAM and disk tiers, beside
@@ -24,12 +24,13 @@ from benchmarks.lib.common import Options, Report, at_least, at_most
 from benchmarks.router.connections import measure_connections
 from benchmarks.router.processes import SGLANG_ROUTER, VLLM_ROUTER
 from benchmarks.router.profile import measure_profile
+from benchmarks.router.rules import measure_rules
 from benchmarks.router.scale import measure_scale
 from benchmarks.router.serving import SERVING_CASES, measure_serving
 from benchmarks.router.speed import measure_speed
 from sglang_ext.flags import flag, one_of
 
-PARTS = ("speed", "connections", "profile", "scale", "serving")
+PARTS = ("speed", "connections", "profile", "rules", "scale", "serving")
 AIMS = {
     "added_p50_vs_sglang_router": at_most(1.0),
     "added_p99_vs_sglang_router": at_most(1.0),
@@ -41,6 +42,7 @@ AIMS = {
     "slow_readers_kib_vs_sglang_router": at_most(1.0),
     "reconnecting_rps_vs_sglang_router": at_least(1.0),
     "storm_vs_quiet_p99": at_most(2.0),
+    "rules_cpu_ratio": at_most(1.03),
     "decision_many_vs_few_1_holders": at_most(10.0),
     "events_many_vs_few": at_least(0.8),
     "reuse_vs_cache_aware": at_least(1.2),
@@ -84,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             measure_connections(options, report, options.sglang_router_python)
         if "profile" in options.parts:
             measure_profile(options, report)
+        if "rules" in options.parts:
+            measure_rules(options, report)
         if "scale" in options.parts:
             measure_scale(options, report)
         if "serving" in options.parts:

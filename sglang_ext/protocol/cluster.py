@@ -85,6 +85,8 @@ class Registration(Body, frozen=True, kw_only=True):
     splits: bool = False
     """Whether it takes part in computing one prompt with others: it exports each layer that it has computed,
     and computes behind layers that still come."""
+    keeps_states: bool = False
+    """Whether it keeps recurrent states of its model where a router says so (``keys.KEEP_HEADER``)."""
     for_others: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
     """Blocks that it keeps for other instances in idle DRAM (``--kv-dram-size for-others``)."""
     settings: Settings = {}

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.keys import SALT_HEADER
+from sglang_ext.keys import KEEP_HEADER, SALT_HEADER
 from sglang_ext.patches import readiness
+from sglang_ext.patches.adapter.hybrid.chunks import KEPT_PLACES
 from sglang_ext.patches.base import Patch
-from sglang_ext.patches.hooks import pooling, template_errors, vocabulary
+from sglang_ext.patches.hooks import headers, template_errors, vocabulary
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
 from sglang_ext.patches.hooks import weights as weight_updates
 from sglang_ext.patches.hooks.vocabulary import out_of_vocabulary
@@ -454,24 +455,24 @@ def test_a_chat_template_that_fails_names_the_field() -> None:
 
 def test_embeddings_have_the_served_name() -> None:
     serving = SimpleNamespace(tokenizer_manager=SimpleNamespace(served_model_name="m"))
-    answer = pooling.after_build(SimpleNamespace(model="/disk/m", data=[]), serving, [], "float")
+    answer = headers.after_build(SimpleNamespace(model="/disk/m", data=[]), serving, [], "float")
     assert answer == SimpleNamespace(model="m", data=[])
 
 
 def test_the_salt_of_a_header_goes_to_the_scheduler() -> None:
     """A client's own value in its place is removed, with the header and without."""
 
-    def queued(headers: dict[str, str] | None, custom: Any) -> tuple[str | None, Any]:
+    def queued(sent: dict[str, str] | None, custom: Any) -> tuple[str | None, Any]:
         """The salt and the parameters of a request to embed."""
-        pooling.before_request(None, None, None if headers is None else SimpleNamespace(headers=headers))
+        headers.before_request(None, None, None if sent is None else SimpleNamespace(headers=sent))
         params = SimpleNamespace(custom_params=custom)
-        pooling.after_tokenized(SimpleNamespace(sampling_params=params), None)
+        headers.after_tokenized(SimpleNamespace(sampling_params=params), None)
         req = SimpleNamespace(sampling_params=params, cache_salt=None)
-        pooling.before_queue(None, req)
+        headers.before_queue(None, req)
         return req.cache_salt, params.custom_params
 
-    salted, ours = {SALT_HEADER: "kv-tenant-a"}, {pooling.SALT: "kv-tenant-a"}
-    theirs = {pooling.SALT: "kv-tenant-b"}
+    salted, ours = {SALT_HEADER: "kv-tenant-a"}, {headers.SALT: "kv-tenant-a"}
+    theirs = {headers.SALT: "kv-tenant-b"}
     assert queued(salted, None) == ("kv-tenant-a", ours)
     assert queued(salted, {"x": 1} | theirs) == ("kv-tenant-a", {"x": 1} | ours)
     assert queued({}, {"x": 1} | theirs) == (None, {"x": 1})
@@ -481,10 +482,28 @@ def test_the_salt_of_a_header_goes_to_the_scheduler() -> None:
 
 def test_a_request_to_generate_has_a_field_for_the_salt() -> None:
     """As a score or a reranking by a model that generates."""
-    pooling.before_request(None, None, SimpleNamespace(headers={SALT_HEADER: "kv-tenant-a"}))
+    headers.before_request(None, None, SimpleNamespace(headers={SALT_HEADER: "kv-tenant-a"}))
     params = SimpleNamespace(custom_params=None)
-    message = pooling.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt=None), None)
+    message = headers.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt=None), None)
     assert (message.cache_salt, params.custom_params) == ("kv-tenant-a", None)
-    pooling.before_request(None, None)
-    message = pooling.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt="own"), None)
+    headers.before_request(None, None)
+    message = headers.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt="own"), None)
     assert message.cache_salt == "own"
+
+
+def test_places_of_a_header_go_to_the_scheduler_s_request() -> None:
+    """A client's own value in their place is removed; what is no list of places is ignored."""
+
+    def queued(sent: dict[str, str], custom: Any = None) -> tuple[Any, Any]:
+        headers.before_request(None, None, SimpleNamespace(headers=sent))
+        params = SimpleNamespace(custom_params=custom)
+        headers.after_tokenized(SimpleNamespace(sampling_params=params, cache_salt=None), None)
+        req = SimpleNamespace(sampling_params=params)
+        headers.before_queue(None, req)
+        return getattr(req, KEPT_PLACES, None), params.custom_params
+
+    assert queued({KEEP_HEADER: "512,1024"}) == ((512, 1024), None)
+    assert queued({KEEP_HEADER: "512"}, {"x": 1}) == ((512,), {"x": 1})
+    assert queued({}, {"x": 1, headers.KEEP: [7]}) == (None, {"x": 1})
+    for wrong in ("", "a", "1,", "-1", "1 2", "1,2,3,4,5", "9" * 10):
+        assert queued({KEEP_HEADER: wrong}) == (None, None)

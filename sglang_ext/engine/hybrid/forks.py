@@ -2,17 +2,19 @@
 
 A request resumes only where a state is. SGLang keeps states where chunks and requests end. A repeat of a
 prompt finds none: it may reuse all tokens but the last, and the state is behind the last. Neither does a
-prompt that forks from another. A state is kept in two more places:
+prompt that forks from another. A state is kept in three more places:
 
     where prompts fork   known once a second prompt shares KV further than any state
+    at breakpoints       where the client says that other prompts begin alike (Anthropic's ``cache_control``)
     near a prompt's end  ahead of a repeat: regenerate, ``n`` above 1, the next turn without its reasoning
 
-A cut costs a forward pass over few tokens. The state at a fork costs memory, too. That near a prompt's end
-takes the place of the one at the end.
+A cut costs a forward pass over few tokens. The state at a fork or breakpoint costs memory, too. That near a
+prompt's end takes the place of the one at the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,7 +51,9 @@ class Forks:
         known = max(PASS_TOKENS, memory)
         return cls(known, max(known, AHEAD * PASS_TOKENS))
 
-    def cut(self, start: int, prompt: int, shared: int, *, forks: bool = False) -> int | None:
+    def cut(
+        self, start: int, prompt: int, shared: int, *, forks: bool = False, breakpoints: Sequence[int] = ()
+    ) -> int | None:
         """Where the next chunk of a prefill should end at the latest, in tokens from the prompt's beginning.
 
         Args:
@@ -57,14 +61,15 @@ class Forks:
             prompt: the prompt's length.
             shared: up to where the prompt's KV is there from other prompts, with or without a state.
             forks: whether another prompt is likely to fork near this one's end.
+            breakpoints: where others are said to begin like this one, in any order.
 
         Returns:
             A place behind `start` and before the prompt's end; None to go on as far as SGLang does.
         """
         last = prompt - TAIL
-        fork = min(shared, last)
-        if fork - start >= self.known:
-            return fork
+        places = [place for place in (min(shared, last), *breakpoints) if self.known <= place - start]
+        if places and (first := min(places)) <= last:
+            return first
         return last if last - start >= (self.known if forks else self.ahead) else None
 
     @staticmethod

@@ -93,13 +93,14 @@ def attach_agent(
     handover: Mapping[str, str],
     endpoints: tuple[str, ...] = (),
     splits: bool = False,
+    keeps_states: bool = False,
 ) -> Agent:
     """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
 
     Called in rank 0, while the cache, which has a feed, is empty. settings: of the model. handover: of
     hand-overs, where it takes part in them. router_commands: receives the routers' commands to the
     schedulers. endpoints: where peers read ranks' DRAM. splits: whether it computes spans of prompts with
-    others.
+    others. keeps_states: whether it keeps states where routers say so.
 
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
@@ -132,6 +133,7 @@ def attach_agent(
         endpoints=endpoints,
         computes=config.advisory_compute,
         splits=splits,
+        keeps_states=keeps_states,
         settings=bounded(settings),
         handover=dict(handover),
         weights=namespace.weights_version,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import orjson
 
-from sglang_ext.router.api.job import Job
+from sglang_ext.router.api.job import Chat, Job
 from sglang_ext.router.api.limits import Limits, ModelKind
 from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.stream_splice import StreamSplice
@@ -324,6 +324,20 @@ class Dialect(ABC):
     def still_runs(self, answer: Any) -> bool:
         """Whether an answer that is kept is not complete yet."""
         return False
+
+    # -- where other prompts begin alike --------------------------------------------------------------
+
+    marks_beginnings: ClassVar[bytes] = b""
+    """In every body with such a mark; empty where there are none."""
+
+    def beginnings(self, payload: Json) -> list[Chat]:
+        """The conversations that end where the client has marked a breakpoint: others may begin alike.
+        Without the end of the conversation itself.
+
+        Args:
+            payload: has been checked.
+        """
+        return []
 
     # -- why a cache missed -----------------------------------------------------------------------------
 

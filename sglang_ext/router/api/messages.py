@@ -84,6 +84,7 @@ class Messages(Dialect):
     messages_in = ("messages",)
     known_by = (fields("messages system"),)
     via = CHAT
+    marks_beginnings = b"cache_control"
 
     def parse(self, payload: Json, limits: Limits) -> Job:
         check_conversation(payload)
@@ -167,6 +168,24 @@ class Messages(Dialect):
         ):
             yield event(reported, str(reported["type"]))
 
+    def beginnings(self, payload: Json) -> list[Chat]:
+        found: list[Json] = []
+        system, messages = blocks_of(payload.get("system")), payload["messages"]
+        other = {**payload, "messages": _OTHER_MESSAGES}
+        if any(map(_is_marked, payload.get("tools") or ())):
+            found.append({**other, "system": None})
+        found += [
+            {**other, "system": system[: at + 1]} for at, block in enumerate(system) if _is_marked(block)
+        ]
+        for index, message in enumerate(messages):
+            content = blocks_of(message["content"])
+            ends = len(content) - 1 if index == len(messages) - 1 else len(content)
+            for at in range(ends):
+                if _is_marked(content[at]):
+                    begun = {**message, "content": content[: at + 1]}
+                    found.append({**payload, "messages": [*messages[:index], begun]})
+        return [_chat_of(begun) for begun in found]
+
     def asks_diagnosis(self, payload: Json) -> DiagnosisAsked | None:
         asked = payload.get("diagnostics")
         if not isinstance(asked, dict):
@@ -228,6 +247,14 @@ def _conversation_schema() -> Json:
         "system": {"type": ["string", "array", "null"], "items": block},
         "tools": schemas.several(tool, null=True),
     }
+
+
+_OTHER_MESSAGES = [{"role": "user", "content": "."}]
+"""Of a conversation that has no more in common than tools and system prompt."""
+
+
+def _is_marked(block: Json) -> bool:
+    return isinstance(block.get("cache_control"), dict)
 
 
 # -- checks of bodies ----------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class RequestParts:
             asks_for_key=base.asks_for_key,
             worker_api_key=config.worker_api_key,
             tracing=base.tracing,
+            keeps_states=of.fleet.keeps_states,
         )
         turns = Turns(
             routing.sessions, rules_of(config.client_rules).rules, of.tokenizers, metrics, config.block_size

@@ -13,10 +13,11 @@ import msgspec
 import orjson
 
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.router.api.dialect import AnswerEdit, Diagnosis, DiagnosisAsked, Dialect, Part
-from sglang_ext.router.api.job import Chat, Job
+from sglang_ext.router.api.dialect import AnswerEdit, Diagnosis, DiagnosisAsked, Part
+from sglang_ext.router.api.job import Chat
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.clients.divergence import common_tokens
+from sglang_ext.router.tenancy.admitted import Admitted
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
 from sglang_ext.router.tokens.encoded import Encoded
 
@@ -65,22 +66,20 @@ class Diagnoses:
         self._kept: Bounded[tuple[str, str], Fingerprint] = Bounded(max_bytes, _size)
         self._block_size = block_size
 
-    def begin(
-        self, asked: DiagnosisAsked, dialect: Dialect, job: Job, prompt: Encoded, scope: str
-    ) -> Diagnosed:
+    def begin(self, asked: DiagnosisAsked, admitted: Admitted, prompt: Encoded, scope: str) -> Diagnosed:
         """A request is on its way.
 
         Args:
             prompt: its only one.
             scope: of its client; requests of other scopes are not found.
         """
+        job, now = admitted.job, None
         chat = job.prompts[0].chat
-        now = None
         if chat is not None and job.pinned_to is None:  # else the server puts the earlier turns before it
             now = fingerprint(chat, prompt.known, by_message=asked.by_message)
         edit = None
         if asked.answered:
-            edit = _Statement(dialect.diagnosis(self._compare(asked.answer_id, scope, now)))
+            edit = _Statement(admitted.dialect.diagnosis(self._compare(asked.answer_id, scope, now)))
 
         def remember(answer_id: str) -> None:
             if now is not None:

@@ -33,8 +33,8 @@ class Flight:
     """
 
     __slots__ = (
-        "aborted", "admitted", "diagnosed", "failed", "filter", "prompts", "record", "request", "responder",
-        "sent", "task", "units", "works",
+        "aborted", "admitted", "breakpoints", "diagnosed", "failed", "filter", "prompts", "record", "request",
+        "responder", "sent", "task", "units", "works",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +56,8 @@ class Flight:
         self.units = units
         self.filter: EventFilter | None = None
         """Takes out of a stream what only the router has asked for."""
+        self.breakpoints: tuple[int, ...] = ()
+        """Places of its prompt, in tokens, for instances that keep states there."""
         self.diagnosed: Diagnosed | None = None
         """Compares it with an earlier request."""
         self.failed: str | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sglang_ext.keys import SALT_HEADER
+from sglang_ext.keys import KEEP_HEADER, SALT_HEADER
 from sglang_ext.protocol.cluster import dp_rank_of, server_of
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.http.types import JSON_TYPE, Upstream, UpstreamResponse
@@ -27,6 +27,7 @@ class Forwarding:
         asks_for_key: whether clients send a key; it is the router's, and no worker's.
         worker_api_key: sent in its place.
         tracing: headers with which workers continue a trace.
+        keeps_states: whether an instance takes breakpoints.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Forwarding:
         asks_for_key: bool = False,
         worker_api_key: str | None = None,
         tracing: Tracing = NO_TRACING,
+        keeps_states: Callable[[str], bool] = lambda instance: False,
     ) -> None:
         self._upstream = upstream
         self._timeout_s = timeout_s
         self._asks_for_key = asks_for_key
         self._worker_api_key = worker_api_key
         self._tracing = tracing
+        self._keeps_states = keeps_states
 
     def open(self, flight: Flight, instance: str, body: bytes) -> Coroutine[Any, Any, UpstreamResponse]:
         """Send a request, and wait for the head of its answer.
@@ -72,6 +75,8 @@ class Forwarding:
             headers.pop("x-api-key", None)
         if flight.salt_by_header is not None:
             headers[SALT_HEADER] = flight.salt_by_header
+        if flight.breakpoints and self._keeps_states(instance):
+            headers[KEEP_HEADER] = ",".join(map(str, flight.breakpoints))
         if continued := self._tracing.headers():
             for name in TRACE_HEADERS[:2]:
                 headers.pop(name, None)

@@ -27,9 +27,11 @@ from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
 from sglang_ext.router.api.documents import DOCUMENT_IDS
 from sglang_ext.router.api.hints import HintAction
+from sglang_ext.router.api.job import Chat
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
+from sglang_ext.router.dispatch.breakpoints import places_of
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.diagnosing import Diagnoses
 from sglang_ext.router.dispatch.explain import Choice, LoggedRequest, RequestLog
@@ -190,6 +192,7 @@ class Generation:
             dialect, payload, request, record.caller, limits, self._rules, new_request_id(), in_place
         )
         asked = dialect.asks_diagnosis(payload)
+        begun = self._beginnings(dialect, payload, request)
         del payload  # several times as large as the body, and the answer may take long
         record.priority, record.stream = admitted.priority, admitted.job.stream
         parsed = self._clock.monotonic()
@@ -204,9 +207,10 @@ class Generation:
         _check_lengths(admitted, prompts, limits, record)
         units = sum([encoded.units for encoded in prompts])
         flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
+        if begun:
+            flight.breakpoints = await places_of(begun, prompts[0], self._tokenizers, limits, record.budget)
         if asked is not None:
-            scope = record.caller.scope
-            flight.diagnosed = self._diagnoses.begin(asked, dialect, admitted.job, prompts[0], scope)
+            flight.diagnosed = self._diagnoses.begin(asked, admitted, prompts[0], record.caller.scope)
         record.stages["tokenize"] = self._clock.monotonic() - parsed
         if record.documents is not None:
             self._documents.note(record, prompts)
@@ -245,6 +249,13 @@ class Generation:
                 raise _no_room(str(full), "queue_full") from full
             except QueueTimeout as late:
                 raise _no_room(str(late), "queue_timeout") from late
+
+    def _beginnings(self, dialect: Dialect, payload: Json, request: Request) -> list[Chat]:
+        """Of conversations that the client has marked, where an instance has a use for them."""
+        marks = dialect.marks_beginnings
+        if not marks or marks not in request.body or not any(map(self._fleet.keeps_states, self._fleet.rows)):
+            return []
+        return dialect.beginnings(payload)
 
     async def _composed(self, dialect: Dialect, payload: Json, record: Record) -> bytes:
         return await self._queries.found(lambda: self._documents.compose(dialect, payload, record))

@@ -35,6 +35,8 @@ class Repairs:
     def __init__(self, table: ClientRules, pins: Pins, metrics: RouterMetrics) -> None:
         self._sessions = table.sessions
         self._rules = tuple(rule for rule in table.rules if rule.on)
+        self._marks = tuple(dict.fromkeys(rule.contains for rule in self._rules if rule.match is not None))
+        self._sorts = any(rule.match is None for rule in self._rules)
         self._pins = pins
         self._repaired = metrics.counter("repaired")
 
@@ -47,7 +49,14 @@ class Repairs:
             payload: the body, parsed. It is changed.
             record: the repairs are noted in it.
         """
-        rules = self._concerning(request.body, payload, record.caller.tenant)
+        body = request.body
+        for mark in self._marks:
+            if mark in body:
+                break
+        else:
+            if not self._sorts:
+                return None  # nearly always
+        rules = self._concerning(body, payload, record.caller.tenant)
         if not rules:
             return None
         session = session_of(request.headers, payload, self._sessions)

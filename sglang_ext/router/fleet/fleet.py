@@ -345,6 +345,17 @@ class Fleet:
             if row.registration is None or row.facts is None or not row.facts.reports
         )
 
+    def keeps_states(self, name: str) -> bool:
+        """Whether an instance keeps states of its model where it is told to."""
+        row = self.rows.get(name)
+        return (
+            row is not None
+            and row.registration is not None
+            and row.registration.keeps_states
+            and row.facts is not None
+            and row.facts.reports
+        )
+
     def _see(self, row: InstanceRecord) -> Instance:
         cached, trusted, awaited = self._view(row.name)
         busy = row.in_flight + row.elsewhere

@@ -40,6 +40,26 @@ def test_where_a_chunk_ends(
     assert FORKS.cut(start, prompt, shared, forks=forks) == expected, what
 
 
+@pytest.mark.parametrize(
+    ("what", "start", "prompt", "shared", "breakpoints", "expected"),
+    [
+        ("a breakpoint", 0, 700, 0, (300,), 300),
+        ("the first of several, in any order", 0, 2000, 0, (900, 300), 300),
+        ("the next one", 300, 2000, 0, (900, 300), 900),
+        ("before a fork", 0, 2000, 500, (300,), 300),
+        ("behind a fork", 0, 2000, 500, (900,), 500),
+        ("too near the beginning", 0, 700, 0, (99,), None),
+        ("shortly behind a state", 450, 700, 0, (500,), None),
+        ("behind the end", 0, 700, 0, (700, 5000), None),
+        ("behind all of them", 900, 2000, 0, (900, 300), 2000 - TAIL),
+    ],
+)
+def test_a_chunk_ends_at_a_breakpoint(
+    what: str, start: int, prompt: int, shared: int, breakpoints: tuple[int, ...], expected: int | None
+) -> None:
+    assert FORKS.cut(start, prompt, shared, breakpoints=breakpoints) == expected, what
+
+
 @given(LENGTHS, LENGTHS, LENGTHS, st.booleans())
 def test_a_cut_is_inside_the_prompt_and_worth_it(start: int, prompt: int, shared: int, forks: bool) -> None:
     cut = FORKS.cut(start, prompt, shared, forks=forks)

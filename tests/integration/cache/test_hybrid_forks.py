@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.engine.hybrid.forks import AHEAD, PASS_TOKENS, TAIL
+from sglang_ext.keys import KEEP_HEADER
 from tests.support.compare import Answer, assert_same
 from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
@@ -77,6 +78,16 @@ def test_a_shared_beginning_is_found_by_the_third_prompt(server: ServerProcess) 
         warm = ask(server, prompt)
         assert warm.cached_tokens == expected
         assert_same(ask(server, prompt, cache_salt=f"cold {user}"), warm)
+
+
+def test_a_beginning_that_a_router_names_is_found_by_the_second_prompt(server: ServerProcess) -> None:
+    for keep, expected in (({KEEP_HEADER: str(SHORT)}, SHORT), ({}, 0)):
+        beginning = tokens(SHORT, seed=6 + expected)
+        for user in range(2):
+            prompt = [*beginning, *tokens(60, seed=60 + user)]
+            warm = ask(server, prompt, headers=keep)
+            assert warm.cached_tokens == (expected if user else 0)
+            assert_same(ask(server, prompt, cache_salt=f"cold {expected} {user}"), warm)
 
 
 def test_logprobs_of_a_prompt_do_not_depend_on_where_it_is_cut(server: ServerProcess) -> None:

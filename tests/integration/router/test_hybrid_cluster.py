@@ -233,3 +233,59 @@ async def test_members_of_a_cluster(
         await until(partial(has, router, pair.servers[0].url, prompt, len(before)), 30, "the index")
         await assert_right(router, pair.servers[0], 30)
         router.check()
+
+
+BEGINNING = [
+    {"type": "text", "text": "You are an agent that edits code. " * 60},
+    {"type": "text", "text": "You read files before you change them. " * 12},
+]
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.long
+async def test_another_conversation_finds_the_state_at_a_breakpoint(leak_guard: LeakGuard) -> None:
+    """Anthropic's ``cache_control``; without it the second conversation finds no state."""
+    port = free_port()
+    spec = ServerSpec(
+        model="tiny-gdn",
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", "one"),
+            *("--kv-router", f"http://127.0.0.1:{port}", "--kv-dram-size", "64MB"),
+            *STATES,
+            *("--max-total-tokens", "12000", "--max-running-requests", "2", "--chunked-prefill-size", "4096"),
+        ),
+        environment=ENVIRONMENT,
+    )
+    router = Router(RouterConfig(port=port))
+    with ExitStack() as stack:
+        with leak_guard.adopting():
+            server = stack.enter_context(ServerProcess(spec))
+        await router.start()
+        try:
+            await until(lambda: bool(router.fleet.usable()) and router.tokenizers.trust.chat)
+            async with aiohttp.ClientSession(router.url) as session:
+
+                async def ask(system: list[dict[str, object]], words: str) -> tuple[str, int]:
+                    body = {
+                        "model": "default",
+                        "max_tokens": 8,
+                        "temperature": 0,
+                        "system": system,
+                        "messages": [{"role": "user", "content": words}],
+                    }
+                    async with session.post("/v1/messages", json=body) as answer:
+                        assert answer.status == 200, await answer.text()
+                        found = await answer.json()
+                    return found["content"], found["usage"].get("cache_read_input_tokens", 0)
+
+                marked = [BEGINNING[0], BEGINNING[1] | MARK]
+                plain, _ = await ask(BEGINNING, "read the first file")
+                assert (await ask(BEGINNING, "say what is in the folder"))[1] == 0
+                server.flush()
+                answers = [await ask(marked, words) for words in ("read the first file", "what is it for")]
+                assert answers[0] == (plain, 0)
+                assert answers[1][1] > 256
+                server.flush()
+                assert (await ask(BEGINNING, "what is it for"))[0] == answers[1][0]
+        finally:
+            await router.stop()

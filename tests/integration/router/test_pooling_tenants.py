@@ -17,7 +17,7 @@ from router_rig import FLAGS, until
 from test_pooling_models import DOCUMENTS, KINDS, QUERY, RERANKER, Json, Kind, differs, ranked, spec
 
 from sglang_ext.keys import SALT_HEADER
-from sglang_ext.patches.hooks.pooling import SALT
+from sglang_ext.patches.hooks.headers import SALT
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.tenancy.tenants import SALT_PREFIX
 from tests.support.servers.ports import free_port

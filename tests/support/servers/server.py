@@ -239,16 +239,24 @@ class ServerProcess:
 
     # -- talking to it --------------------------------------------------------------------------
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """POST JSON; the answer's JSON, or its text. Raises on any status that is not 2xx."""
-        return _content(self._client.post(path, json=body))
+        return _content(self._client.post(path, json=body, headers=headers))
 
     def get(self, path: str) -> Any:
         """GET; the answer's JSON, or its text. Raises on any status that is not 2xx."""
         return _content(self._client.get(path))
 
     def generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, stream: bool = False, **fields: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stream: bool = False,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
     ) -> Answer:
         """The greedy answer to token ids, with log probabilities and the tokens reused.
 
@@ -256,6 +264,7 @@ class ServerProcess:
             prompt: token ids.
             max_new_tokens: exact length of the answer.
             stream: take it as a stream of events; the last one has it all.
+            headers: of the request, if it is no stream.
             fields: further fields of the request.
         """
         body = {
@@ -267,7 +276,9 @@ class ServerProcess:
             "stream": stream,
             **fields,
         }
-        return Answer.of(self.last_event("/generate", body) if stream else self.post("/generate", body))
+        if stream:
+            return Answer.of(self.last_event("/generate", body))
+        return Answer.of(self.post("/generate", body, headers))
 
     def last_event(self, path: str, body: Mapping[str, Any]) -> Any:
         last = ""

@@ -88,6 +88,7 @@ def join_cluster(
             AgentFacts(str(config.instance_id), epoch.to_bytes(16, "big"), config.block_size),
             router_commands=replies,
             named={},
+            keeps_states=cache.chunks is not None,
             namespace=_identity(ctx, cache),
             settings=settings_of(ctx.model_config, kvcache, Drafts(PROCESS.drafts)),
             handover=handover_settings(config, ctx.server_args, ctx.params.page_size),

@@ -21,6 +21,8 @@ _SHARED = "_sglang_ext_shared_tokens"
 """Attribute of a request: up to where the KV of its prompt was known when it was last matched."""
 _FORKS = "_sglang_ext_forks"
 """Attribute of a request: another one is likely to fork near its prompt's end."""
+KEPT_PLACES = "_sglang_ext_kept_places"
+"""Attribute of a request: places where others are said to begin like it, in tokens (``hooks.headers``)."""
 
 
 class Chunks:
@@ -107,7 +109,13 @@ class Chunks:
         if req.skip_radix_cache_insert or req.positional_embed_overrides is not None:
             return None  # its KV enters no tree, or is its own
         prompt = len(req.full_untruncated_fill_ids)
-        cut = self.forks.cut(start, prompt, self.shared(req), forks=getattr(req, _FORKS, False))
+        cut = self.forks.cut(
+            start,
+            prompt,
+            self.shared(req),
+            forks=getattr(req, _FORKS, False),
+            breakpoints=getattr(req, KEPT_PLACES, ()),
+        )
         tokens = 0 if cut is None else (cut - start) // self._grid * self._grid
         return start + tokens if tokens else None
 

@@ -1,0 +1,84 @@
+"""The cost of the rules for agents' prompts to other traffic: two routers, with the rules and without, in turns.
+
+Judged by CPU time: what else runs on a machine disturbs the clock more than the rules could.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.lib.common import Options, Report
+from benchmarks.router.load import Job
+from benchmarks.router.processes import (
+    cpu_seconds,
+    generator,
+    our_router,
+    process,
+    stand_ins,
+    two_cores,
+    wait_for,
+)
+from benchmarks.router.speed import MANY, SERVICE_S, WORKERS, Case
+from sglang_ext.testing.tokenizer import write_tokenizer
+from tests.support.servers.ports import free_port
+
+CASES = tuple(
+    Case(path, size, False, MANY)
+    for path in ("/generate", "/v1/chat/completions")
+    for size in (1024, 32 * 1024)
+)
+WAYS = ("auto", "off")
+"""Of ``--client-rules``."""
+
+
+def measure_rules(options: Options, report: Report) -> None:
+    """Rows of CPU time per request with the rules and without, and the worst ratio of the two."""
+    seconds, rounds, warm_s = options.pick((2.0, 12, 1.5), quick=(1.0, 4, 1.0), tiny=(0.1, 1, 0.05))
+    router_core, other_core = two_cores()
+    with tempfile.TemporaryDirectory(prefix="router-rules-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        tokenizer = folder / "tokenizer"
+        tokenizer.mkdir()
+        write_tokenizer(tokenizer, 131_072)
+        ports = stack.enter_context(
+            stand_ins(folder, tokenizer=tokenizer, service_s=SERVICE_S, count=WORKERS, core=other_core)
+        )
+        load = stack.enter_context(generator(folder, core=other_core))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        routers: dict[str, tuple[int, int]] = {}
+        for way in WAYS:
+            port = free_port()
+            command = our_router(port, urls, "--log-level", "warning", "--client-rules", way)
+            running = stack.enter_context(process(command, core=router_core, log=folder / f"{way}.log"))
+            wait_for(port, running)
+            routers[way] = port, running.pid
+
+        def cpu_us(way: str, job: Job) -> float:
+            before = cpu_seconds(routers[way][1])
+            result = load.measure(job)
+            if set(result["statuses"]) != {"200"}:
+                raise RuntimeError(f"{way}: {result['statuses']}")
+            return (cpu_seconds(routers[way][1]) - before) / result["requests"] * 1e6
+
+        ratios = []
+        for case in CASES:
+            for way in WAYS:
+                load.measure(case.job(routers[way][0], warm_s))
+            spent: dict[str, list[float]] = {way: [] for way in WAYS}
+            for number in range(rounds):
+                # Each goes first in every second round.
+                for way in WAYS if number % 2 else reversed(WAYS):
+                    spent[way].append(cpu_us(way, case.job(routers[way][0], seconds, warmup_s=0.0)))
+            on, off = (statistics.median(spent[way]) for way in WAYS)
+            pairs = [one / max(other, 1e-3) for one, other in zip(*(spent[way] for way in WAYS), strict=True)]
+            ratios.append(statistics.median(pairs))
+            report.add(
+                f"rules, {case.name}", cpu_us_auto=on, cpu_us_off=off, ratio=ratios[-1], pairs=len(pairs)
+            )
+    report.summary["rules_cpu_ratio"] = max(ratios)
+    report.note(
+        "rules: CPU time of the router for a request, --client-rules auto beside off, medians of pairs"
+    )
