@@ -1,4 +1,4 @@
-"""The cost of the rules for agents' prompts to other traffic: two routers, with the rules and without, in turns.
+"""The cost of the rules for agents' prompts to other traffic: a router with them and one without, in turns.
 
 Judged by CPU time: what else runs on a machine disturbs the clock more than the rules could.
 """
@@ -61,7 +61,8 @@ def measure_rules(options: Options, report: Report) -> None:
             result = load.measure(job)
             if set(result["statuses"]) != {"200"}:
                 raise RuntimeError(f"{way}: {result['statuses']}")
-            return (cpu_seconds(routers[way][1]) - before) / result["requests"] * 1e6
+            requests: int = result["requests"]
+            return (cpu_seconds(routers[way][1]) - before) / requests * 1e6
 
         ratios = []
         for case in CASES:
@@ -79,6 +80,4 @@ def measure_rules(options: Options, report: Report) -> None:
                 f"rules, {case.name}", cpu_us_auto=on, cpu_us_off=off, ratio=ratios[-1], pairs=len(pairs)
             )
     report.summary["rules_cpu_ratio"] = max(ratios)
-    report.note(
-        "rules: CPU time of the router for a request, --client-rules auto beside off, medians of pairs"
-    )
+    report.note("rules: CPU time of a router for a request, --client-rules auto beside off, medians of pairs")

@@ -25,7 +25,7 @@ ALONE: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "index_events": ((), {"pass_vs_silent"}),
     "policies": ((), {"conversations_p99_cost_vs_session"}),
     "router": (
-        ("--parts", "speed", "profile", "scale"),
+        ("--parts", "speed", "profile", "rules", "scale"),
         {"added_p50_ms", "fresh_vs_seen_rps", "bytecodes_generate_1_kb", "storm_vs_quiet_p99"},
     ),
     "tiers": (("--parts", "copy", "disk"), {"dram_to_hbm_vs_copy", "disk_read_vs_lmdb_cold"}),
