@@ -20,6 +20,8 @@ _USER_ROLES = ("user", "tool")
 _TEXTS = ("text", "input_text")
 """Types of a message's parts that are texts."""
 MAX_PINNED_CHARACTERS = 256
+BEGINNING_CHARACTERS = 512
+"""A rule with ``at = "start"`` is looked for in so many."""
 
 Pin = Callable[[str, int, str], str]
 """(name of a rule, how many of its matches came before, the text) -> the text that the session keeps."""
@@ -49,6 +51,26 @@ def repair(dialect: Dialect, payload: Json, rules: Sequence[Rule], pin: Pin | No
         if changes:
             done.append(Repair(rule.name, changes))
     return tuple(done)
+
+
+def system_beginnings(dialect: Dialect, payload: Json) -> list[str]:
+    """The first ``BEGINNING_CHARACTERS`` of each text of the system's."""
+    fields = [payload.get(name) for name in dialect.instructions_in]
+    for name in dialect.messages_in:
+        messages = payload.get(name)
+        if type(messages) is list:
+            fields += [
+                message.get("content")
+                for message in messages
+                if type(message) is dict and message.get("role") in _SYSTEM_ROLES
+            ]
+    found = []
+    for value in fields:
+        for part in value if type(value) is list else (value,):
+            text = part.get("text") if type(part) is dict else part
+            if type(text) is str:
+                found.append(text[:BEGINNING_CHARACTERS])
+    return found
 
 
 # -- parts of texts ------------------------------------------------------------------------------------
