@@ -55,6 +55,8 @@ def repair(dialect: Dialect, payload: Json, rules: Sequence[Rule], pin: Pin | No
 
 def system_beginnings(dialect: Dialect, payload: Json) -> list[str]:
     """The first ``BEGINNING_CHARACTERS`` of each text of the system's."""
+    if not dialect.instructions_in and not dialect.messages_in:
+        return []
     fields = [payload.get(name) for name in dialect.instructions_in]
     for name in dialect.messages_in:
         messages = payload.get(name)

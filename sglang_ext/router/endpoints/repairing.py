@@ -35,7 +35,9 @@ class Repairs:
     def __init__(self, table: ClientRules, pins: Pins, metrics: RouterMetrics) -> None:
         self._sessions = table.sessions
         self._rules = tuple(rule for rule in table.rules if rule.on)
-        self._reads_beginnings = any(map(_is_of_beginnings, self._rules))
+        self._at_beginnings = tuple(rule for rule in self._rules if _is_of_beginnings(rule))
+        self._marks = frozenset(rule.contains.decode() for rule in self._at_beginnings)
+        self._others = tuple(rule for rule in self._rules if not _is_of_beginnings(rule))
         self._pins = pins
         self._repaired = metrics.counter("repaired")
 
@@ -61,21 +63,19 @@ class Repairs:
         return payload, orjson.dumps(payload)
 
     def _concerning(self, dialect: Dialect, body: bytes, payload: Json, tenant: str | None) -> list[Rule]:
+        found: list[Rule] = []
         # To search a body of 32 KB for a text takes as long as a quarter of all else.
-        beginnings = system_beginnings(dialect, payload) if self._reads_beginnings else []
-
-        def may_match(rule: Rule) -> bool:
-            if rule.match is None:
-                return "tools" in payload
-            if _is_of_beginnings(rule):
-                mark = rule.contains.decode()
-                return any([mark in text for text in beginnings])
-            return rule.contains in body
-
+        if self._marks and (beginnings := system_beginnings(dialect, payload)):
+            known = {mark for mark in self._marks for text in beginnings if mark in text}
+            if known:
+                found += [rule for rule in self._at_beginnings if rule.contains.decode() in known]
+        for rule in self._others:
+            if "tools" in payload if rule.match is None else rule.contains in body:
+                found.append(rule)
+        if not found:
+            return found  # nearly always
         return [
-            rule
-            for rule in self._rules
-            if may_match(rule) and (rule.tenants is None or tenant in rule.tenants)
+            rule for rule in self._rules if rule in found and (rule.tenants is None or tenant in rule.tenants)
         ]
 
     def _pin_of(self, scope: str, session: str | None) -> Pin | None:
