@@ -24,6 +24,7 @@ from sglang_ext.router.api.validation import Json, take_name, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 PREFETCH = "prefetch"
+FETCH, FETCH_VERSION = "kv.fetch", "1.0"
 MAX_AGENT_PRIORITY = 1 << 31
 _ACTION_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Of an action that is answered in a header."""
@@ -121,20 +122,32 @@ class HintAction(msgspec.Struct, frozen=True):
     id: str
     """By which it is answered: the client's ``action_id``, or its number in the envelope."""
     body: Json | None
-    """Of an advisory request; None for an action that the router does not take."""
+    """Of an advisory request; None for an action that the router does not take, or that announces none."""
+    fetches: bool = False
+    """It asks for KV of the request's own prompt."""
 
 
 def hint_actions(payload: Json) -> Iterator[HintAction]:
-    """The actions of a ``kv_hints`` envelope. Those of the type ``prefetch`` have a body; no other is taken
-    (``kv.fetch`` names a source, which the router chooses by itself)."""
+    """The actions of a ``kv_hints`` envelope. Those of the type ``prefetch`` have a body. ``kv.fetch`` is for
+    KV of the request's own prompt, from a source that the router chooses by itself. No other is taken."""
     envelope = payload.get("kv_hints")
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
     for number, action in enumerate(actions if isinstance(actions, list) else ()):
         if isinstance(action, dict):
             given, body = action.get("action_id"), action.get("payload")
             name = given if isinstance(given, str) and _ACTION_ID.fullmatch(given) else str(number)
-            taken = action.get("action_type") == PREFETCH and isinstance(body, dict)
-            yield HintAction(name, body if taken else None)
+            kind = action.get("action_type")
+            taken = kind == PREFETCH and isinstance(body, dict)
+            fetches = kind == FETCH and action.get("action_version") == FETCH_VERSION and _names_blocks(body)
+            yield HintAction(name, body if taken else None, fetches)
+
+
+def _names_blocks(body: object) -> bool:
+    """Whether it is the payload of a ``kv.fetch@1.0``."""
+    if not isinstance(body, dict) or not isinstance(body.get("source_control_endpoint"), str):
+        return False
+    blocks = body.get("block_hashes")
+    return isinstance(blocks, list) and all(type(block) is int for block in blocks)
 
 
 def agent_priority(payload: Json) -> int | None:

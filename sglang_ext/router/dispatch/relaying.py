@@ -399,7 +399,7 @@ class Relay:
         if record.prefill_instance is not None:
             headers["x-kv-prefill-instance"] = record.prefill_instance
         if record.hints:
-            headers["x-kv-hints"] = ", ".join([f"{id}={answer}" for id, answer in record.hints.items()])
+            headers["x-kv-hints"] = record.hint_answers()
         if record.repairs:
             headers["x-kv-repaired"] = ",".join([repair.rule for repair in record.repairs])
         if self._explains and record.reason is not None:

@@ -33,7 +33,7 @@ from sglang_ext.router.hints.encoding import HintEncoder
 from sglang_ext.router.hints.hint import ENDED, Entry, Hint, State
 from sglang_ext.router.hints.remote_hints import RemoteHint
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
-from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.telemetry.record import BY_FETCH, Record
 from sglang_ext.router.tenancy.admit import admit_hint
 from sglang_ext.router.tenancy.admitted import AdmittedHint
 from sglang_ext.router.tenancy.tenants import Caller
@@ -226,7 +226,9 @@ class AdvisoryApi:
             if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
                 logger.info("hints in a request beyond the first %d were not taken", number)
                 return
-            if action.body is None:
+            if action.fetches:
+                record.hints[action.id] = BY_FETCH
+            elif action.body is None:
                 record.hints[action.id] = REJECTED
             else:
                 self._noting.start(self._note(action.id, action.body, record), name="take a hint")

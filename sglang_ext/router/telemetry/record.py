@@ -9,7 +9,7 @@ from sglang_ext.router.clients.divergence import Divergence
 from sglang_ext.router.clients.pauses import Forecast
 from sglang_ext.router.clients.repairs import Repair
 from sglang_ext.router.telemetry.estimate import Estimate
-from sglang_ext.router.telemetry.fetch_note import FetchNote
+from sglang_ext.router.telemetry.fetch_note import DONE, UNDER_WAY, FetchNote
 from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.stages import StageTimes
@@ -17,6 +17,8 @@ from sglang_ext.stages import StageTimes
 SHOWN_STEP_S = 0.01
 """Resolution of the router's stage times in answers to tenants. A finer one would reveal which parts of a
 prompt the router had in its caches."""
+BY_FETCH = "by-fetch"
+"""In ``Record.hints``: the answer to a hint is what has become of the fetch for the request."""
 CLIENT_GONE = 499
 """Status of a request whose client disconnected (nginx's number)."""
 
@@ -120,6 +122,20 @@ class Record:
     def shown(self, seconds: float) -> float:
         """A stage time of the router for the caller: rounded to ``SHOWN_STEP_S`` unless it is an admin."""
         return seconds if self.caller.admin else round(seconds / SHOWN_STEP_S) * SHOWN_STEP_S
+
+    def hint_answers(self) -> str:
+        """The answers to its hints, as far as they are known, for a header."""
+        return ", ".join(
+            [f"{id}={self._of_fetch() if said == BY_FETCH else said}" for id, said in self.hints.items()]
+        )
+
+    def _of_fetch(self) -> str:
+        """The answer to a hint that names a source of the prompt's KV: the router has chosen one itself."""
+        if self.fetch is None:
+            said = "completed" if self.matched_tokens else "rejected"
+        else:
+            said = {DONE: "completed", UNDER_WAY: "accepted"}.get(self.fetch.end, "rejected")
+        return f"{said};source=router"
 
     def timings(self) -> list[tuple[str, float]]:
         """The known (stage, seconds), in the order in which a request passes the stages."""

@@ -15,6 +15,8 @@ from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.clients.divergence import Turn
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.telemetry.fetch_note import FetchNote
+from sglang_ext.router.telemetry.record import BY_FETCH, Record
 from sglang_ext.router.tenancy.bounded import ENTRY_BYTES, size_of
 
 LIMITS = Limits(vocab_size=1000, context_length=4096)
@@ -151,6 +153,46 @@ def test_actions_are_answered_by_their_ids() -> None:
         (action.id, action.body is not None) for action in hint_actions({"kv_hints": {"actions": actions}})
     ]
     assert found == [("a-1", True), ("kv", False), ("2", True), ("4", False)]
+
+
+SOURCE = {"source_control_endpoint": "tcp://host-a:25000", "block_hashes": [1, -(2**63)]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "fetches"),
+    [
+        ({}, True),
+        ({"action_version": "2.0"}, False),
+        ({"action_type": "kv.drop"}, False),
+        ({"payload": {**SOURCE, "block_hashes": ["1"]}}, False),
+        ({"payload": {"block_hashes": [1]}}, False),
+        ({"payload": None}, False),
+    ],
+)
+def test_dynamo_s_fetch_asks_for_the_request_s_own_kv(changed: dict[str, Any], fetches: bool) -> None:
+    action = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1.0", "payload": SOURCE}
+    (found,) = hint_actions({"kv_hints": {"actions": [action | changed]}})
+    assert (found.fetches, found.body) == (fetches, None)
+
+
+@pytest.mark.parametrize(
+    ("end", "matched", "said"),
+    [
+        ("done", 0, "completed"),
+        ("under-way", 0, "accepted"),
+        ("not-worth-it", 0, "rejected"),
+        ("unreachable", 0, "rejected"),
+        (None, 640, "completed"),
+        (None, 0, "rejected"),
+    ],
+)
+def test_a_fetch_is_answered_by_what_became_of_it(end: str | None, matched: int, said: str) -> None:
+    record = Record("r", "POST", "/generate", 0.0)
+    record.matched_tokens = matched
+    if end is not None:
+        record.fetch = FetchNote("a", [], 0.0, 0.0, False, end)
+    record.hints = {"p": "deferred;id=1", "f": BY_FETCH}
+    assert record.hint_answers() == f"p=deferred;id=1, f={said};source=router"
 
 
 @pytest.mark.parametrize(
