@@ -14,6 +14,7 @@ from sglang_ext.protocol.agent import Events, Load
 from sglang_ext.protocol.recording import (
     Applied,
     Head,
+    HintLine,
     Loaded,
     Member,
     Namer,
@@ -95,6 +96,23 @@ async def test_a_conversation_is_recorded_without_its_words(
     assert [(line.running, line.queued, line.queued_tokens) for line in loads] == [(1, 2, 300)]
     (applied,) = [line for line in rest if isinstance(line, Applied)]
     assert (applied.first, applied.age_s) == (7, 0.25)
+
+
+async def test_hints_are_recorded_with_their_lead(
+    start_worker, start_router, client, stack, tmp_path
+) -> None:
+    path = tmp_path / "day.jsonl"
+    router = await start_router(await start_worker(), record=str(path))
+    body = {"input_ids": list(range(100, 164)), "session": "talk", "earliest_s": 7.5, "ttl_s": 30}
+    async with client.post(router.url + "/v1/advisory", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        verdict = (await answer.json())["verdict"]
+    await stack.aclose()
+    (hint,) = [line for line in lines_of(path) if isinstance(line, HintLine)]
+    assert (hint.lead_s, hint.ttl_s, hint.verdict, hint.prompt.tokens) == (7.5, 30.0, verdict, 64)
+    assert len(names_of(hint.prompt.names)) == 4
+    assert hint.session
+    assert b"talk" not in path.read_bytes()
 
 
 async def test_a_recorder_that_fails_fails_no_request(
