@@ -1,0 +1,1 @@
+"""Estimated hit shares beside those of real servers."""
