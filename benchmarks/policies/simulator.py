@@ -181,6 +181,7 @@ class _Run:
             plan.believed or plan.model,
             lambda: self._now,
             can_fetch=lambda source, target: False,
+            shares_kv=lambda name: None,
             can_split=lambda source, target: False,
             batching=lambda name: plan.told or plan.batching,
         )

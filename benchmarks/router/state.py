@@ -12,14 +12,14 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import uvloop
 
 from benchmarks.lib.common import SEED, percentile
+from benchmarks.router.decisions import decision_rows, model
 from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import CostModel
 from sglang_ext.engine.events.events import NAMES_PER_EVENT
@@ -37,6 +37,7 @@ from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Job
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
+from sglang_ext.router.dispatch.explain import Choice
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
@@ -98,9 +99,10 @@ class Router:
     Args:
         instances: how many.
         policy: by its name.
+        model: of the costs.
     """
 
-    def __init__(self, instances: int, policy: str = "auto") -> None:
+    def __init__(self, instances: int, policy: str = "prompt-tree", model: CostModel | None = None) -> None:
         clock = SystemClock()
         self.index = Index(clock, block_size=BLOCK, max_bytes=1 << 50)
         self.fleet = Fleet(
@@ -117,10 +119,11 @@ class Router:
             self.streams[name] = EventStream(name, number.to_bytes(16, "big"), BLOCK)
         placing = PlacingOptions(policy=policy_named(policy), thresholds=PolicyOptions())
         routing = Routing(name=policy, placing=placing)
-        costs = RouterCosts(
-            CostModel(),
+        self.costs = costs = RouterCosts(
+            model or CostModel(),
             clock.monotonic,
-            can_fetch=lambda source, target: False,
+            can_fetch=lambda source, target: source != target,
+            shares_kv=lambda name: "one kind",
             can_split=lambda source, target: False,
             batching=self.fleet.batching,
         )
@@ -142,8 +145,8 @@ class Router:
         """A message of an instance's agent."""
         self.index.apply(name, cast(Any, FROM_AGENT.decode(data)))
 
-    def choose(self, key: bytes) -> str:
-        """Decide on a request, which is then on its way and answered."""
+    def decide(self, key: bytes) -> Choice:
+        """Decide on a request."""
         sent = Sent(b"{}", "/generate", GENERATE)
         prompt = Encoded(NAMESPACE, key, len(key) // 4)
         flight = Flight(
@@ -152,9 +155,15 @@ class Router:
         )  # fmt: skip
         found = self._chooser.choose(flight, frozenset())
         assert found is not None
-        name = found[0].instance
-        self.fleet.end(self.fleet.begin(name, prompt.units))
-        return name
+        return found[1]
+
+    def end(self, name: str) -> None:
+        """A request was sent to an instance and answered."""
+        self.fleet.end(self.fleet.begin(name, 1))
+
+    def choose(self, key: bytes) -> None:
+        """Decide on a request, which is then on its way and answered."""
+        self.end(self.decide(key).instance)
 
 
 class Prompts:
@@ -193,23 +202,14 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def timed_us(call: Callable[[], object], count: int) -> list[float]:
-    found = []
-    for _ in range(count):
-        began = time.perf_counter()
-        call()
-        found.append((time.perf_counter() - began) * 1e6)
-    return found
-
-
 def state_rows(
-    instances: int, blocks: int, name_count: int, decisions: int, policy: str = "auto"
+    instances: int, blocks: int, name_count: int, decisions: int, policy: str
 ) -> Iterator[dict[str, Any]]:
     """Rows of one fleet's memory, of taking it in, and of decisions by how many hold the prompt.
 
-    policy: `auto` is `prompt-tree` here, since the router has no profile of its instances.
+    policy: of the decisions; the router has a profile.
     """
-    router = Router(instances, policy)
+    router = Router(instances, policy, model())
     source = Prompts(SEED)
     holders = sorted({0, 1, min(100, instances), instances})
     common = {count: source.tokens(RUN) for count in holders}
@@ -248,14 +248,7 @@ def state_rows(
         "bytes_each": (resident_bytes() - before) / (name_count * named),
         "estimated_bytes_each": (router.index.size_bytes - estimated) / (name_count * named),
     }  # fmt: skip
-    for count, key in common.items():
-        prompt = key + source.tokens(RUN)
-        router.choose(prompt)
-        us = timed_us(partial(router.choose, prompt), decisions)
-        yield {
-            "case": "decision", "policy": policy, "instances": instances, "holders": count,
-            "p50_us": percentile(us, 50), "p99_us": percentile(us, 99),
-        }  # fmt: skip
+    yield from decision_rows(router, source.tokens, common, decisions, policy)
 
 
 async def storm_rows(instances: int, name_count: int, rounds: int) -> Iterator[dict[str, Any]]:

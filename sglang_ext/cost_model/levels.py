@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 
 from sglang_ext.cost_model.batch import Batch
@@ -71,7 +72,10 @@ class OperatorLevel(Part, frozen=True):
 
     def batch_s(self, batch: Batch) -> float:
         """To the first tokens of prompts that one forward pass computes."""
-        return sum(self.parts(batch).values())
+        new = batch.new
+        seconds = self._linear(new, batch.prompts) + self.attention.seconds(batch) + self.rest.seconds(new)
+        seconds += self._communication(new) + self.outside.seconds(batch)
+        return seconds if self.scaling == AS_PREDICTED else self.scaling.seconds(seconds)
 
     @property
     def around_s(self) -> float:
@@ -82,7 +86,7 @@ class OperatorLevel(Part, frozen=True):
         """``batch_s``, by kind of operator."""
         new, prompts = batch.new, batch.prompts
         parts = {
-            "linear": sum(one.count * self.waves.seconds(one, new, prompts) for one in self.linears),
+            "linear": self._linear(new, prompts),
             "attention": self.attention.seconds(batch),
             "rest": self.rest.seconds(new),
             "communication": self._communication(new),
@@ -93,7 +97,25 @@ class OperatorLevel(Part, frozen=True):
             parts["scaling"] = self.scaling.fixed_s
         return parts
 
+    def adding_s(self, batch: Batch) -> float:
+        """A lower bound of what a prompt adds to passes that have a prompt already, wherever it is cut."""
+        least = _however_cut(batch)
+        seconds = sum(one.count * self.waves.adding_s(one, batch.new) for one in self.linears)
+        seconds += self.attention.seconds(least) - self.attention.d
+        seconds += self.rest.seconds(batch.new) - self.rest.fixed_s
+        seconds += self._communication(batch.new) - self._communication(1)
+        seconds += self.outside.seconds(batch) - self.outside.fixed_s
+        return self.scaling.factor * seconds
+
+    def _linear(self, new: int, prompts: int) -> float:
+        seconds, waves = 0.0, self.waves
+        for one in self.linears:
+            seconds += one.count * waves.seconds(one, new, prompts)
+        return seconds
+
     def _communication(self, new: int) -> float:
+        if self.tp == self.pp == 1:
+            return 0.0
         nbytes = new * self.hidden * self.activation_bytes
         seconds = 0.0
         if self.tp > 1:
@@ -176,6 +198,15 @@ class ArchLevel(Part, frozen=True):
             seconds += communication_s(self.reductions[str(self.tp)], self.layers, nbytes)
         return self.scaling.seconds(seconds)
 
+    def adding_s(self, batch: Batch) -> float:
+        """As ``OperatorLevel.adding_s``."""
+        fixed_s = self.coefficients[0] / self.divided_by
+        if self.divided_by != 1.0 and self.tp > 1:
+            fixed_s += communication_s(
+                self.reductions[str(self.tp)], self.layers, self.hidden * self.activation_bytes
+            )
+        return self.batch_s(_however_cut(batch)) - self.scaling.seconds(fixed_s)
+
     def scaled(self, tp: int) -> ArchLevel:
         """Divided by the ratio of ranks, plus communication. This level cannot separate parallel from
         replicated work (the paper measures how much that loses)."""
@@ -196,6 +227,13 @@ class ArchLevel(Part, frozen=True):
             self.scalings,
             self.scaling if tp == self.tp else self.scalings.get(str(tp), AS_PREDICTED),
         )
+
+
+def _however_cut(batch: Batch) -> Batch:
+    """A prompt with the least ``squares - crossed`` that its pieces can have: a kernel that computes whole
+    rectangles computes less of a prompt that is cut."""
+    pairs = (batch.squares - batch.context_squares) // 2
+    return msgspec.structs.replace(batch, crossed=batch.squares - pairs)
 
 
 FEATURES = 6

@@ -22,6 +22,13 @@ class Execution(Protocol):
     def around_s(self) -> float:
         """The part of it that overlaps the next pass, if there is one."""
 
+    def adding_s(self, batch: Batch) -> float:
+        """A lower bound of what a prompt adds to passes that have a prompt already, wherever it is cut.
+
+        Args:
+            batch: the prompt alone.
+        """
+
 
 class DefaultExecution:
     """For models and devices without measurements: an order of magnitude, which the router corrects by the
@@ -40,6 +47,9 @@ class DefaultExecution:
     def batch_s(self, batch: Batch) -> float:
         pairs = (batch.squares - batch.context_squares) / 2
         return self.FIXED_S + self.PER_TOKEN_S * batch.new + self.PER_PAIR_S * pairs
+
+    def adding_s(self, batch: Batch) -> float:
+        return self.batch_s(batch) - self.FIXED_S
 
 
 REMEMBERED = 4096
@@ -71,6 +81,7 @@ class CostModel:
         self._decode = (profile and profile.decode) or DEFAULT_DECODE
         # A router evaluates every instance, and most instances hold the same part of a prompt: none.
         self._alone_s = functools.lru_cache(maxsize=REMEMBERED)(self._alone)
+        self._adding_s = functools.lru_cache(maxsize=REMEMBERED)(self._adding)
 
     @property
     def calibrated(self) -> bool:
@@ -89,6 +100,15 @@ class CostModel:
 
     def _alone(self, new: int, context: int, batching: Batching) -> float:
         return self.passes(batching).adding(new, context).seconds
+
+    def adding_s(self, new: int, context: int) -> float:
+        """A lower bound of the time that a prompt adds to a line of prompts that wait, however passes are
+        filled."""
+        return self._adding_s(max(1, new), max(0, context))
+
+    def _adding(self, new: int, context: int) -> float:
+        # A margin for rounding: the difference of two sums is compared with it.
+        return max(0.0, self.execution.adding_s(Batch.of(new, context)) * (1 - 1e-9))
 
     def passes(self, batching: Batching = ANY, running: int = 0) -> Passes:
         """The passes of a line of prompts, empty yet: exec over a batch.

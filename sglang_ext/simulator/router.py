@@ -83,6 +83,7 @@ class SimulatedRouter:
             model,
             clock.monotonic,
             can_fetch=self.channels.can_fetch,
+            shares_kv=self.channels.shares_kv,
             can_split=self.channels.can_split,
             batching=self.fleet.batching,
         )

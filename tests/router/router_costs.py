@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import ANY, Batching
@@ -19,6 +19,9 @@ def router_costs(
     *,
     can_fetch: Callable[[str, str], bool] = never,
     can_split: Callable[[str, str], bool] = never,
+    shares_kv: Callable[[str], Hashable] = lambda name: "",
     batching: Callable[[str], Batching] = lambda name: ANY,
 ) -> RouterCosts:
-    return RouterCosts(model, monotonic, can_fetch=can_fetch, can_split=can_split, batching=batching)
+    return RouterCosts(
+        model, monotonic, can_fetch=can_fetch, shares_kv=shares_kv, can_split=can_split, batching=batching
+    )

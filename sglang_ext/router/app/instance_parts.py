@@ -86,6 +86,7 @@ def _costs(base: Foundation, fleet: Fleet, agents: Agents) -> RouterCosts:
         load_named(base.config.cost_profile) or CostModel(),
         base.clock.monotonic,
         can_fetch=agents.can_fetch,
+        shares_kv=agents.shares_kv,
         can_split=agents.can_split,
         batching=fleet.batching,
     )

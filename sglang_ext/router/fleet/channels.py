@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Protocol
 
 from sglang_ext.protocol.agent import FromAgent, ToAgent
@@ -26,15 +27,20 @@ class AgentChannels(Protocol):
         registration = self.registration(name)
         return registration is not None and registration.computes
 
+    def shares_kv(self, name: str) -> Hashable:
+        """The kind of an instance's KV: those of one kind can fetch from each other. None without a live
+        agent, and for an instance that exports nothing."""
+        known = self.registration(name)
+        if known is None or not known.endpoints:
+            return None
+        return known.namespace, known.block_size, len(known.endpoints)
+
     def can_fetch(self, source: str, target: str) -> bool:
         """Whether ``target`` can fetch from ``source``: both have KV of the same kind, and live agents."""
-        there, here = self.registration(source), self.registration(target)
-        if there is None or here is None or source == target:
+        if source == target:
             return False
-        return bool(there.endpoints) and (
-            (there.namespace, there.block_size, len(there.endpoints))
-            == (here.namespace, here.block_size, len(here.endpoints))
-        )
+        kind = self.shares_kv(source)
+        return kind is not None and kind == self.shares_kv(target)
 
     def can_split(self, source: str, target: str) -> bool:
         """Whether ``target`` can compute a prompt behind what ``source`` computes of it."""

@@ -6,20 +6,28 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+import numpy as np
+
 from sglang_ext.router.policies.base import Fleet, Instance, Role, WholeFleet
 from sglang_ext.router.policies.fleet_queries import load_of
+from sglang_ext.router.policies.outlook import Numbers
+
+ROOM = 16
+"""Instances for which there is room at first."""
 
 
 class Standing:
     """The usable instances, in the order in which they became so, and in that of their load."""
 
-    __slots__ = ("_apart", "_awaited", "_by_load", "_doubted", "_instances", "_places")
+    __slots__ = ("_apart", "_awaited", "_by_load", "_counts", "_doubted", "_instances", "_places")
 
     def __init__(self) -> None:
         self._instances: list[Instance] = []
         self._places: dict[str, int] = {}
         """Never changed in place: a caller that holds it keeps the places of its own moment."""
         self._by_load: list[tuple[int, int, int, int, str]] = []
+        self._counts: Numbers = np.zeros((4, ROOM), np.int64)
+        """See ``WholeFleet.counts``; with room for more instances."""
         self._apart = self._doubted = self._awaited = 0
         """How many only prefill or decode, are not trusted, are awaited."""
 
@@ -40,6 +48,7 @@ class Standing:
         else:
             self._discount(self._instances[place])
             self._instances[place] = instance
+        self._write(self._places[instance.name], instance)
         self._count(instance, 1)
         insort(self._by_load, load_of(instance))
 
@@ -49,6 +58,7 @@ class Standing:
         if place is not None:
             self._discount(self._instances.pop(place))
             self._places = {instance.name: place for place, instance in enumerate(self._instances)}
+            self._counts = np.concatenate([self._counts[:, :place], self._counts[:, place + 1 :]], axis=1)
 
     def fleet(self) -> Fleet:
         """As it is now."""
@@ -57,8 +67,16 @@ class Standing:
         least = self._instances[self._places[self._by_load[0][-1]]]
         return WholeFleet(
             self._instances, not self._apart, not self._doubted, bool(self._awaited),
-            least, self._by_load[-1][0], self._places,
+            least, self._by_load[-1][0], self._places, self._counts[:, : len(self._instances)],
         )  # fmt: skip
+
+    def _write(self, place: int, instance: Instance) -> None:
+        """Enter the counts of the instance at a place."""
+        if place >= self._counts.shape[1]:
+            self._counts = np.concatenate([self._counts, np.zeros((4, place + ROOM), np.int64)], axis=1)
+        counts = self._counts
+        counts[0, place], counts[1, place] = instance.in_flight, instance.queued_tokens
+        counts[2, place], counts[3, place] = instance.cached_tokens, instance.last_picked
 
     def _discount(self, instance: Instance) -> None:
         self._count(instance, -1)

@@ -17,15 +17,37 @@ queueing times: a correction that follows a queue arrives when the queue has gon
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+
+import numpy as np
 
 from sglang_ext.cost_model import Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
+from sglang_ext.router.placing.outlook import RouterOutlook
 from sglang_ext.router.placing.queue_estimate import Entry, QueueEstimate
+from sglang_ext.router.placing.rows import (
+    BEGAN,
+    COUNT,
+    DISK,
+    EXPECTED,
+    FETCH,
+    GROUP,
+    LINE,
+    LINED,
+    MORE,
+    OBSERVED,
+    OTHERS,
+    REPORTED,
+    RUNNING,
+    Rows,
+)
 from sglang_ext.router.placing.transfer_times import TransferTimes
-from sglang_ext.router.policies.base import Instance, Role
+from sglang_ext.router.policies.base import Fleet, Instance, Role, WholeFleet
+from sglang_ext.router.policies.fleet_queries import counts_of
+from sglang_ext.router.policies.outlook import Numbers
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.local_metrics import LocalHistograms
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -118,6 +140,7 @@ class Sending:
     def __enter__(self) -> Callable[[], None]:
         now = self._costs.now()
         self._entry = self._queue.enter(self._new, self._context, now, streams=self._streams)
+        self._costs.changed(self._name)
         return self.first_byte
 
     def first_byte(self) -> None:
@@ -130,6 +153,7 @@ class Sending:
             return
         now = self._costs.now()
         computed = self._queue.first_byte(entry, now)
+        self._costs.changed(self._name)
         if self._estimate is not None:
             self._estimate.observed_s = now - entry.arrived
             if entry.began is not None:
@@ -142,6 +166,7 @@ class Sending:
         entry, self._entry = self._entry, None
         if entry is not None:
             self._queue.leave(entry, self._costs.now())
+            self._costs.changed(self._name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +189,7 @@ class RouterCosts:
         monotonic: seconds.
         can_fetch: whether an instance can fetch KV from another one: (from, to).
         can_split: whether an instance can compute the beginning of a prompt for another one: (from, to).
+        shares_kv: what instances have in common that can fetch from each other; None of one that cannot.
         batching: how an instance fills its passes.
     """
 
@@ -173,20 +199,26 @@ class RouterCosts:
         monotonic: Callable[[], float],
         *,
         can_fetch: Callable[[str, str], bool],
+        shares_kv: Callable[[str], Hashable],
         can_split: Callable[[str, str], bool],
         batching: Callable[[str], Batching],
     ) -> None:
         self.model = model
         self._monotonic = monotonic
         self._can_fetch = can_fetch
+        self._shares_kv = shares_kv
         self._can_split = can_split
         self._batching = batching
         self._ratios: LocalHistograms | None = None
         self._reports: dict[str, LoadReport] = {}
         self._fleet = Correction()
-        self._corrections: dict[str, Correction] = {}
-        self._factors: dict[str, float] = {}
-        """Cached ``factor`` by instance, until the next answer."""
+        self._rows = Rows()
+        self._dirty: dict[str, None] = {}
+        """Instances whose row is to be entered anew, in the order in which they changed."""
+        self._ends: list[tuple[float, str]] = []
+        """Heap of the moments at which a row changes by itself."""
+        self._factors: Numbers | None = None
+        """``factor`` of each row, until the next answer."""
         self._queues: dict[str, QueueEstimate] = {}
         self._empty: dict[str, tuple[CostModel, Batching, Passes]] = {}
         """Passes without a prompt, by instance, unless they depend on its running requests."""
@@ -198,8 +230,9 @@ class RouterCosts:
         """Replace the model and drop all corrections of the former one."""
         self.model = model
         self._fleet = Correction()
-        self._corrections.clear()
-        self._factors.clear()
+        self._rows.table[OBSERVED : EXPECTED + 1] = 0.0
+        self._factors = None
+        self._dirty.update(dict.fromkeys(self._rows.places))
         self._transfers.clear()
         self._disks.clear()
         for queue in self._queues.values():
@@ -315,6 +348,8 @@ class RouterCosts:
             others = others.adding(max(1, more // prompts), 0)
         running = load.running - self._known_running(name, in_flight)
         self._reports[name] = LoadReport(now, load, running, others.seconds)
+        if name in self._rows.places:
+            self._enter(name, now)
 
     def observe_transfer(self, source: str, target: str, tokens: int, took_s: float) -> None:
         """Add a fetch of ``tokens`` tokens from ``source``. A failed fetch counts with the time it cost."""
@@ -322,11 +357,69 @@ class RouterCosts:
         factor = self._transfers.factor(source, self._monotonic())
         self._compare(target, "transfer", factor * expected, took_s)
         self._transfers.observe(source, expected, took_s, self._monotonic())
+        self.changed(source)
 
     def observe_load(self, name: str, expected_s: float, took_s: float) -> None:
         """Add a load from an instance's disk for an export. expected_s: with the factor at that time."""
         now = self._monotonic()
         self._disks.observe(name, expected_s / self._disks.factor(name, now), took_s, now)
+        self.changed(name)
+
+    # -- at a whole fleet ---------------------------------------------------------------------------
+
+    def outlook(self, fleet: Fleet) -> RouterOutlook:
+        """See ``Costs.outlook``."""
+        now, rows = self._monotonic(), self._rows
+        whole = isinstance(fleet, WholeFleet)
+        if isinstance(fleet, WholeFleet) and rows.order is not fleet.places:
+            self._dirty.update(dict.fromkeys(rows.arrange(fleet.places)))
+            self._factors = None
+        columns = [] if whole else [self._row(instance.name) for instance in fleet]
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            self._dirty[heapq.heappop(ends)[1]] = None
+        for name in list(self._dirty):
+            self._enter(name, now)
+        self._dirty.clear()
+        chosen = slice(len(fleet)) if whole else np.array(columns)
+        factor, in_flight = self._all_factors()[chosen], counts_of(fleet)[0]
+        return RouterOutlook(self.model, rows, rows.table[:, chosen], factor, in_flight, now, REPORT_S)
+
+    def changed(self, name: str) -> None:
+        """Something about an instance is not as its row has it."""
+        if name in self._rows.places:
+            self._dirty[name] = None
+
+    def _row(self, name: str) -> int:
+        """The column of an instance."""
+        found = self._rows.places.get(name)
+        if found is None:
+            found = self._rows.place(name)
+            self._dirty[name] = None
+            self._factors = None
+        return found
+
+    def _enter(self, name: str, now: float) -> None:
+        """Enter what is known of an instance in its row."""
+        place, rows = self._row(name), self._rows
+        queue, report, table = self._queues.get(name), self._report(name, now), rows.table
+        batching = self._batching(name)
+        rows.set_kind(place, batching, self._shares_kv(name))
+        if queue is not None:
+            standing = queue.standing(now)
+            table[BEGAN, place], table[GROUP, place] = standing.began, standing.group_s
+            table[LINE, place], table[LINED, place] = standing.line_s or 0.0, standing.line_s is not None
+            table[COUNT, place] = standing.waiting
+            if standing.ends is not None:
+                heapq.heappush(self._ends, (standing.ends, name))
+        if report is not None:
+            table[REPORTED, place], table[OTHERS, place] = report.at, report.queue_s
+            table[MORE, place] = report.running
+            table[RUNNING, place] = report.load.running if batching.mixed else 0
+        for row, times in ((FETCH, self._transfers), (DISK, self._disks)):
+            observed = times.observed(name)
+            if observed is not None:
+                table[row, place], table[row + 1, place], table[row + 2, place] = observed
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -386,22 +479,32 @@ class RouterCosts:
 
     def factor(self, name: str) -> float:
         """The correction of an instance's expected computing times."""
-        found = self._factors.get(name)
+        place = self._rows.places.get(name)
+        return self._fleet.factor(self._bound) if place is None else float(self._all_factors()[place])
+
+    @property
+    def _bound(self) -> float:
+        return BOUND_CALIBRATED if self.model.calibrated else BOUND_DEFAULT
+
+    def _all_factors(self) -> Numbers:
+        """``factor`` of each row."""
+        found = self._factors
         if found is None:
-            found = self._factors[name] = self._factor(name)
+            found = self._factors = self._corrected()
         return found
 
-    def _factor(self, name: str) -> float:
-        bound = BOUND_CALIBRATED if self.model.calibrated else BOUND_DEFAULT
+    def _corrected(self) -> Numbers:
+        bound, table = self._bound, self._rows.table
         fleet = self._fleet.factor(bound)
-        own = self._corrections.get(name)
-        if own is None:
-            return fleet
         # Ten answers are remembered, so one answer is a tenth of the fleet's sum.
         prior_s = self._fleet.expected_s * (1 - REMEMBERED) * PRIOR_ANSWERS
-        apart = math.log(own.factor(bound, fleet, prior_s) / fleet)
-        counts = math.copysign(max(0.0, abs(apart) - CHANCE), apart)
-        return min(bound, max(1 / bound, fleet * math.exp(counts)))
+        if prior_s <= 0:
+            return np.full(table.shape[1], fleet)
+        own = (table[OBSERVED] + fleet * prior_s) / (table[EXPECTED] + prior_s)
+        apart = np.log(np.clip(own, 1 / bound, bound) / fleet)
+        counts = np.copysign(np.maximum(np.abs(apart) - CHANCE, 0), apart)
+        corrected: Numbers = np.clip(fleet * np.exp(counts), 1 / bound, bound)
+        return corrected
 
     def observe(self, name: str, expected_s: float, observed_s: float) -> None:
         """Add a group of prompts that ``name`` has computed together.
@@ -417,18 +520,19 @@ class RouterCosts:
         if self._fleet.expected_s > 0:
             observed_s = min(observed_s, OUTLIER * factor * expected_s)
         self._fleet.observe(expected_s, observed_s)
-        own = self._corrections.setdefault(name, Correction())
-        own.observe(expected_s, observed_s)
-        for other in self._corrections.values():
-            if other is not own:
-                other.scale(FADING)
-        self._factors.clear()
+        place, table = self._row(name), self._rows.table
+        observed, expected = float(table[OBSERVED, place]), float(table[EXPECTED, place])
+        table[OBSERVED : EXPECTED + 1] *= FADING
+        table[OBSERVED, place] = REMEMBERED * observed + observed_s
+        table[EXPECTED, place] = REMEMBERED * expected + expected_s
+        self._factors = None
 
     def forget(self, name: str) -> None:
         """Drop everything about an instance that left or was started anew. Prompts on their way there are not
         affected."""
-        self._corrections.pop(name, None)
-        self._factors.clear()
+        self._rows.drop(name)
+        self._dirty.pop(name, None)
+        self._factors = None
         self._queues.pop(name, None)
         self._empty.pop(name, None)
         self._reports.pop(name, None)
@@ -438,5 +542,7 @@ class RouterCosts:
         self._disks.forget(name)
 
     def __repr__(self) -> str:
-        factors = ", ".join(f"{name}: x{self.factor(name):.2f}" for name in self._corrections)
+        known = self._rows.table[EXPECTED] > 0
+        corrected = [name for name, place in self._rows.places.items() if known[place]]
+        factors = ", ".join(f"{name}: x{self.factor(name):.2f}" for name in corrected)
         return f"RouterCosts({self.model!r}, {factors or 'uncorrected'})"

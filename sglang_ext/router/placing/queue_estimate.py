@@ -22,6 +22,7 @@ of a pass without tokens is wrong at most once for each prompt that left meanwhi
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -57,6 +58,22 @@ class Computed:
     expected_s: float
     """By the cost model, uncorrected; of the prompts whose first bytes were seen."""
     took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A line of prompts at one moment. Seconds are uncorrected.
+
+    began: start of the time left for the present group; -inf without one. group_s: the time left. line_s: of
+    the prompts behind it; None if there are none. waiting: prompts that are not computed yet. ends: when the
+    present group is taken to have ended, if no first byte will show it.
+    """
+
+    began: float
+    group_s: float
+    line_s: float | None
+    waiting: int
+    ends: float | None
 
 
 def added(passes: Passes, entries: Iterable[Entry]) -> Passes:
@@ -164,6 +181,20 @@ class QueueEstimate:
         if plan is None:
             plan = self._plan = self._planned()
         return plan
+
+    def standing(self, now: float) -> Standing:
+        """The terms of ``waits_s``."""
+        joined = self.joined(now)
+        ends = None
+        if self._group and not self._streaming:
+            ends = self._began + self._factor() * self._group_s
+        return Standing(
+            self._began if self._group else -math.inf,
+            self._group_s if self._group else 0.0,
+            None if joined is None else max(0.0, joined.seconds),
+            len(self._group) + len(self._line),
+            ends,
+        )
 
     def replan(self) -> None:
         """The passes take other times than before."""

@@ -13,6 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from sglang_ext.router.policies.outlook import Numbers
+
 HALF_LIFE_S = 20.0
 """Observations lose half their weight in this time."""
 PRIOR_S = 0.01
@@ -60,6 +64,12 @@ class TransferTimes:
         factor = (PRIOR_S + left * observed.took_s) / (PRIOR_S + left * observed.expected_s)
         return min(BOUND, max(1 / BOUND, factor))
 
+    def observed(self, source: str) -> tuple[float, float, float] | None:
+        """What ``factors`` takes of a source: when it was last observed, the observed and the expected time;
+        None for a source that was never observed."""
+        found = self._observed.get(source)
+        return None if found is None else (found.at, found.took_s, found.expected_s)
+
     def forget(self, source: str) -> None:
         """It was started anew, or is gone."""
         self._observed.pop(source, None)
@@ -74,3 +84,18 @@ class TransferTimes:
 
 def _left(observed: _Observed, now: float) -> float:
     return math.exp2(-max(0.0, now - observed.at) / HALF_LIFE_S)
+
+
+def factors(observed: Numbers, now: float) -> Numbers:
+    """``TransferTimes.factor`` of many sources.
+
+    Args:
+        observed: shape (3, n): ``TransferTimes.observed`` of each; the time is -inf without an observation.
+    """
+    at, took_s, expected_s = observed
+    if at.max(initial=-math.inf) == -math.inf:
+        return np.ones(len(at))
+    left = np.exp2(np.maximum(now - at, 0) / -HALF_LIFE_S)
+    ratio = (PRIOR_S + left * took_s) / (PRIOR_S + left * expected_s)
+    found: Numbers = np.clip(ratio, 1 / BOUND, BOUND)
+    return found

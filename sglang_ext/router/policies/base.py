@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from sglang_ext.router.policies.outlook import Numbers, Outlook
 from sglang_ext.router.policies.plan import Pricing
 from sglang_ext.tiers import Tier, all_tiers
 
@@ -82,6 +83,9 @@ class WholeFleet(tuple[Instance, ...]):
     most_in_flight: int
     places: dict[str, int]
     """Position of each instance, by name."""
+    counts: Numbers
+    """``in_flight``, ``queued_tokens``, ``cached_tokens`` and ``last_picked`` of each instance: shape (4, n),
+    integers. They follow the instances, so they hold while one decision is made."""
 
     def __new__(
         cls,
@@ -92,10 +96,12 @@ class WholeFleet(tuple[Instance, ...]):
         least: Instance,
         most_in_flight: int,
         places: dict[str, int],
+        counts: Numbers,
     ) -> WholeFleet:
         self = tuple.__new__(cls, instances)
         self.colocated, self.trusted, self.awaited = colocated, trusted, awaited
         self.least, self.most_in_flight, self.places = least, most_in_flight, places
+        self.counts = counts
         return self
 
 
@@ -219,7 +225,8 @@ class Costs(Protocol):
     """Expected durations in seconds (``router/placing/costs.py``; MemServe, section 5.3).
 
     Implementations guarantee that no result is negative or NaN, that infinity means "not possible", and that
-    more new tokens or a longer context never take less time.
+    more new tokens or a longer context never take less time. A transfer takes the same time to every instance
+    that can receive it, and the transfers of two sources differ by a factor.
     """
 
     @property
@@ -240,6 +247,9 @@ class Costs(Protocol):
 
     def decode_s(self, instance: Instance) -> float:
         """Time of one decode step with one request more than the instance's present batch."""
+
+    def outlook(self, fleet: Fleet) -> Outlook:
+        """The terms of these durations at every instance of a fleet, as arrays."""
 
 
 Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, Costs, PolicyOptions], Decision]

@@ -20,128 +20,129 @@ Sums within the time that one block of the prompt takes are equal; then load dec
 emptiest instance by more than ``balance_cache_factor`` times that beginning. Time alone would send all
 conversations with a popular system prompt to one instance until a queue forms there, and leave the memory of
 all others empty; queues alone would react only when the instance has to evict.
+
+A fleet may have a thousand instances, and pricing one takes as long as comparing a hundred. So instances are
+compared in arrays (``outlook``): the seconds of each one at which nothing waits, exactly, and a lower bound
+where prompts wait, since exec depends on these there. Of the latter, an instance is priced only if its bound
+is below the least price so far. The chosen one's spans are listed in the end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
 
-from sglang_ext.router.policies.assembly import assembled, choose_decode, trusted_matches
+import numpy as np
+
+from sglang_ext.router.policies.assembly import assembled, trusted_matches
 from sglang_ext.router.policies.base import (
     NOTHING,
     Costs,
     Decision,
-    Fetch,
     Fleet,
-    Instance,
     Match,
     Matches,
     PolicyOptions,
     Prompt,
     Reason,
-    Role,
 )
-from sglang_ext.router.policies.fleet_queries import first_targets, for_want_of, load_of
-from sglang_ext.router.policies.plan import Pricing
+from sglang_ext.router.policies.fleet_queries import first_targets, for_want_of, place_of
+from sglang_ext.router.policies.outlook import Numbers
+from sglang_ext.router.policies.plan import Plan
 from sglang_ext.router.policies.prompt_tree import prompt_tree
+from sglang_ext.router.policies.search import Search
 from sglang_ext.router.policies.spans import fetches_of, price_at
 
+AGREES = 1e-6
+"""Relative difference up to which a price from arrays and one from its spans are equal."""
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """Weighted seconds of a request at one instance."""
 
-    instance: Instance
-    seconds: float
-    held: Match
-    pricing: Pricing
-    decode: str | None
-    crowded: bool
-    """``held`` was not counted, because the instance already caches much more than others."""
+class Scores(Mapping[str, float]):
+    """Negative seconds of the instances that were priced. A lazy view, because few callers read the scores.
 
-    @property
-    def fetch(self) -> tuple[Fetch, ...]:
-        """The spans that the instance fetches."""
-        plan = self.pricing.plan
-        return () if plan is None or not plan.worth_it else fetches_of(plan)
+    Args:
+        seconds: of each instance; infinite for those that were not priced.
+    """
+
+    def __init__(self, fleet: Fleet, seconds: Numbers) -> None:
+        self._fleet = fleet
+        self._seconds = seconds
+
+    def __getitem__(self, name: str) -> float:
+        place = place_of(self._fleet, name)
+        if place is None or not math.isfinite(self._seconds[place]):
+            raise KeyError(name)
+        return -float(self._seconds[place])
+
+    def __iter__(self) -> Iterator[str]:
+        priced = np.flatnonzero(np.isfinite(self._seconds))
+        return iter([self._fleet[place].name for place in priced.tolist()])
+
+    def __len__(self) -> int:
+        return int(np.isfinite(self._seconds).sum())
+
+    def __repr__(self) -> str:
+        return f"Scores({dict(self)})"
 
 
 def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
     """Choose by the rule in the module's docstring; scores are negative seconds."""
     known = trusted_matches(fleet, matches)
     candidates = first_targets(fleet)
-    emptiest = min(instance.cached_tokens for instance in candidates)
-    holders = tuple(instance for instance in fleet if known.get(instance.name, NOTHING).tokens)
-    prices = [
-        price(prompt, instance, emptiest, holders, fleet, known, costs, options) for instance in candidates
-    ]
-    least = min(prices, key=lambda one: (one.seconds, load_of(one.instance)))
-    tie = _block_s(prompt, least.instance, costs, options)
-    chosen = min(
-        (one for one in prices if one.seconds - least.seconds <= tie), key=lambda one: load_of(one.instance)
-    )
-    fetch = chosen.fetch
-    return Decision(
-        chosen.instance.name,
-        Reason.FETCH if fetch else _reason(chosen, prices, options),
-        chosen.held.tokens,
-        {one.instance.name: -one.seconds for one in prices},
-        chosen.decode,
-        fetch,
-        None if chosen.crowded else chosen.pricing,  # a crowded instance's own KV was left out
-    )
+    search = Search(prompt, fleet, candidates, known, costs, options)
+    while True:
+        place = search.best()
+        chosen, crowded = fleet[place], search.is_crowded(place)
+        weight = 1.0 if crowded else options.exec_weight
+        sources = search.sources_of(search.kind_at(place))
+        pricing = price_at(prompt.tokens, chosen, sources, known, costs, exec_weight=weight)
+        plan: Plan | None = pricing.plan
+        if crowded or (plan is not None and not plan.worth_it):
+            plan = None  # the price of a crowded instance leaves out its own KV
+        decode, hand_over_s = search.hand_over(chosen)
+        if not crowded:
+            seconds = pricing.alone_s(weight) if plan is None else plan.seconds
+            seconds += options.queue_weight * pricing.queue_s + hand_over_s
+            if seconds > float(search.seconds[place]) * (1 + AGREES) + AGREES:
+                search.seconds[place] = seconds  # it cannot fetch any more what others of its kind can
+                continue
+        fetch = () if plan is None else fetches_of(plan)
+        return Decision(
+            chosen.name,
+            Reason.FETCH if fetch else _reason(place, prompt, candidates, search, options),
+            known.get(chosen.name, NOTHING).tokens,
+            Scores(fleet, search.seconds),
+            decode,
+            fetch,
+            pricing,
+        )
 
 
-def price(
-    prompt: Prompt,
-    instance: Instance,
-    emptiest: int,
-    holders: Fleet,
-    fleet: Fleet,
-    matches: Matches,
-    costs: Costs,
-    options: PolicyOptions,
-) -> Price:
-    """The price of the request at ``instance``.
-
-    Args:
-        emptiest: tokens that the emptiest instance caches.
-        holders: instances of the fleet that hold any of the prompt.
-    """
-    held = matches.get(instance.name, NOTHING)
-    slack = options.balance_cache_factor * held.tokens
-    crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > slack
-    weight = options.exec_weight
-    if crowded:
-        pricing = price_at(prompt.tokens, instance, (), {}, costs)
-    else:
-        pricing = price_at(prompt.tokens, instance, holders, matches, costs, exec_weight=weight)
-    plan = pricing.plan
-    seconds = plan.seconds if plan is not None and plan.worth_it else pricing.alone_s(weight)
-    seconds += options.queue_weight * pricing.queue_s
-    decode = None
-    if instance.role is Role.PREFILL:
-        best, hand_over = choose_decode(prompt, instance, fleet, matches, costs, options)
-        decode = best.name
-        seconds += hand_over
-    return Price(instance, seconds, held, pricing, decode, crowded)
-
-
-def _block_s(prompt: Prompt, instance: Instance, costs: Costs, options: PolicyOptions) -> float:
-    """One block's share of computing the whole prompt."""
-    if prompt.tokens <= 0:
-        return 0.0
-    return costs.exec_s(instance, prompt.tokens, 0) * min(1.0, options.tie_tokens / prompt.tokens)
-
-
-def _reason(chosen: Price, prices: list[Price], options: PolicyOptions) -> Reason:
-    longest = max(one.held.tokens for one in prices)
+def _reason(place: int, prompt: Prompt, candidates: Fleet, search: Search, options: PolicyOptions) -> Reason:
+    """Why the instance at ``place`` was chosen, if it fetches nothing."""
+    longest, can_begin = 0, search.can_begin
+    held: list[tuple[Match, Numbers]] = []
+    for group in search.groups:
+        places = group.whole if can_begin is None else group.whole[can_begin[group.whole]]
+        if len(places):
+            held.append((group.held, places))
+            longest = max(longest, group.held.tokens)
     if longest <= 0:
-        return for_want_of(Reason.NO_PREFIX, tuple(one.instance for one in prices))
-    best = [one for one in prices if longest - one.held.tokens <= options.tie_tokens]
-    if chosen in best:
-        return Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
-    return Reason.SPREAD if all(one.crowded for one in best) else Reason.REBALANCED
+        return for_want_of(Reason.NO_PREFIX, candidates)
+    near = [(match, places) for match, places in held if longest - match.tokens <= options.tie_tokens]
+    count = sum([len(places) for _, places in near])
+    strangers = longest <= options.tie_tokens  # instances without a match are near, too
+    if strangers:
+        count += len(candidates) - sum([len(places) for _, places in held])
+    if any([place in places for _, places in near]) or (
+        strangers and not any([place in places for _, places in held])
+    ):
+        return Reason.PREFIX if count == 1 else Reason.PREFIX_SHARED
+    if strangers and count > sum([len(places) for _, places in near]):
+        return Reason.REBALANCED
+    crowded = [search.crowded(match, places) for match, places in near]
+    spread = all([each is not None and bool(each.all()) for each in crowded])
+    return Reason.SPREAD if spread else Reason.REBALANCED
 
 
 _by_prompt_tree = assembled(prompt_tree)

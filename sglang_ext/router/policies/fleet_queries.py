@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
+import numpy as np
+
 from sglang_ext.protocol.compatibility import fits
 from sglang_ext.router.policies.base import Fleet, Instance, Match, Matches, Reason, Role, WholeFleet
+from sglang_ext.router.policies.outlook import Numbers
 
 _ROLE = attrgetter("role")
 _TRUSTED = attrgetter("trusted")
@@ -50,6 +53,23 @@ def named(fleet: Fleet, name: str) -> Instance | None:
         if instance.name == name:
             return instance
     return None
+
+
+def place_of(fleet: Fleet, name: str) -> int | None:
+    """The position of the instance of that name; None if there is none."""
+    if isinstance(fleet, WholeFleet):
+        return fleet.places.get(name)
+    for place in range(len(fleet)):
+        if fleet[place].name == name:
+            return place
+    return None
+
+
+def counts_of(fleet: Fleet) -> Numbers:
+    """See ``WholeFleet.counts``."""
+    if isinstance(fleet, WholeFleet):
+        return fleet.counts
+    return np.array([load_of(instance)[:4] for instance in fleet], np.int64).T
 
 
 def first_targets(fleet: Fleet) -> Fleet:

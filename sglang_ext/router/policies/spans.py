@@ -66,24 +66,10 @@ def best_plan(
         whole: only plans that read up to the farthest end of any holder. The plan is required.
     """
     held = matches.get(target.name, NOTHING)
-    ends, sources = _ends(tokens, target, holders, matches, costs)
+    places, found = reads_to(tokens, target, holders, matches, costs)
+    ends = places[1:]
     if not ends:
         return None
-    places = (min(held.in_memory, tokens), *ends)
-    found: list[tuple[float, tuple[Span, ...]]] = [(0.0, ())]
-    for number, end in enumerate(ends, start=1):
-        least = math.inf
-        spans: tuple[Span, ...] = ()
-        for before, start in enumerate(places[:number]):
-            for source in sources:
-                there = matches[source.name]
-                if there.tokens < end:
-                    continue
-                span = _read(source, target, there, start, end, costs)
-                if found[before][0] + span.seconds < least:
-                    least = found[before][0] + span.seconds
-                    spans = (*found[before][1], span)
-        found.append((least, spans))
     local = tuple(local_spans(target, held, places[0], costs))
     local_s = sum([span.seconds for span in local])
     best: tuple[float, tuple[Span, ...], tuple[Span, ...]] | None = None
@@ -98,6 +84,30 @@ def best_plan(
     alone_s = min([way.load_s + exec_weight * way.exec_s for way in ways])
     spare = _spare(read[-1], target, holders, matches, costs)
     return _plan(target, local, read, rest, seconds, alone_s, ways, spare, required=whole)
+
+
+def reads_to(
+    tokens: int, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
+) -> tuple[list[int], list[tuple[float, tuple[Span, ...]]]]:
+    """The fastest spans up to each useful end of the holders' KV: the places, of which the first is the end
+    of the target's own KV in memory, and for each place the seconds of the spans up to it, and the spans."""
+    ends, sources = _ends(tokens, target, holders, matches, costs)
+    places = [min(matches.get(target.name, NOTHING).in_memory, tokens), *ends]
+    found: list[tuple[float, tuple[Span, ...]]] = [(0.0, ())]
+    for number, end in enumerate(ends, start=1):
+        least = math.inf
+        spans: tuple[Span, ...] = ()
+        for before, start in enumerate(places[:number]):
+            for source in sources:
+                there = matches[source.name]
+                if there.tokens < end:
+                    continue
+                span = _read(source, target, there, start, end, costs)
+                if found[before][0] + span.seconds < least:
+                    least = found[before][0] + span.seconds
+                    spans = (*found[before][1], span)
+        found.append((least, spans))
+    return places, found
 
 
 def given_plan(

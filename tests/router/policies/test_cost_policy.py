@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from outlooks import AskedOutlook
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.policies import (
@@ -63,6 +64,9 @@ class Seconds:
 
     def decode_s(self, instance: Instance) -> float:
         return 0.01 * (instance.in_flight + 1)
+
+    def outlook(self, fleet) -> AskedOutlook:
+        return AskedOutlook(self, fleet)
 
 
 def instance(name: str, in_flight: int = 0, cached: int = 0, picked: int = 0, **more) -> Instance:

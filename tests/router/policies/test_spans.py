@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from outlooks import AskedOutlook
 
 from sglang_ext.router.policies import Fetch, Instance, Match
 from sglang_ext.router.policies.plan import Plan
@@ -42,6 +43,9 @@ class Seconds:
 
     def decode_s(self, instance: Instance) -> float:
         return 0.0
+
+    def outlook(self, fleet) -> AskedOutlook:
+        return AskedOutlook(self, fleet)
 
 
 def instance(name: str) -> Instance:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from outlooks import AskedOutlook
 
 from sglang_ext.router.policies import Instance, Match
 from sglang_ext.router.policies.plan import Split
@@ -39,6 +40,9 @@ class Seconds:
 
     def decode_s(self, instance: Instance) -> float:
         return 0.0
+
+    def outlook(self, fleet) -> AskedOutlook:
+        return AskedOutlook(self, fleet)
 
 
 def instance(name: str, in_flight: int = 0) -> Instance:
