@@ -444,7 +444,7 @@ class RouterConfig(Flagged):
         within="--tenant-limits",
     )
     learnt_hints: float = flag(
-        0.5,
+        0.0,
         "The share of a tenant's limits for hints that the router's own hints may use, which it makes from "
         "the pauses of sessions; 0: it makes none.",
         NUMBER.where(lambda share: 0.0 <= share <= 1.0, "is not a share between 0 and 1"),
