@@ -31,20 +31,27 @@ DETECTION_S = 3.0
 """From an instance's death to the router's verdict (`VERDICT_S`)."""
 
 
-def simulate(settings: Settings, model: CostModel | None = None, trace: Trace | None = None) -> Outcome:
+def simulate(
+    settings: Settings,
+    model: CostModel | None = None,
+    trace: Trace | None = None,
+    sessions: Iterator[Session] | None = None,
+) -> Outcome:
     """Run a fleet under a load. The same arguments give the same outcome.
 
     Args:
         model: the costs of the instances, which the router expects too; the defaults without one.
         trace: a recorded load; the mix without one. Its requests take the times that were observed, if they
-            were and the settings say so.
+            were.
+        sessions: another load in the place of the mix, in the order of their start.
 
     Raises:
         ConfigError: a setting is impossible.
     """
     loop = VirtualLoop()
     try:
-        sessions = mixed(settings) if trace is None else iter(trace.sessions)
+        if sessions is None:
+            sessions = mixed(settings) if trace is None else iter(trace.sessions)
         names = () if trace is None else trace.instances
         run = Simulation(checked(settings), model or CostModel(), loop, sessions, names)
         if trace is not None:

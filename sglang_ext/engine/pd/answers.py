@@ -73,7 +73,7 @@ class Answers:
                 self._registry.register(message.who)
                 return Ok()
             case Lookup():
-                return Topology(self._registry.topology(message.replica))
+                return Topology(self._registry.topology())
             case Join():
                 return await sender.join(message)
             case Meet():
