@@ -180,7 +180,9 @@ def state_of(req: Any, *, received: bool, stages: StageTimes) -> Resume:
             req.cached_tokens_storage,
         ),
         received,
-        (req.bootstrap_host, int(req.bootstrap_port)) if received and req.bootstrap_host else None,
+        (req.bootstrap_host, int(req.bootstrap_port), req.disagg_prefill_dp_rank or 0)
+        if received and req.bootstrap_host
+        else None,
         stages,
     )
 

@@ -46,7 +46,7 @@ from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 8
+AGENT_PROTOCOL: Final = 9
 """Changes when one side would misunderstand the other. `Hello` and `Welcome` keep their form across all
 versions, so that each side can name the other's version."""
 MAX_SECONDS: Final = 86_400
@@ -330,7 +330,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: digest of the prompt's tokens, to compare (``engine.resume.prompt_digest``).
     cached: tokens found in the cache: in all, in HBM, in DRAM and below.
     received: whether its KV comes by a hand-over. home: bootstrap host and port of the prefill server that
-        its KV returns to.
+        its KV returns to, and the number of its replica.
     stages: how long it took up to here.
     """
 
@@ -338,7 +338,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     cached: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
     received: bool = False
-    home: tuple[Host, Port] | None = None
+    home: tuple[Host, Port, Count] | None = None
     stages: StageTimes = NO_STAGES
 
 

@@ -357,6 +357,12 @@ def url_of_replica(server: str, dp_rank: int) -> str:
     return f"{server}#dp{dp_rank}"
 
 
+def bootstrap_of_replica(server: str, dp_rank: int | None) -> str:
+    """``host:port`` where decode finds a prefill server; with ``#dpN``, the ranks of its replica N. The
+    first replica has the address of a server without replicas."""
+    return url_of_replica(server, dp_rank) if dp_rank else server
+
+
 def server_of(url: str) -> str:
     """The URL of the server to which an instance belongs."""
     return url.partition("#")[0]

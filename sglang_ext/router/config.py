@@ -414,7 +414,7 @@ class RouterConfig(Flagged):
         0.0,
         "The share of all HBM that the KV of sessions at work may fill; turns of others wait. 0: sessions "
         "are not admitted as a whole.",
-        NUMBER.where(lambda share: 0.0 <= share <= 1.0, "is not a share between 0 and 1"),
+        NUMBER.where(lambda share: 0.0 <= share <= 4.0, "is not between 0 and 4"),
         within="--max-concurrent-requests",
         key="program-share",
     )
@@ -444,7 +444,7 @@ class RouterConfig(Flagged):
         within="--tenant-limits",
     )
     learnt_hints: float = flag(
-        0.5,
+        0.0,
         "The share of a tenant's limits for hints that the router's own hints may use, which it makes from "
         "the pauses of sessions; 0: it makes none.",
         NUMBER.where(lambda share: 0.0 <= share <= 1.0, "is not a share between 0 and 1"),

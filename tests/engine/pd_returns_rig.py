@@ -62,7 +62,12 @@ def agent_of(
 def request_from(host: str, port: str) -> Any:
     """A request that has ended on decode, as returns look at it."""
     return SimpleNamespace(
-        bootstrap_host=host, bootstrap_port=port, bootstrap_room=7, extra_key=None, cache_salt=None
+        bootstrap_host=host,
+        bootstrap_port=port,
+        bootstrap_room=7,
+        disagg_prefill_dp_rank=None,
+        extra_key=None,
+        cache_salt=None,
     )
 
 

@@ -200,10 +200,11 @@ def rig(
     coalescing: bool = True,
     latent: bool = False,
     stages: Sequence[range] = (),
+    replicas: bool = False,
 ) -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`.
     latent: every rank has the model's whole KV. stages: the layers of each rank of prefill, which has all
-    heads of these then.
+    heads of these then. replicas: prefill's ranks are replicas of one rank.
     staging: with the layout `aggregated`, the pages that prefill's and decode's ranks have for it.
     """
     with ExitStack() as stack:
@@ -212,7 +213,11 @@ def rig(
 
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
             seed = 10 * len(name)
-            if stages and name == "prefill":
+            replica = rank if replicas and name == "prefill" else 0
+            if replicas and name == "prefill":
+                rank, ranks = 0, 1
+                spec, planes, geometry = pool_and_geometry(0, 1, page, seed + replica)
+            elif stages and name == "prefill":
                 spec, planes, geometry = pool_and_geometry(0, 1, page, seed + rank, stages[rank])
             elif latent:
                 spec, planes, geometry = latent_pool(page, seed)
@@ -221,7 +226,10 @@ def rig(
             rows = Rows()
             layout = "blocks" if staging is None else "aggregated"
             config = AgentConfig(
-                Local(rank, ranks, page, METADATA, mode, layout), "weights", bootstrap=address
+                Local(rank, ranks, page, METADATA, mode, layout),
+                "weights",
+                bootstrap=address,
+                replica=replica,
             )
             handover: Staging | None = None
             if staging is not None:

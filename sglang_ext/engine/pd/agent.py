@@ -43,13 +43,15 @@ TICK_SECONDS = 0.25
 @dataclass(frozen=True)
 class AgentConfig:
     """A rank's configuration. weights: of the whole model, as in messages. bootstrap: host:port of the
-    server's own bootstrap port, for prefill. metrics: whether to publish them.
+    server's own bootstrap port, for prefill; replica: its number there. metrics: as which of the server's
+    processes it publishes them; None: it does not.
     """
 
     local: Local
     weights: Weights
     bootstrap: str = ""
-    metrics: bool = False
+    replica: int = 0
+    metrics: int | None = None
 
 
 class Alarm:
@@ -244,7 +246,8 @@ class Agent:
         self.endpoint.serve(get_args(Ask), self._answered)
         self._tasks.start(self._ticking(), name="kv-pd-tick")
         if config.bootstrap:
-            self._tasks.start(self._registering(config.bootstrap), name="kv-pd-register")
+            work = self._registering(config.bootstrap, config.replica)
+            self._tasks.start(work, name="kv-pd-register")
 
     async def _stop(self) -> None:
         await self._tasks.cancel()
@@ -263,7 +266,7 @@ class Agent:
         return await self._started.start(self.answers.answer(identity, message))
 
     async def _ticking(self) -> None:
-        metrics = AgentMetrics(self.config.local.rank) if self.config.metrics else None
+        metrics = None if self.config.metrics is None else AgentMetrics(self.config.metrics)
         while True:
             try:
                 self.joins.tick()
@@ -275,8 +278,8 @@ class Agent:
                 log.exception("a hand-over could not be ended")
             await self._clock.sleep(TICK_SECONDS)
 
-    async def _registering(self, bootstrap: str) -> None:
-        """Register this rank at a bootstrap port, again and again."""
+    async def _registering(self, bootstrap: str, replica: int = 0) -> None:
+        """Register this rank at a bootstrap port, again and again. replica: of those that register there."""
         local, endpoint = self.config.local, self.endpoint
         me = RankInfo(
             endpoint.config.instance,
@@ -290,5 +293,6 @@ class Agent:
             local.layout,
             dict(local.settings),
             dict(local.components),
+            replica=replica,
         )
         await keep_registered(me, endpoint.client(bootstrap), self._clock)

@@ -73,7 +73,7 @@ class Answers:
                 self._registry.register(message.who)
                 return Ok()
             case Lookup():
-                return Topology(self._registry.topology())
+                return Topology(self._registry.topology(message.replica))
             case Join():
                 return await sender.join(message)
             case Meet():

@@ -31,23 +31,26 @@ class Registry:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ranks: dict[int, tuple[RankInfo, float]] = {}
+        self._ranks: dict[tuple[int, int], tuple[RankInfo, float]] = {}
+        """By replica and rank: when each has registered last."""
 
     def __repr__(self) -> str:
         return f"<Registry ranks={sorted(self._ranks)}>"
 
     def register(self, who: RankInfo) -> None:
         """Record that a rank lives."""
-        self._ranks[who.rank] = (who, self._clock.monotonic())
+        self._ranks[who.replica, who.rank] = (who, self._clock.monotonic())
 
-    def topology(self) -> tuple[RankInfo, ...]:
-        """All ranks, in order.
+    def topology(self, replica: int = 0) -> tuple[RankInfo, ...]:
+        """All ranks of a replica, in order.
 
         Raises:
             RefusedError: `incomplete`, while one is missing or they are of different epochs.
         """
         oldest = self._clock.monotonic() - FORGET_SECONDS
-        ranks = [who for _, (who, seen) in sorted(self._ranks.items()) if seen >= oldest]
+        ranks = [
+            who for (of, _), (who, seen) in sorted(self._ranks.items()) if of == replica and seen >= oldest
+        ]
         wanted = ranks[0].ranks if ranks else 1
         if [who.rank for who in ranks] != list(range(wanted)) or len({who.ranks for who in ranks}) != 1:
             raise RefusedError("incomplete", f"{len(ranks)} of {wanted} prefill ranks have registered")
@@ -116,5 +119,5 @@ class BootstrapService:
                 self.registry.register(message.who)
                 return Ok()
             case Lookup():
-                return Topology(self.registry.topology())
+                return Topology(self.registry.topology(message.replica))
         raise PeerProtocolError(f"{type(message).__name__} is not for a bootstrap port")

@@ -23,7 +23,7 @@ from sglang_ext.protocol.agent import ToAgent
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 12
+PROTOCOL: Final = 13
 
 MAX_NUMBER: Final = (1 << 63) - 1
 MAX_POOLS: Final = 16
@@ -46,7 +46,7 @@ Settings = Annotated[dict[Name, Name], msgspec.Meta(max_length=1024)]
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank of a prefill server. endpoint: where it is asked. mode, layout: how KV travels. settings: of
     the model, as `model_settings.model_settings` names them. components: of a model with windows or states,
-    how the blocks of each pool lie, by its name."""
+    how the blocks of each pool lie, by its name. replica: its number among those of its server."""
 
     instance: Name
     epoch: Epoch
@@ -60,6 +60,7 @@ class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: Settings = msgspec.field(default_factory=dict)
     components: Settings = msgspec.field(default_factory=dict)
     protocol: int = PROTOCOL
+    replica: Rank = 0
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -69,11 +70,13 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Requests the ranks of the server. Answered by Topology, or refused while one is missing."""
+    """Requests the ranks of a replica. Answered by Topology, or refused while one is missing."""
+
+    replica: Rank = 0
 
 
 class Topology(Message, frozen=True, tag="topology"):
-    """All ranks of the prefill server, in rank order, of one epoch."""
+    """All ranks of a replica of the prefill server, in rank order, of one epoch."""
 
     ranks: Annotated[tuple[RankInfo, ...], msgspec.Meta(max_length=4096)]
 

@@ -41,6 +41,7 @@ from sglang_ext.engine.pd.messages import (
     other_protocol,
 )
 from sglang_ext.engine.transfer_thread import HBM_POOL
+from sglang_ext.protocol.cluster import dp_rank_of, server_of
 from sglang_ext.protocol.compatibility import in_words, setting_differences
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import pack_ids
@@ -211,7 +212,7 @@ async def _abort(links: Sequence[Link], message: Abort) -> None:
 
 
 class PrefillPeers:
-    """Prefill servers by bootstrap address, `host:port`."""
+    """Prefill servers by bootstrap address, see `protocol.cluster.bootstrap_of_replica`."""
 
     def __init__(self, endpoint: Endpoint, local: Local) -> None:
         self._endpoint = endpoint
@@ -295,11 +296,11 @@ class PrefillPeers:
 
     async def _lookup(self, address: str) -> tuple[RankInfo, ...]:
         """The ranks behind a bootstrap port; asks until the port answers and all ranks have registered."""
-        client = self._endpoint.client(address)
+        client, lookup = self._endpoint.client(server_of(address)), Lookup(dp_rank_of(address) or 0)
         try:
             while True:
                 try:
-                    answer = await client.ask(Lookup(), LOOKUP_SECONDS)
+                    answer = await client.ask(lookup, LOOKUP_SECONDS)
                 except TransferDeadlineError:
                     continue  # it stands still, or the question was lost with its connection
                 except RefusedError as error:

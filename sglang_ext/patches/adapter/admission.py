@@ -338,12 +338,12 @@ def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
     for size, flag in ((facts.dp_size, "--dp-size"), (facts.attn_dp_size, "--attn-dp-size")):
         if size == 1:
             continue
-        if facts.transfers:
-            return f"{TRANSFER_FLAG} cannot be combined with {flag} above 1. {_REPLICAS}"
+        other_backend = facts.disaggregation_mode != "null" and not facts.transfers
         for present, other in (
-            (facts.disaggregation_mode != "null", "--disaggregation-mode"),
+            (other_backend, "--disaggregation-mode by another transfer backend"),
             (facts.pp_size > 1, "--pp-size above 1"),
             (facts.nnodes > 1, "--nnodes above 1"),
+            (facts.transfers and flag == "--attn-dp-size", "--disaggregation-mode"),
         ):
             if present:
                 return f"{chosen} cannot be combined with {flag} above 1 and {other}. {_REPLICAS}"

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Column = Literal[
     "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
-    "DP attention", "PP", "PP in PD"
+    "DP attention", "PP", "PP in PD", "DP in PD"
 ]  # fmt: skip
 COLUMNS: tuple[Column, ...] = (
     "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
-    "DP attention", "PP", "PP in PD"
+    "DP attention", "PP", "PP in PD", "DP in PD"
 )  # fmt: skip
 TIERS: tuple[Column, ...] = ("HBM", "DRAM", "disk")
 
@@ -140,7 +140,7 @@ def _pages(pools: str) -> dict[Column, Proof]:
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
-_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP"), _READ) | {
+_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP", "DP in PD"), _READ) | {
     "TP": Proof("oracle", _RANKS)
 }
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
@@ -174,6 +174,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
                 "DP": _replicas("tiny"),
                 "PP": _answers("tiny-untied-pp2")["HBM"],
+                "DP in PD": _server(
+                    "pd/test_pd_replicas.py::test_conversations_get_the_answers_of_one_server[tiny]"
+                ),
                 "PP in PD": _server(
                     "pd/test_pd_pipeline.py::test_conversations_get_the_answers_of_one_server"
                 ),

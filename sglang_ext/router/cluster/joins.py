@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from sglang_ext.addresses import bracketed
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, PrefillServer, PrefillServers, ToAgent
-from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.cluster import Registration, bootstrap_of_replica, dp_rank_of
 from sglang_ext.router.fleet.facts import bootstrap_of
 from sglang_ext.router.fleet.instance_record import InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE
@@ -34,15 +35,16 @@ def prefill_servers(rows: Iterable[InstanceRecord]) -> tuple[PrefillServer, ...]
         PrefillServer(
             row.registration.instance if row.registration else row.name,
             bytes.fromhex(row.epoch),
-            _address(*bootstrap_of(row.name, row.facts)),
+            _address(row),
         )
         for row in rows
         if row.role is Role.PREFILL and row.state in USABLE and row.facts is not None
     )
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _address(row: InstanceRecord) -> str:
+    host, port = bootstrap_of(row.name, row.facts)
+    return bootstrap_of_replica(f"{bracketed(host)}:{port}", dp_rank_of(row.name))
 
 
 class Joins:

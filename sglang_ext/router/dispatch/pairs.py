@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from sglang_ext.protocol.cluster import dp_rank_of
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts, bootstrap_of
 from sglang_ext.router.http.types import ConnectionLost, RequestRefused
@@ -31,7 +32,8 @@ def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
         prefill: URL of the prefill instance.
     """
     host, port = bootstrap_of(prefill, facts)
-    return {
+    rank = dp_rank_of(prefill)
+    return ({} if rank is None else {"disagg_prefill_dp_rank": rank}) | {
         "bootstrap_host": host,
         "bootstrap_port": port,
         "bootstrap_room": 1 + secrets.randbelow(BOOTSTRAP_ROOMS),

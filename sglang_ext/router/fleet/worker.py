@@ -217,6 +217,9 @@ def _replica_obstacle(url: str, model: Json, server: Json) -> str:
     if rank is None:
         if replicas > 1 and _reports(server.get("launch_command")):
             return "its replicas register, each as an instance of its own; leave it out of --worker-urls"
+        apart = server.get("disaggregation_mode"), server.get("disaggregation_transfer_backend")
+        if replicas > 1 and apart == ("prefill", "global"):
+            return "decode would not know which of its replicas has a prompt; start it with --kv-router"
         return ""
     if rank >= replicas:
         return f"its server has no replica {rank} any more"

@@ -61,6 +61,7 @@ ASKED: dict[Column, dict[str, Any]] = {
     "DP": {"dp_size": 2},
     "DP attention": {"attn_dp_size": 2},
     "PP": {"dram": True, "pp_size": 2},
+    "DP in PD": {"caches": False, "transfers": True, "dp_size": 2},
     "PP in PD": {"caches": False, "transfers": True, "pp_size": 2, "disaggregation_mode": "decode"},
 }
 """The flags with which a server is asked for each column; for the others its model alone decides."""

@@ -170,8 +170,9 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
                 {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "returns": True},
                 "--disable-hybrid-swa-memory",
             ),
-            ({"dp_size": 2}, "--dp-size above 1"),
-            ({"attn_dp_size": 2}, "--attn-dp-size above 1"),
+            ({"dp_size": 2, "nnodes": 2}, "--dp-size above 1 and --nnodes above 1"),
+            ({"attn_dp_size": 2, "pp_size": 2}, "--attn-dp-size above 1 and --pp-size above 1"),
+            ({"attn_dp_size": 2}, "--attn-dp-size above 1 and --disaggregation-mode"),
             ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
             (
                 {"pp_size": 2, "disaggregation_mode": "decode", "decode_keeps": True},
@@ -260,6 +261,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
             "dram": True,
         },
         {"caches": False, "transfers": True, "pp_size": 2, "disaggregation_mode": "decode"},
+        {"transfers": True, "dp_size": 2, "disaggregation_mode": "decode", "dram": True, "returns": True},
         {"prefill_war_read_done": True},
         {"optimistic_prefill_attempts": 1, "dram": True},
     ],
@@ -403,11 +405,14 @@ def test_hand_overs_look_at_what_has_become_of_the_flags() -> None:
     parallel = SimpleNamespace(dp_size=1, attn_dp_size=1, attn_cp_size=1)
     args = SimpleNamespace(radix_cache_backend=None, disable_radix_cache=True, pp_size=1, nnodes=1)
     require_movable(PLAIN, args, parallel, KvConfig())
+    replicas = SimpleNamespace(**vars(parallel) | {"dp_size": 2})
+    require_movable(PLAIN, args, replicas, KvConfig())
+    staged = SimpleNamespace(**vars(args) | {"pp_size": 2})
     with pytest.raises(ConfigError, match=r"transfer-backend global .*--dp-size above 1.*sglang-ext cluster"):
-        require_movable(PLAIN, args, SimpleNamespace(**vars(parallel) | {"dp_size": 2}), KvConfig())
+        require_movable(PLAIN, staged, replicas, KvConfig())
     both = SimpleNamespace(**vars(parallel) | {"dp_size": 2, "attn_dp_size": 2})
     with pytest.raises(ConfigError, match="--attn-dp-size above 1"):
-        require_movable(PLAIN, args, both, KvConfig())  # as SGLang before 0.5.22 counts DP attention
+        require_movable(PLAIN, staged, both, KvConfig())  # as SGLang before 0.5.22 counts DP attention
     with pytest.raises(ConfigError, match="--nnodes above 1"):
         require_movable(PLAIN, SimpleNamespace(**vars(args) | {"nnodes": 2}), parallel, KvConfig())
 

@@ -363,6 +363,16 @@ def test_a_topology_is_complete_or_refused() -> None:
         registry.topology()
 
 
+def test_a_topology_is_of_one_replica() -> None:
+    registry = Registry(FakeClock())
+    for replica, rank in ((1, 1), (0, 0), (1, 0)):
+        registry.register(msgspec.structs.replace(rank_info(rank), replica=replica))
+    assert [(who.replica, who.rank) for who in registry.topology(1)] == [(1, 0), (1, 1)]
+    for replica, there in ((0, 1), (2, 0)):
+        with pytest.raises(RefusedError, match=f"{there} of"):
+            registry.topology(replica)
+
+
 def push(
     servers: Rig, here: list[int], there: list[int], skip: int = 0
 ) -> tuple[list[SendingHandover], list[ReceivingHandover]]:

@@ -46,6 +46,7 @@ def request(**fields: Any) -> Any:
             "positional_embed_overrides", "session", "session_id", "lora_id", "beam_group",
             "return_hidden_states", "return_routed_experts", "return_indexer_topk",
             "return_sampling_mask", "customized_info", "grammar", "bootstrap_host",
+            "disagg_prefill_dp_rank",
         )
     )  # fmt: skip
     return SimpleNamespace(
@@ -86,10 +87,10 @@ def over_the_wire(state: Resume) -> Resume:
 
 
 def test_what_is_taken_along_comes_back() -> None:
-    req = request(bootstrap_host="10.0.0.1", min_new_tokens=5)
+    req = request(bootstrap_host="10.0.0.1", disagg_prefill_dp_rank=1, min_new_tokens=5)
     stages = StageTimes(0.1, 0.2, 0.3, 0.4, 0.5)
     state = over_the_wire(state_of(req, received=True, stages=stages))
-    home = ("10.0.0.1", 8998)
+    home = ("10.0.0.1", 8998, 1)
     assert state == resume([8, 9], cached=(3, 2, 1, 0), received=True, home=home, stages=stages)
     other = request(output_ids=array("q"), cached_tokens=0, cached_tokens_device=0, min_new_tokens=5)
     put_back(other, state)

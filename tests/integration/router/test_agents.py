@@ -6,7 +6,9 @@ The requests are written after the public wire formats of the clients.
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +20,9 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.clients.repairs import repair
 from sglang_ext.router.clients.rules import shipped
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
@@ -215,3 +220,90 @@ async def test_a_diagnosis_agrees_with_the_server_s_own_count(start: Callable[..
         prompt = asked["usage"]["input_tokens"] + asked["usage"].get("cache_read_input_tokens", 0)
         found = answer["usage"].get("cache_read_input_tokens", 0)
         assert abs(reason["cache_missed_input_tokens"] - (prompt - found)) <= 2 * BLOCK
+
+
+RULES = """
+[[rule]]
+name = "date-time"
+on = true
+tenants = ["a"]
+"""
+
+
+class Dated(ClaudeCode):
+    """With a time in the system prompt, another one in each request."""
+
+    def body(self, turn: int, said: list[str]) -> Json:
+        body = super().body(turn, said)
+        body["system"][1] = {"type": "text", "text": f"It is 2026-11-29T10:{turn:02}:00Z. " + SYSTEM}
+        return body
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+async def test_rules_and_sessions_with_a_pair_behind_two_routers_of_tenants(
+    server: ServerProcess, leak_guard: LeakGuard, tmp_path: Path
+) -> None:
+    """Tenant a's turns find each other through either router; tenant b, for whom the rule is not, sees why
+    its do not."""
+    rules, keys = tmp_path / "rules.toml", tmp_path / "keys.json"
+    rules.write_text(RULES, encoding="utf-8")
+    keys.write_bytes(orjson.dumps({"keys": [{"key": name * 32, "tenant": name} for name in "ab"]}))
+    keys.chmod(0o600)
+    spec = ServerSpec(flags=("--radix-cache-backend", "global", "--max-total-tokens", "8192"))
+    with RedisServer() as redis, leak_guard.adopting(), pd_servers([spec], [spec]) as (pd, _):
+        urls = tuple(each.url for each in (pd.prefill[0].server, pd.decode[0]))
+        options: dict[str, Any] = {
+            "worker_urls": urls,
+            "port": 0,
+            "cluster": redis.url,
+            "client_rules": str(rules),
+            "api_keys_file": str(keys),
+        }
+        async with Router(RouterConfig(**options)) as one, Router(RouterConfig(**options)) as two:
+            routers = [one, two]
+            await until(lambda: all(len(router.members.store.others) == 1 for router in routers), 60)
+            await until(lambda: all(router.tokenizers.trust.tools for router in routers), 60)
+            turns = {name: await talk_in_turns(routers, Dated(), name) for name in "ab"}
+        for (_, last), (_, now) in itertools.pairwise(turns["a"]):
+            shared = last["prompt"]["tokens"] // BLOCK * BLOCK
+            assert now["cached"]["tokens"] >= 0.95 * shared > 200
+            assert [each["rule"] for each in now["repairs"]] == ["claude-code-billing", "date-time"]
+            assert now["divergence"] is None
+        for _, now in turns["b"][1:]:
+            assert now["cached"]["tokens"] < 200
+            assert [each["rule"] for each in now["repairs"]] == ["claude-code-billing"]
+        divergence = turns["b"][2][1]["divergence"]
+        assert (divergence["cause"], divergence["rule"]) == ("rule", "date-time")
+        bodies, pins = turns_of(turns["a"]), {}
+        on = [rule for rule in shipped().rules if rule.on or rule.name == "date-time"]
+        for body in bodies:
+            repair(DIALECTS[Dated.path], body, on, lambda rule, at, text: pins.setdefault((rule, at), text))
+            body["model"] = one.fleet.model.model.name
+    await until(lambda: running([server]) == 0)
+    server.flush()
+    assert [text for text, _ in await talk(server.url, Dated(), bodies)] == [text for text, _ in turns["a"]]
+
+
+def turns_of(turns: list[tuple[str, Json]]) -> list[Json]:
+    """The bodies that led to these answers."""
+    said = [text for text, _ in turns]
+    return [Dated().body(turn, said) for turn in range(len(turns))]
+
+
+async def talk_in_turns(routers: list[Router], client: Client, tenant: str) -> list[tuple[str, Json]]:
+    """As ``talk``, with each turn through another router."""
+    said: list[str] = []
+    turns = []
+    bearer = {"authorization": "Bearer " + tenant * 32}
+    async with aiohttp.ClientSession() as session:
+        for turn, router in zip(range(len(ASKED)), itertools.cycle(routers), strict=False):
+            headers = {**client.headers, **bearer, "x-request-id": f"{tenant}-{turn}"}
+            body = client.body(turn, said)
+            async with session.post(router.url + client.path, json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                said.append(client.text(await answer.json()))
+            async with session.get(f"{router.url}/explain/{tenant}-{turn}", headers=bearer) as explained:
+                assert explained.status == 200
+                turns.append((said[-1], await explained.json()))
+    return turns

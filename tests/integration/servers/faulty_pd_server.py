@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hooked_server import is_held, serve
+from hooked_server import change_spawned, is_held, serve
 
 STEPS = (
     *("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed"),
@@ -240,3 +240,5 @@ def with_damaged_logprobs(ready: Any) -> Any:
 
 if __name__ == "__main__":
     serve(make_faulty)
+elif __name__ == "__mp_main__":
+    change_spawned(make_faulty)

@@ -58,6 +58,13 @@ def serve(change: Callable[[Path], None]) -> None:
     launch_server.main(sys.argv[1:])
 
 
+def change_spawned(change: Callable[[Path], None]) -> None:
+    """For a script that a spawned process imports: the scheduler of a replica, which is not forked. Its
+    server must not be forked from a preloaded process, whose script is another one."""
+    if FOLDER in os.environ:
+        change(Path(os.environ[FOLDER]))
+
+
 def _in_child(change: Callable[[Path], None]) -> None:
     """A process of the server has been forked: a scheduler, or the detokenizer."""
     target = getattr(multiprocessing.current_process(), "_target", None)

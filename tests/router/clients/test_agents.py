@@ -141,3 +141,32 @@ async def test_words_are_shown_to_their_own_key_only(
     assert theirs["divergence"] == {
         name: mine["divergence"][name] for name in ("at", "lost_tokens", "cause", "rule")
     }
+
+
+DATE_FOR_A = '[[rule]]\nname = "date-time"\non = true\ntenants = ["a"]\n'
+
+
+def dated(minute: int) -> dict[str, Any]:
+    text = f"It is 2026-11-29T10:{minute:02}:00Z. {SYSTEM}"
+    return {**claude_code("0f3a2", "read"), "system": text}
+
+
+async def test_a_rule_is_for_its_tenants_only(
+    start_worker, start_router, client, ask, tmp_path: Path
+) -> None:
+    keys = keys_file(tmp_path, {"key": "a" * 32, "tenant": "a"}, {"key": "b" * 32, "tenant": "b"})
+    (rules := tmp_path / "rules.toml").write_text(DATE_FOR_A, encoding="utf-8")
+    worker = await start_worker()
+    router = await start_router(worker, client_rules=str(rules), api_keys_file=keys)
+    for tenant, same in (("a", True), ("b", False)):
+        worker.requests.clear()
+        for minute in (1, 2):
+            bearer = "Bearer " + tenant * 32
+            _, headers = await ask(router, dated(minute), f"{tenant}-{minute}", authorization=bearer)
+        one, two = [body["messages"][0]["content"] for _, body, _ in worker.requests]
+        assert (one == two) is same
+        assert "10:01" in one
+        assert headers.get("x-kv-repaired") == ("date-time" if same else None)
+        found = await explained(client, router, f"{tenant}-2", authorization=bearer)
+        assert (found["divergence"] is None) is same
+    assert (found["divergence"]["cause"], found["divergence"]["rule"]) == ("rule", "date-time")

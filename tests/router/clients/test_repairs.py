@@ -172,6 +172,62 @@ def test_tools_are_sorted(wrapped: bool) -> None:
     assert (len(done), none) == (1, ())
 
 
+SYSTEM_TEXT = "The build of 2026-11-29 10:30 failed; <total_tokens>5</total_tokens> is a tag."
+TWINS: dict[str, list[tuple[Dialect, dict[str, Any]]]] = {
+    "claude-code-billing": [
+        (MESSAGES, {"system": f"Explain {BILLING}", "messages": [{"role": "user", "content": BILLING}]}),
+    ],
+    "claude-code-version": [
+        (MESSAGES, {"system": f"Explain {BILLING}", "messages": [{"role": "user", "content": BILLING}]}),
+        (MESSAGES, {"system": "x-anthropic-billing-header: cc_version=2.1.245; it has none", "messages": []}),
+    ],
+    "total-tokens": [
+        (MESSAGES, {"system": SYSTEM_TEXT, "messages": [{"role": "user", "content": "hello"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "What does <total_tokens> mean?"}]}),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "assistant", "content": "<total_tokens>90 left</total_tokens>"},
+                    {"role": "user", "content": "go on"},
+                ]
+            },
+        ),
+    ],
+    "date-time": [
+        (MESSAGES, {"system": PROMPT, "messages": [{"role": "user", "content": SYSTEM_TEXT}]}),
+        (CHAT, {"messages": [{"role": "system", "content": "Version 2026-11 has 10:30 entries."}]}),
+    ],
+    "date": [
+        (MESSAGES, {"system": PROMPT, "messages": [{"role": "user", "content": "since 2026-11-29?"}]}),
+        (CHAT, {"messages": [{"role": "system", "content": "Ticket A2026-11-290 and 12026-11-29."}]}),
+    ],
+    "tool-order": [
+        (CHAT, {"tools": [], "messages": [{"role": "user", "content": '[{"name": "b"}, {"name": "a"}]'}]}),
+        (
+            CHAT,
+            {
+                "tools": [{"name": "a", "parameters": {"enum": ["b", "a"]}}],
+                "messages": [{"role": "assistant", "tool_calls": [{"id": "b"}, {"id": "a"}]}],
+            },
+        ),
+    ],
+}
+"""Rule -> prompts with its words, or nearly, in a place or form in which they have a meaning."""
+
+
+def test_each_rule_has_twins() -> None:
+    assert TWINS.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect", "payload"), [(name, *twin) for name, twins in TWINS.items() for twin in twins]
+)
+def test_a_twin_with_a_meaning_stays(name: str, dialect: Dialect, payload: dict[str, Any]) -> None:
+    pins: dict[Any, str] = {(name, at): "another" for at in range(9)}
+    assert repaired(dialect, payload, RULES[name], pins=pins) == (payload, ())
+
+
 # -- bodies that were not checked yet --------------------------------------------------------------------
 
 

@@ -63,6 +63,7 @@ def test_the_first_row_that_finds_a_name_counts(
         pytest.param({"x-opencode-session": "ses_1", "x-session-affinity": "b"}, {}, "ses_1", id="opencode"),
         pytest.param({"x-session-affinity": "b"}, {}, "b", id="pi"),
         pytest.param({"x-litellm-session-id": "b"}, {}, "b", id="litellm"),
+        pytest.param({"x-openwebui-chat-id": "b"}, {}, "b", id="open webui"),
         pytest.param({}, {"prompt_cache_key": "k"}, "k", id="openai"),
         pytest.param({"x-smg-routing-key": "k"}, {}, "k", id="sglang-router"),
         pytest.param({"x-session-id": "mine", "x-claude-code-session-id": UUID}, {}, "mine", id="own-first"),

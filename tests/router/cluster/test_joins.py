@@ -9,7 +9,7 @@ import pytest
 from test_members import FACTS, registration
 
 from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, PrefillServer, PrefillServers, ToAgent
-from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.cluster import Registration, url_of_replica
 from sglang_ext.router.cluster.joins import Joins, prefill_servers
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.testing.fakes import FakeClock
@@ -76,6 +76,15 @@ def test_a_decode_server_receives_all_prefill_servers_at_its_start(rig: Rig) -> 
     rig.join(D, "decode")
     # SGLang's own port, where the server does not tell.
     assert rig.take()[-1] == (D, (server(P), server(Q, port=8998)))
+
+
+def test_replicas_of_a_prefill_server_are_announced_each_by_its_address(rig: Rig) -> None:
+    urls = [url_of_replica(P, rank) for rank in range(2)]
+    for url in urls:
+        rig.join(url, "prefill")
+    rig.join(D, "decode")
+    ((_, servers),) = rig.take()
+    assert [each.address for each in servers] == ["127.0.0.1:9000", "127.0.0.1:9000#dp1"]
 
 
 def test_what_is_known_is_said_again_only_after_a_while(rig: Rig) -> None:

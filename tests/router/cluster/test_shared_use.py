@@ -422,3 +422,48 @@ async def test_a_router_that_died_is_not_waited_for(
 
 async def never(_query: Any) -> Any:
     await asyncio.Event().wait()
+
+
+# -- repairs ----------------------------------------------------------------------------------------------
+
+DATE_TIME = '[[rule]]\nname = "date-time"\non = true\n'
+
+
+async def asked_at(client: Any, router: Router, minute: int) -> None:
+    """A turn of a session whose system prompt has the time."""
+    words = f"It is 2026-11-29T10:{minute:02}:00Z. You are an agent."
+    said = [{"role": "system", "content": words}, {"role": "user", "content": "read"}]
+    body = {"model": "default", "max_tokens": 4, "messages": said}
+    url = router.url + "/v1/chat/completions"
+    async with client.post(url, json=body, headers={"x-opencode-session": "s"}) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+def systems(worker: Any) -> list[str]:
+    return [body["messages"][0]["content"] for _, body, _ in worker.requests]
+
+
+async def test_a_session_keeps_its_first_text_at_any_router(
+    shared, start_worker, start_router, client, eventually, tmp_path
+) -> None:
+    (rules := tmp_path / "rules.toml").write_text(DATE_TIME, encoding="utf-8")
+    worker = await start_worker()
+    one, two = await pair(start_router, shared, worker, client_rules=str(rules))
+    await eventually(lambda: both_see(one, two))
+    await asked_at(client, one, 1)
+    await eventually(lambda: len(two.metrics.tables["pins"]) == 1)
+    for minute, router in ((2, two), (3, one)):
+        await asked_at(client, router, minute)
+    assert systems(worker) == ["It is 2026-11-29T10:01:00Z. You are an agent."] * 3
+
+
+async def test_routers_that_share_nothing_keep_their_own(
+    start_worker, start_router, client, tmp_path
+) -> None:
+    """The twin."""
+    (rules := tmp_path / "rules.toml").write_text(DATE_TIME, encoding="utf-8")
+    worker = await start_worker()
+    one, two = [await start_router(worker, client_rules=str(rules)) for _ in range(2)]
+    for minute, router in ((1, one), (2, two), (3, one)):
+        await asked_at(client, router, minute)
+    assert [text[17:22] for text in systems(worker)] == ["10:01", "10:02", "10:01"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.router.dispatch.pairs import beside
+from sglang_ext.protocol.cluster import url_of_replica
+from sglang_ext.router.dispatch.pairs import beside, meeting_point
 from sglang_ext.router.http.types import ConnectionLost
 from tests.support.servers.workers import Gate, StandInWorker
 
@@ -66,6 +67,14 @@ async def test_both_get_the_request_and_decode_answers(
     for worker in (prefill, decode):
         assert router.trees.tokens_of(worker.url) > 0
     assert all(row.in_flight == 0 for row in router.fleet.rows.values())
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_decode_is_sent_the_replica_that_prefills(rank: int | None) -> None:
+    url = "http://127.0.0.1:1001"
+    fields = meeting_point(url if rank is None else url_of_replica(url, rank), None)
+    assert fields["bootstrap_host"] == "127.0.0.1"
+    assert fields.get("disagg_prefill_dp_rank") == rank
 
 
 async def test_nothing_goes_on_from_a_response_that_a_pair_has_given(

@@ -59,6 +59,17 @@ async def test_the_facts_of_a_worker(api, start_worker) -> None:
         (1, {"dp_size": 2}, False, "without --dp-size"),
         (None, {"dp_size": 2}, True, ""),
         (None, {"dp_size": 2, "launch_command": "serve --kv-router=http://r:1"}, True, "--worker-urls"),
+        (None, {"dp_size": 2, "disaggregation_mode": "prefill"}, True, ""),
+        (
+            None,
+            {
+                "dp_size": 2,
+                "disaggregation_mode": "prefill",
+                "disaggregation_transfer_backend": "global",
+            },
+            True,
+            "start it with --kv-router",
+        ),
         (None, {"dp_size": 1, "launch_command": "serve --kv-router=http://r:1"}, True, ""),
     ],
 )

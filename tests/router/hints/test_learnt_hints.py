@@ -34,7 +34,7 @@ async def taught(client: Any, router: Router, seconds: float) -> Links:
 
 
 async def test_a_turn_is_announced_when_its_pauses_are_known(start_worker, start_router, client) -> None:
-    router = await start_router(await start_worker())
+    router = await start_router(await start_worker(), learnt_hints=0.5)
     links = await taught(client, router, 30.0)
     pause = await turn(client, router, 0, "new")
     assert pause["after"] is None
@@ -54,7 +54,7 @@ async def test_a_turn_is_announced_when_its_pauses_are_known(start_worker, start
 async def test_kv_stays_where_the_pause_is_as_short_as_bringing_it_back(
     start_worker, start_router, client
 ) -> None:
-    router = await start_router(await start_worker())
+    router = await start_router(await start_worker(), learnt_hints=0.5)
     links = await taught(client, router, 0.05)
     pause = await turn(client, router, 0, "new")
     assert pause["kept_out_s"] == 0.0
@@ -63,7 +63,7 @@ async def test_kv_stays_where_the_pause_is_as_short_as_bringing_it_back(
 
 
 async def test_no_hint_is_made_when_they_are_off(start_worker, start_router, client) -> None:
-    router = await start_router(await start_worker(), learnt_hints=0.0)
+    router = await start_router(await start_worker())
     links = await taught(client, router, 30.0)
     pause = await turn(client, router, 0, "new")
     assert (pause["forecast"]["earliest_s"], pause["hint"]) == (30.0, None)
@@ -71,7 +71,9 @@ async def test_no_hint_is_made_when_they_are_off(start_worker, start_router, cli
 
 
 async def test_a_clients_own_hint_takes_its_place_and_has_room(start_worker, start_router, client) -> None:
-    router = await start_router(await start_worker(), hints_live=6)  # one of them is the first session's
+    router = await start_router(
+        await start_worker(), learnt_hints=0.5, hints_live=6
+    )  # one of them is the first session's
     links = await taught(client, router, 30.0)
     verdicts = [(await turn(client, router, 0, f"new{number}"))["verdict"] for number in range(4)]
     assert verdicts == ["accepted", "accepted", "refused", "refused"]
@@ -84,7 +86,7 @@ async def test_a_clients_own_hint_takes_its_place_and_has_room(start_worker, sta
 
 
 async def test_another_request_of_the_session_is_no_pause(start_worker, start_router, client) -> None:
-    router = await start_router(await start_worker())
+    router = await start_router(await start_worker(), learnt_hints=0.5)
     links = await taught(client, router, 30.0)
     await turn(client, router, 4, "new")
     title = {"messages": [{"role": "user", "content": "A title, please. " * 8}]}
@@ -95,7 +97,7 @@ async def test_another_request_of_the_session_is_no_pause(start_worker, start_ro
 
 async def test_failed_turns_announce_nothing(start_worker, start_router, client) -> None:
     worker = await start_worker()
-    router = await start_router(worker)
+    router = await start_router(worker, learnt_hints=0.5)
     links = await taught(client, router, 30.0)
     body = {"model": "m", "messages": CHAT, "max_tokens": -3}
     status, _, _ = await post(

@@ -20,6 +20,7 @@ from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, Returned, ReturnEnd
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.returns.gathering import Gathering, GathersReturns
+from sglang_ext.engine.pd.returns.return_sender import home_of
 from sglang_ext.engine.peers.fetch_results import FetchEnd
 from sglang_ext.engine.peers.fetches import SpanWish, Wish
 from sglang_ext.engine.planners import Planner
@@ -173,7 +174,7 @@ class NamedReturnSender:
         seconds = moving_seconds(RETURN_SECONDS, len(tokens) * _token_bytes(self._agent))
         # Where this rank has lost prefill too: exports are alike on all ranks. A lease that is not read ends.
         self._exports.export(name, namespace, key, seconds)
-        peer = self._agent.peer(f"{req.bootstrap_host}:{req.bootstrap_port}")
+        peer = self._agent.peer(home_of(req))
         if peer is None:
             self.outcomes[ReturnEnd.PREFILL_GONE] += 1
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.addresses import bracketed
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
 from sglang_ext.disagg.messages import Offer
@@ -22,9 +23,16 @@ from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.ledger import Call
+from sglang_ext.protocol.cluster import bootstrap_of_replica
 from sglang_ext.radix_global import Node
 
 log = logging.getLogger(__name__)
+
+
+def home_of(req: Any) -> str:
+    """Where the prefill server's replica is found that has computed a request's prompt."""
+    host = bracketed(str(req.bootstrap_host).strip("[]"))
+    return bootstrap_of_replica(f"{host}:{req.bootstrap_port}", req.disagg_prefill_dp_rank)
 
 
 @dataclass(eq=False)
@@ -110,7 +118,7 @@ class ReturnSender:
             return ReturnEnd.BUDGET
         self._begun += 1
         name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
-        going = _Going(name, f"{req.bootstrap_host}:{req.bootstrap_port}", node, pages)
+        going = _Going(name, home_of(req), node, pages)
         self._blocks.lock(node)
         self._pinned += len(pages)
         self._going.append(going)

@@ -150,7 +150,7 @@ class MovingIn:
         try:
             put_back(req, resume)
             if resume.home is not None:
-                req.bootstrap_host, req.bootstrap_port = resume.home
+                req.bootstrap_host, req.bootstrap_port, req.disagg_prefill_dp_rank = resume.home
         except Exception:
             from sglang.srt.disaggregation.utils import prepare_abort
 

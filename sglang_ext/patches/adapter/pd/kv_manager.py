@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
-from sglang_ext.addresses import bracketed, connectable, listen_host
+from sglang_ext.addresses import bracketed, connectable, listen_host, of_replica
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
@@ -30,8 +30,10 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.admission import BACKEND, TRANSFER_FLAG
 from sglang_ext.patches.adapter.build_transfers import (
     components_of,
+    dp_rank,
     instance_rank,
     instance_ranks,
+    rank_on_server,
     transfers_of,
 )
 from sglang_ext.patches.adapter.hbm import Drafts
@@ -112,7 +114,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         scheduler = PROCESS.scheduler
         if scheduler is None:
             raise RuntimeError(f"{TRANSFER_FLAG}: the hook before Scheduler.init_disaggregation did not take")
-        config = PROCESS.settings()
+        config = of_replica(PROCESS.settings(), dp_rank())
         require_movable(scheduler.model_config, server_args, get_parallel(), config)
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
@@ -185,7 +187,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 local,
                 "" if cache is not None and cache.weights.moving else weights_of(scheduler),
                 bootstrap=bootstrap if prefill else "",
-                metrics=server_args.enable_metrics,
+                replica=dp_rank() or 0,
+                metrics=rank_on_server() if server_args.enable_metrics else None,
             ),
             transfers_of(scheduler, config, page, self._components),
             self.buffers,

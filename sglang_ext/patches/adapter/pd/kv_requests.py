@@ -24,6 +24,7 @@ from sglang_ext.engine.pd.sending_handover import SendingHandover
 from sglang_ext.patches.adapter.pd import prompt_logprobs
 from sglang_ext.patches.adapter.pd.kv_manager import GlobalKVManager
 from sglang_ext.patches.adapter.request_stages import request_stages
+from sglang_ext.protocol.cluster import bootstrap_of_replica
 from sglang_ext.stages import NO_STAGES, Handed
 
 ABORTED = "the request was aborted on decode"
@@ -167,9 +168,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         assert self.bootstrap_room is not None
         migration = self.kv_mgr.migration
         comes_over = migration is not None and migration.target.comes_over(self.bootstrap_room)
-        self.handover = self.kv_mgr.agent.receiver.open(
-            self.bootstrap_addr, self.bootstrap_room, read=comes_over
-        )
+        address = bootstrap_of_replica(self.bootstrap_addr, prefill_dp_rank)
+        self.handover = self.kv_mgr.agent.receiver.open(address, self.bootstrap_room, read=comes_over)
 
     def send_metadata(
         self,
