@@ -223,7 +223,7 @@ class Generation:
             prompts,
             self._clock.wall(),
             session=admitted.session,
-            max_new_tokens=admitted.job.prompts[0].max_new_tokens,
+            max_new_tokens=next((each.max_new_tokens for each in admitted.job.prompts), None),
         )
         self._log.add(logged, len(self._fleet.rows))
         self._pausing.begins(flight)
