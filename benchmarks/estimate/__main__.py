@@ -89,7 +89,7 @@ def _turns(row: dict[str, Any]) -> list[list[int]]:
     found = []
     for each in sorted(row["requests"], key=lambda each: each["t"]):
         ids = [id for first, count in each.get("hash_runs", ()) for id in range(first, first + count)]
-        # Prompts of 90,000 tokens are cut at their beginning: what a session repeats stays repeated.
+        # The beginnings of prompts of 90,000 tokens: a session repeats these, too.
         ids = ids[: MOST_BLOCKS * 4 : 4]
         if ids:
             found.append(_tokens("coding", ids, len(ids) * BLOCK + 5))

@@ -9,7 +9,7 @@ from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.router.app.run import run
 from sglang_ext.router.app.workers import run_workers
 from sglang_ext.router.config import RouterConfig
-from sglang_ext.router.estimate.shadow import run_shadow
+from sglang_ext.router.shadow import run_shadow
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = RouterConfig.prog) -> int:

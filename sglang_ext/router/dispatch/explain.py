@@ -115,7 +115,7 @@ class History(Protocol):
 
 
 class Oracle(Protocol):
-    """What an oracle of equal capacity would have found; see ``regret``."""
+    """The tokens that an oracle of equal capacity would have found; see ``regret``."""
 
     def explain(self, request_id: str, *, admin: bool) -> dict[str, Any] | None:
         """A request's part in the answer of ``/explain``; None where it is not known."""

@@ -50,7 +50,7 @@ class History:
         """Take a sample; returns the pause until the next."""
         self._samples.append((self._clock.monotonic(), self._now()))
         self.regret.forget_old()
-        self.regret.last_hour = await asyncio.to_thread(self.regret.comparison())
+        self.regret.show(await asyncio.to_thread(self.regret.comparison()))
         return EVERY_S
 
     def as_json(self) -> dict[str, Any]:

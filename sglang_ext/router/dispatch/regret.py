@@ -169,6 +169,10 @@ class Regret:
         now = self._clock.monotonic()
         return lambda: _compare(uses, rate, capacity, now)
 
+    def show(self, found: LastHour | None) -> None:
+        """Keep the result of a comparison, for explanations and metrics."""
+        self.last_hour = found
+
     def forget_old(self) -> None:
         """Drop what is too old to matter."""
         oldest = self._clock.monotonic() - 2 * WINDOW_S

@@ -89,8 +89,9 @@ def test_the_last_hour_is_compared_and_what_was_before_is_not() -> None:
     clock.advance(3700)
     ended(regret, clock, "one", list(range(160)), 0)  # the oracle has it from before
     ended(regret, clock, "two", [*range(160), *range(160)], 160)
-    regret.last_hour = found = regret.comparison()()
+    found = regret.comparison()()
     assert found is not None
+    regret.show(found)
     assert (found.requests, found.prompt_tokens, found.capacity_blocks) == (2, 480, 1000)
     assert found.hit == pytest.approx(160 / 480)
     assert found.oracle == found.unlimited == pytest.approx(20 / 30)

@@ -18,12 +18,11 @@ from aiohttp import web
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.protocol.recording import Head, Namer, Request, Writer, names_of, read_recording
-from sglang_ext.router import RouterConfig
+from sglang_ext.router import RouterConfig, shadow
 from sglang_ext.router.api.chat import ChatCompletions
-from sglang_ext.router.estimate import shadow
 from sglang_ext.router.estimate.command import main
 from sglang_ext.router.estimate.prompts import Units
-from sglang_ext.router.estimate.shadow import Notes, Seen, ShadowRouter
+from sglang_ext.router.shadow import Notes, Seen, ShadowRouter
 from sglang_ext.router.telemetry.record_file import RecordFile
 
 WORDS = "It reads files and edits code with care. " * 30
