@@ -15,10 +15,9 @@ from sglang_ext.router.dispatch.aborting import Aborting
 from sglang_ext.router.dispatch.explain import Explainer, RequestLog
 from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
-from sglang_ext.router.dispatch.last_hour import History
 from sglang_ext.router.dispatch.moving import Mover
 from sglang_ext.router.dispatch.recording import Recorder
-from sglang_ext.router.dispatch.regret import Regret
+from sglang_ext.router.dispatch.regret import History, Regret
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
 from sglang_ext.router.dispatch.turns import Turns

@@ -11,11 +11,12 @@ names is kept, chosen by the name, and the capacity is divided alike (SHARDS: Wa
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,7 @@ import msgspec
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.dispatch.explain import LoggedRequest
+from sglang_ext.router.telemetry.observability import RouterMetrics
 
 WINDOW_S: Final = 3600.0
 """The time that is compared. As much before it is kept, so that the oracle's cache begins filled."""
@@ -32,6 +34,9 @@ MOST_USES: Final = 16_384
 """Prompts that are kept."""
 UNITS: Final = ((16, 1), (64, 4), (512, 16), (1 << 30, 64))
 """(up to this block, blocks of a unit)."""
+EVERY_S: Final = 30.0
+"""Between two samples of the last hour, with each of which the comparison is made."""
+SAMPLES: Final = 121
 _BITS: Final = 64
 Unit = tuple[int, int, bool]
 """(name, blocks, whether they are the prompt's, not the answer's)."""
@@ -239,3 +244,52 @@ def _compare(
         capacity_blocks=capacity,
         sampled=rate,
     )
+
+
+class History:
+    """A sample every `EVERY_S`, for an hour.
+
+    Args:
+        regret: computed with each sample.
+        now: the values of a sample, by name; counters as sums since the router's start.
+    """
+
+    def __init__(
+        self, regret: Regret, clock: Clock, metrics: RouterMetrics, now: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self.regret = regret
+        self._clock = clock
+        self._now = now
+        self._samples: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=SAMPLES)
+        gauge = metrics.gauge("last_hour_cached_ratio")
+
+        def refresh() -> None:
+            gauge.clear()
+            found = self.regret.last_hour
+            if found is not None:
+                gauge.labels("hit").set(found.hit)
+                gauge.labels("unlimited").set(found.unlimited)
+                if found.oracle is not None:
+                    gauge.labels("oracle").set(found.oracle)
+
+        metrics.refreshing.subscribe(refresh)
+        metrics.show_table("regret", regret)
+
+    async def round(self) -> float:
+        """Take a sample; returns the pause until the next."""
+        self._samples.append((self._clock.monotonic(), self._now()))
+        self.regret.forget_old()
+        self.regret.show(await asyncio.to_thread(self.regret.comparison()))
+        return EVERY_S
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer of ``GET /metrics/last_hour``."""
+        now, found = self._clock.monotonic(), self.regret.last_hour
+        return {
+            "every_s": EVERY_S,
+            "samples": [{"ago_s": round(now - at, 3), **values} for at, values in self._samples],
+            "cached": None if found is None else msgspec.structs.asdict(found),
+        }
+
+    def __repr__(self) -> str:
+        return f"History({len(self._samples)} samples)"

@@ -17,8 +17,8 @@ from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.api.dialect import worker_lost
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
-from sglang_ext.router.dispatch.last_hour import History
 from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.dispatch.regret import History
 from sglang_ext.router.endpoints.openapi import description
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
