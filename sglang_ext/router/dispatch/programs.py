@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from sglang_ext.errors import InternalError
 
-QUANTUM = 16
+QUANTUM = 8
 """Turns after which a program makes room for others."""
 LONG_PAUSE_S = 30.0
 """A program that pauses longer, or is expected to, makes room for others."""
-LATE = 2.0
+LATE = 4.0
 """A program makes room for others, too, when it pauses so many times longer than expected."""
 LEAST_PAUSE_S = 1.0
 """It may pause for so long in any case."""
