@@ -1,6 +1,6 @@
 """The cost of the rules for agents' prompts to other traffic: a router with them and one without, in turns.
 
-Judged by CPU time: what else runs on a machine disturbs the clock more than the rules could.
+Judged by CPU time: other load on the machine disturbs the clock more than the rules could.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def compare(last: Fingerprint, now: Fingerprint, block_size: int) -> Diagnosis:
         return Diagnosis(part=Part.MODEL, missed=reusable, reusable=reusable)
     if last.namespace[1:] != now.namespace[1:]:
         return Diagnosis(part=Part.UNKNOWN, reusable=reusable)
-    # A prompt that is known by its tokens and one that is known by its text only have no key in common.
+    # Tokens of one prompt and the text of another cannot be compared.
     at = common_tokens(last.key, now.key) if last.namespace == now.namespace else 0
     # The last token of a prompt is always computed.
     could = min(reusable, len(now.key) // TOKEN_BYTES - 1) // block_size * block_size

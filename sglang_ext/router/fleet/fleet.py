@@ -346,7 +346,7 @@ class Fleet:
         )
 
     def keeps_states(self, name: str) -> bool:
-        """Whether an instance keeps states of its model where it is told to."""
+        """Whether an instance keeps states of its model at the places that a router names."""
         row = self.rows.get(name)
         return (
             row is not None
