@@ -46,7 +46,7 @@ def obstacle() -> str | None:
         if shutil.which(name) is None:
             return f"there is no {name}"
     version = subprocess.run(
-        ["node", "--version"], capture_output=True, text=True, check=False
+        ["node", "--version"], capture_output=True, text=True, check=False, encoding="utf-8"
     ).stdout.strip()
     if not version.startswith("v") or int(version[1:].partition(".")[0]) < LEAST_NODE:
         return f"node is {version or 'broken'}, and the client needs {LEAST_NODE} or later"
@@ -56,7 +56,7 @@ def obstacle() -> str | None:
 def _tools_missing() -> str | None:
     """Install TypeScript unless it is there in the version of the lock; why it cannot be."""
     TOOLS.mkdir(parents=True, exist_ok=True)
-    with (TOOLS / ".lock").open("w") as held:
+    with (TOOLS / ".lock").open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         lock = (SOURCES / "package-lock.json").read_bytes()
         mark = TOOLS / ".installed"

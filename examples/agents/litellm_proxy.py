@@ -69,7 +69,10 @@ def main(url: str) -> None:
                     break
                 except OSError:
                     if proxy.poll() is not None or time.monotonic() > deadline:
-                        print((Path(folder) / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
+                        print(
+                            (Path(folder) / "log").read_text("utf-8", errors="replace")[-3000:],
+                            file=sys.stderr,
+                        )
                         raise
                     time.sleep(0.5)
             ask(f"http://127.0.0.1:{port}", Client(url))

@@ -72,7 +72,7 @@ def main(url: str) -> None:
                     break
                 except OSError:
                     if server.poll() is not None or time.monotonic() > deadline:
-                        print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+                        print(log.read_text("utf-8", errors="replace")[-3000:], file=sys.stderr)
                         raise
                     time.sleep(1)
             ask(f"http://127.0.0.1:{port}")
