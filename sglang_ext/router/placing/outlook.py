@@ -50,20 +50,29 @@ class RouterOutlook(Outlook):
         self.factor = factor
         self.kinds = rows.kinds
         self.kind = table[KIND]
-        lined = table[LINED] > 0
-        self.waiting = lined if lined.any() else None
+        # Most of the time of a decision goes here: so few arrays are made, and what is zero is left out.
+        self.waiting = table[LINED] > 0 if np.count_nonzero(table[LINED]) else None
         step_s = model.decode_s(0)
         per_request_s = model.decode_s(1) - step_s
         age = now - table[REPORTED]
         fresh = age < report_s
-        running = np.maximum(in_flight - table[COUNT], 0)
-        seconds = np.maximum(factor * table[GROUP] - (now - table[BEGAN]), 0)
+        running = in_flight - table[COUNT]
+        np.maximum(running, 0, out=running)
+        if np.count_nonzero(table[MORE]):
+            running += table[MORE] * fresh
+            np.maximum(running, 0, out=running)
+        seconds = factor * table[GROUP]
+        seconds += table[BEGAN]
+        seconds -= now
+        np.maximum(seconds, 0, out=seconds)
         if self.waiting is not None:
             seconds += factor * table[LINE]
-        if fresh.any():
-            running = np.maximum(running + np.where(fresh, table[MORE], 0), 0)
+        if np.count_nonzero(table[OTHERS]):
             seconds += np.where(fresh, np.maximum(factor * table[OTHERS] - age, 0), 0)
-        self.queue_s = seconds + np.where(running > 0, step_s + per_request_s * running, 0)
+        seconds += (running > 0) * step_s
+        running *= per_request_s
+        seconds += running
+        self.queue_s = seconds
         mixed = any([rows.batchings[kind].mixed for kind in self.kinds])
         self.steps_s = per_request_s * np.where(fresh, table[RUNNING], 0) if mixed else None
         self._disk_factor: Numbers | None = None

@@ -26,6 +26,7 @@ from sglang_ext.router.policies.base import (
     Prompt,
     Reason,
     Role,
+    WholeFleet,
 )
 from sglang_ext.router.policies.fleet_queries import (
     all_colocated,
@@ -44,8 +45,15 @@ logger = logging.getLogger("router.policies")
 
 def trusted_matches(fleet: Fleet, matches: Matches) -> Matches:
     """The matches of instances with a trusted index, including indexes whose snapshot has not arrived."""
-    if all_trusted(fleet):
+    if not matches or all_trusted(fleet):
         return matches
+    if isinstance(fleet, WholeFleet):  # it may have a thousand instances, of which few hold the prompt
+        doubted = {
+            name
+            for name in matches
+            if (found := named(fleet, name)) is not None and not (found.trusted or found.awaited)
+        }
+        return {name: match for name, match in matches.items() if name not in doubted} if doubted else matches
     doubted = {instance.name for instance in fleet if not (instance.trusted or instance.awaited)}
     return {name: match for name, match in matches.items() if name not in doubted} if doubted else matches
 

@@ -236,8 +236,10 @@ class Search:
     def is_crowded(self, place: int) -> bool:
         """Whether the match of the instance at a place is not counted."""
         held = self._matches.get(self._fleet[place].name, NOTHING)
-        found = self.crowded(held, np.array([place]))
-        return found is not None and bool(found[0])
+        if held.own or not held.tokens:
+            return False
+        slack = self._options.balance_cache_factor * held.tokens
+        return int(self._counts[CACHED, place]) - self._emptiest > slack
 
     def _least_loaded(self, limit: float) -> int:
         """The first by ``load_of`` of the instances that take at most ``limit``."""
