@@ -86,7 +86,14 @@ class CostModel:
     @property
     def calibrated(self) -> bool:
         """Whether its costs come from a calibration."""
-        return self.profile is not None
+        return self.profile is not None and not self.profile.estimated
+
+    @property
+    def basis(self) -> str:
+        """What its costs come from, for people: ``calibrated``, ``estimated`` or ``defaults``."""
+        if self.profile is None:
+            return "defaults"
+        return "estimated" if self.profile.estimated else "calibrated"
 
     def exec_s(self, new: int, context: int, batching: Batching = ANY) -> float:
         """exec(x, y): to prefill a prompt of which ``context`` leading tokens are in HBM and ``new`` are not.

@@ -92,6 +92,8 @@ class Profile(Part, frozen=True):
     """By name of the tier: to HBM."""
     transfer: Link | None = None
     """From another instance."""
+    estimated: bool = False
+    """Nothing was measured: see ``estimated``."""
     measured_at: str = ""
     notes: tuple[str, ...] = ()
 

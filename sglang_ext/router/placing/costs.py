@@ -71,9 +71,9 @@ LEAST_COMPARED_S = 1e-3
 MOST_OTHERS = 32
 """Waiting prompts of other routers that are counted one by one."""
 BOUND_CALIBRATED = 4.0
-"""With a profile, the factor stays within 1/4 … 4,"""
+"""With a measured profile, the factor stays within 1/4 … 4,"""
 BOUND_DEFAULT = 256.0
-"""and within 1/256 … 256 of the defaults, which cover a laptop and a large accelerator."""
+"""and within 1/256 … 256 of an estimate and of the defaults, which cover a laptop and a large accelerator."""
 
 
 class Correction:
@@ -241,6 +241,11 @@ class RouterCosts:
     @property
     def calibrated(self) -> bool:
         return self.model.calibrated
+
+    @property
+    def basis(self) -> str:
+        """See ``CostModel.basis``."""
+        return self.model.basis
 
     def can_fetch(self, source: str, target: str) -> bool:
         """Whether instance ``target`` can fetch KV from instance ``source``."""

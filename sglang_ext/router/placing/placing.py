@@ -39,6 +39,10 @@ from sglang_ext.router.telemetry.estimate import Estimate
 class PlacingCosts(Costs, Protocol):
     """The costs that policies see, and the facts that plans need besides."""
 
+    @property
+    def basis(self) -> str:
+        """What the costs come from, for people."""
+
     def can_fetch(self, source: str, target: str) -> bool:
         """Whether instance ``target`` can fetch KV from instance ``source``."""
 
@@ -132,14 +136,14 @@ def _placed(
             chosen, decode, max(0, prompt.tokens - matched_tokens(matches, decision.decode))
         )
     factor = costs.factor(chosen.name)
-    without = Estimate(pricing.queue_s, alone.load_s, hand_over_s, alone.exec_s, factor)
+    without = Estimate(pricing.queue_s, alone.load_s, hand_over_s, alone.exec_s, factor, costs.basis)
     estimate, plan = without, pricing.plan
     if plan is not None and plan.worth_it:
         plan = msgspec.structs.replace(plan, busy_s=_busy_s(plan, fleet, costs))
         load_s = sum([span.seconds for span in plan.spans if span.source == chosen.name])
         exec_s = sum([span.seconds for span in plan.spans if span.source is None])
         transfer_s = hand_over_s + plan.transfer_s
-        estimate = Estimate(pricing.queue_s, load_s, transfer_s, exec_s, factor)
+        estimate = Estimate(pricing.queue_s, load_s, transfer_s, exec_s, factor, costs.basis)
     return Placement(
         chosen.name,
         decision.decode,

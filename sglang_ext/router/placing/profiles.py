@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sglang_ext.cost_model import CostModel, load
+from sglang_ext.cost_model.estimated import estimated
 from sglang_ext.cost_model.model import (
     DEFAULT_KV_BYTES,
     DEFAULT_TRANSFER,
@@ -13,23 +17,44 @@ from sglang_ext.cost_model.model import (
     default_link,
 )
 from sglang_ext.cost_model.profile import find
+from sglang_ext.errors import ConfigError
 from sglang_ext.tiers import Tier, tiers_below
 
 logger = logging.getLogger("router.profiles")
 
 AUTO = "auto"
 NONE = "none"
+ESTIMATED = "estimated="
+"""Begins a setting ``estimated=DEVICE:FILE``, with the model's ``config.json``."""
 
 
 def load_named(setting: str) -> CostModel | None:
     """The cost model of ``--cost-profile``, if it names a file.
 
     Raises:
-        ConfigError: the file is no profile.
+        ConfigError: the file is no profile, or the costs of its model cannot be estimated.
     """
+    if setting.startswith(ESTIMATED):
+        device, _, path = setting.removeprefix(ESTIMATED).partition(":")
+        return CostModel(estimated(_config_at(Path(path)), device, model=path))
     if setting == NONE:
         logger.info("calculating with defaults: %s", defaults())
     return None if setting in (AUTO, NONE) else CostModel(load(Path(setting)))
+
+
+def _config_at(path: Path) -> dict[str, Any]:
+    """A model's ``config.json``."""
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"cannot read the configuration of a model in {path}: {error}",
+            field="--cost-profile",
+            hint="Write --cost-profile estimated=DEVICE:PATH, with the path of its config.json",
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no configuration of a model", field="--cost-profile")
+    return config
 
 
 def cost_model_for(model: str, folder: Path | None = None) -> CostModel:

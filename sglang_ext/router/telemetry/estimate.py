@@ -20,6 +20,8 @@ class Estimate(msgspec.Struct):
     """Computing the rest, batched with the prompts in the instance's queue."""
     correction: float
     """The factor in ``queue_s`` and ``exec_s``: observed over calculated seconds of recent answers."""
+    basis: str = ""
+    """What the costs come from: ``calibrated``, ``estimated`` from the model's shapes, or ``defaults``."""
     observed_s: float | None = None
     """Time to first token; None for answers that do not stream."""
     observed_queue_s: float | None = None

@@ -45,6 +45,7 @@ class Seconds:
     loads: Mapping[Tier, float] = field(default_factory=lambda: {Tier.DRAM: 0.1, Tier.DISK: 0.5})
     splits: bool = False
     calibrated: bool = True
+    basis: str = "calibrated"
     asked: list[tuple[Any, ...]] = field(default_factory=list)
 
     def exec_s(self, instance: Instance, new_tokens: int, context_tokens: int) -> float:

@@ -1,0 +1,142 @@
+"""Profiles without a measurement: a model's shapes over a device's peak rates (the roofline model).
+
+A prefill reads the weights once and computes, for each new token, two operations per active weight, and for
+each pair of tokens the products of attention. A step of generation reads the weights and each request's KV.
+The rates that kernels reach are ``COMPUTED`` and ``MOVED`` of the peaks. This is an estimate: it knows no
+kernel, no batch of the server, no other process. So ``Profile.estimated`` marks it, the router corrects it
+within the bounds of its defaults, and ``auto`` does not take it for a calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sglang_ext.cost_model.levels import ArchLevel
+from sglang_ext.cost_model.operators import Link, Part
+from sglang_ext.cost_model.profile import SCHEMA, Decode, Identity, Profile, Quality
+from sglang_ext.errors import ConfigError
+
+COMPUTED: Final = 0.5
+"""Share of the peak rate of operations that prefills reach."""
+MOVED: Final = 0.7
+"""Share of the peak bandwidth of memory that steps of generation reach."""
+USUAL_CONTEXT: Final = 2048
+"""Tokens of a request that generates."""
+LONGEST: Final = 8192
+WEIGHT_BYTES: Final = 2
+KV_BYTES: Final = 2
+
+
+class Device(Part, frozen=True):
+    """Peak rates of one device. loads: from host memory. around_s: of a request outside of its pass."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    loads_bytes_per_s: float
+    around_s: float
+
+
+DEVICES: Final = {
+    "cpu": Device(1e12, 100e9, 20e9, 5e-3),
+    "h100": Device(989e12, 3.35e12, 50e9, 3e-3),
+    "h200": Device(989e12, 4.8e12, 50e9, 3e-3),
+}
+"""Dense operations in bfloat16 of the SXM modules, by NVIDIA's data sheets, and PCIe 5. A CPU's are of the
+order of a server socket."""
+
+
+class Shapes(Part, frozen=True):
+    """A model's sizes. weights: all of them; active: those that a token passes. heads: of queries."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    weights: int
+    active: int
+    kv_per_token: int
+    """Numbers in all layers."""
+
+
+def shapes_of(config: Mapping[str, Any]) -> Shapes:
+    """The sizes of a model, from its ``config.json``.
+
+    Raises:
+        ConfigError: it lacks a size that a transformer has.
+    """
+    config = config.get("text_config") or config
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name, default)
+        if not isinstance(value, int) or value < 0:
+            raise ConfigError(
+                f"the model's configuration has no {name}, so its costs cannot be estimated",
+                field="--cost-profile",
+                hint="Measure them: sglang-ext calibrate",
+            )
+        return value
+
+    layers, hidden, heads = (
+        size(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    kv_heads = size("num_key_value_heads", heads)
+    head_dim = size("head_dim") if config.get("head_dim") else hidden // max(1, heads)
+    latent = size("kv_lora_rank", 0)
+    if latent:  # MLA: one latent of all heads
+        kv = latent + size("qk_rope_head_dim", 0)
+        attention = hidden * (heads * head_dim + kv) + (latent + hidden) * heads * head_dim
+    else:
+        kv = 2 * kv_heads * head_dim
+        attention = 2 * hidden * heads * head_dim + hidden * kv
+    experts = size("num_experts", size("num_local_experts", size("n_routed_experts", 0)))
+    wide = size("moe_intermediate_size", size("intermediate_size")) if experts else size("intermediate_size")
+    mlp = 3 * hidden * wide
+    used = size("num_experts_per_tok", 1) + size("n_shared_experts", 0) if experts else 1
+    head = hidden * size("vocab_size")
+    return Shapes(
+        layers,
+        heads,
+        head_dim,
+        weights=layers * (attention + mlp * max(1, experts)) + 2 * head,
+        active=layers * (attention + mlp * used),
+        kv_per_token=layers * kv,
+    )
+
+
+def estimated(config: Mapping[str, Any], device: str, *, model: str, tp: int = 1) -> Profile:
+    """The profile of a model on ``tp`` devices of a class.
+
+    Args:
+        config: the model's ``config.json``.
+        device: of ``DEVICES``.
+        model: its served name.
+
+    Raises:
+        ConfigError: the device is unknown, or the configuration lacks a size.
+    """
+    rates = DEVICES.get(device)
+    if rates is None:
+        raise ConfigError(
+            f"the rates of a device {device!r} are not known; there are {', '.join(DEVICES)}",
+            field="--cost-profile",
+            hint="Measure the costs: sglang-ext calibrate",
+        )
+    shapes = shapes_of(config)
+    operation_s = 1 / (COMPUTED * rates.flops_per_s * tp)
+    byte_s = 1 / (MOVED * rates.bytes_per_s * tp)
+    kv_bytes = shapes.kv_per_token * KV_BYTES
+    weights_s = shapes.weights * WEIGHT_BYTES * byte_s
+    token_s = 2 * shapes.active * operation_s
+    pair_s = 4 * shapes.layers * shapes.heads * shapes.head_dim * operation_s
+    return Profile(
+        schema=SCHEMA,
+        identity=Identity(model, device, "bfloat16", tp),
+        arch=ArchLevel((rates.around_s + weights_s, kv_bytes * byte_s, token_s, pair_s, 0.0, 0.0)),
+        quality=Quality(0, 0.0),
+        longest_prompt=LONGEST,
+        kv_bytes_per_token=kv_bytes,
+        decode=Decode(weights_s, token_s + USUAL_CONTEXT * kv_bytes * byte_s),
+        tiers={"dram": Link(1e-4, 1 / rates.loads_bytes_per_s)},
+        estimated=True,
+        notes=("estimated from the model's shapes and the device's peak rates; nothing was measured",),
+    )
