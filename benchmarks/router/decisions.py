@@ -84,7 +84,7 @@ class Router(Protocol):
 
 
 class _Traffic:
-    """What happens between two decisions."""
+    """Events, load reports and prompts between two decisions."""
 
     def __init__(self, router: Router, tokens: Callable[[int], bytes]) -> None:
         self._router = router
@@ -138,7 +138,7 @@ def decision_rows(
             gc.collect()
             gc.freeze()
             for _ in range(decisions):
-                # What was decided before is guessed to be held, so a prompt without holders begins anew.
+                # The index guesses that prompts decided before are held: one without holders begins anew.
                 prompt = (key if holders else b"") + tokens(draw.randint(*NEW_BLOCKS))
                 traffic.go_on()
                 began = time.thread_time_ns()

@@ -90,7 +90,7 @@ class CostModel:
 
     @property
     def basis(self) -> str:
-        """What its costs come from, for people: ``calibrated``, ``estimated`` or ``defaults``."""
+        """The origin of its costs, for people: ``calibrated``, ``estimated`` or ``defaults``."""
         if self.profile is None:
             return "defaults"
         return "estimated" if self.profile.estimated else "calibrated"

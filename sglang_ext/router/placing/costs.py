@@ -189,7 +189,8 @@ class RouterCosts:
         monotonic: seconds.
         can_fetch: whether an instance can fetch KV from another one: (from, to).
         can_split: whether an instance can compute the beginning of a prompt for another one: (from, to).
-        shares_kv: what instances have in common that can fetch from each other; None of one that cannot.
+        shares_kv: the kind of an instance's KV: instances of one kind can fetch from each other; None if the
+            instance cannot.
         batching: how an instance fills its passes.
     """
 

@@ -41,7 +41,7 @@ class PlacingCosts(Costs, Protocol):
 
     @property
     def basis(self) -> str:
-        """What the costs come from, for people."""
+        """The origin of the costs, for people."""
 
     def can_fetch(self, source: str, target: str) -> bool:
         """Whether instance ``target`` can fetch KV from instance ``source``."""

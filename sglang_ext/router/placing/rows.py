@@ -1,4 +1,4 @@
-"""What ``RouterCosts`` knows of each instance, as columns of one table: the source of an ``Outlook``.
+"""The facts of ``RouterCosts`` about each instance, as columns of one table: the source of an ``Outlook``.
 
 A decision of a router with a thousand instances compares all of them, and between two decisions a few change.
 So each instance has a place in a table, and what changes is entered there at once. The places follow the

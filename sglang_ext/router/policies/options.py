@@ -1,10 +1,10 @@
-"""What a prompt can cost at an instance besides the queue: every way to bring its KV and to compute the rest.
+"""The costs of a prompt at an instance besides the queue: each way to bring its KV and compute the rest.
 
 All instances of one kind that hold the same part of a prompt have the same options. An option's seconds are
 
     moving + disk factor · load from the own disk + exec weight · factor · exec
 
-and the least of them counts, as in ``spans.price_at``, which lists the spans of the one that is carried out.
+and the least of them counts, as in ``spans.price_at``, which lists the spans.
 """
 
 from __future__ import annotations

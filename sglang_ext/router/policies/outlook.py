@@ -30,7 +30,7 @@ class Outlook(Protocol):
     factor: Numbers
     """Correction of computing times."""
     steps_s: Numbers | None
-    """What an instance's running requests add to each pass of a prompt, uncorrected; None where nowhere."""
+    """Time that an instance's running requests add to each pass of a prompt, uncorrected; None if none do."""
     waiting: Numbers | None
     """Whether other prompts wait at an instance, so that its exec depends on them; None if nowhere."""
     kind: Numbers
@@ -60,7 +60,7 @@ class Outlook(Protocol):
         """Time of a transfer between instances, uncorrected: to compare sources."""
 
     def can_fetch(self, kind: int, sources: Numbers) -> Numbers:
-        """Which of the sources instances of a kind can fetch from.
+        """Whether instances of a kind can fetch from each of the sources.
 
         Args:
             sources: positions in the fleet.

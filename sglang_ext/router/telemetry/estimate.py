@@ -21,7 +21,7 @@ class Estimate(msgspec.Struct):
     correction: float
     """The factor in ``queue_s`` and ``exec_s``: observed over calculated seconds of recent answers."""
     basis: str = ""
-    """What the costs come from: ``calibrated``, ``estimated`` from the model's shapes, or ``defaults``."""
+    """The origin of the costs: ``calibrated``, ``estimated`` from the model's shapes, or ``defaults``."""
     observed_s: float | None = None
     """Time to first token; None for answers that do not stream."""
     observed_queue_s: float | None = None
