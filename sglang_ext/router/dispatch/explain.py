@@ -27,8 +27,8 @@ from sglang_ext.signals import Signal
 
 LOGGED_BYTES = 2000
 """Memory of a logged request, without its keys and its fleet."""
-INSTANCE_BYTES = 16
-"""Of a fleet, for an instance of it: a reference, and a share of the few that each request changes."""
+INSTANCE_BYTES = 24
+"""Of a fleet, for each instance: a reference, its score, and a share of the few that a request changes."""
 CHARACTER_BYTES = 4
 """Of a text, at most."""
 MATCHING_UNITS = 16

@@ -65,8 +65,8 @@ class TransferTimes:
         return min(BOUND, max(1 / BOUND, factor))
 
     def observed(self, source: str) -> tuple[float, float, float] | None:
-        """The arguments of ``factors`` for a source: when it was last observed, the observed and the expected time;
-        None for a source that was never observed."""
+        """The arguments of ``factors`` for a source: when it was last observed, the observed and the expected
+        time; None for a source that was never observed."""
         found = self._observed.get(source)
         return None if found is None else (found.at, found.took_s, found.expected_s)
 
