@@ -31,7 +31,6 @@ from sglang_ext.router.api.job import Chat
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, check_length, fits, parse_json_object
 from sglang_ext.router.cluster.queries import Queries
-from sglang_ext.router.dispatch.breakpoints import places_of
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.diagnosing import Diagnoses
 from sglang_ext.router.dispatch.explain import Choice, LoggedRequest, RequestLog
@@ -54,6 +53,7 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import admit, cannot_be_kept_apart
 from sglang_ext.router.tenancy.admitted import Admitted, Rules
+from sglang_ext.router.tokens.breakpoints import places_of
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 

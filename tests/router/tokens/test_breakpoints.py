@@ -11,7 +11,7 @@ from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.api.job import Job, PromptInput
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.messages import MESSAGES
-from sglang_ext.router.dispatch.breakpoints import places_of
+from sglang_ext.router.tokens.breakpoints import places_of
 
 Json = dict[str, Any]
 LIMITS = Limits(32_000, 4096, False, "m")
