@@ -163,7 +163,11 @@ def test_decisions_are_those_of_the_exhaustive_search(request: pytest.FixtureReq
         if summary(fast) == summary(every):
             equal += 1
         else:
-            assert -every.scores[fast.instance] <= -1.01 * max(every.scores.values()) + 1e-9, seed
+            # Rounding may decide about an instance at the edge of those that are equal by the rule.
+            least, tokens = -max(every.scores.values()), case.prompt.tokens
+            chosen = next(one for one in case.fleet if one.name == fast.instance)
+            block_s = case.costs.exec_s(chosen, tokens, 0) * min(1.0, case.options.tie_tokens / tokens)
+            assert -every.scores[fast.instance] <= max(1.01 * least, least + block_s) + 1e-9, seed
         for name, seconds in fast.scores.items():
             assert seconds == pytest.approx(every.scores[name], rel=0.01, abs=1e-6), (seed, name)
     assert asked > count / 2
