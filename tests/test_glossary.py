@@ -116,7 +116,10 @@ MOST_RIDDLES = {
                 f"sglang_ext/{name}"
                 for name in ("engine", "flags", "mempool", "migrate", "patches", "protocol")
             ),
-            *(f"sglang_ext/{name}" for name in ("radix_global", "router", "testing", "tiered_store")),
+            *(
+                f"sglang_ext/{name}"
+                for name in ("radix_global", "router", "simulator", "testing", "tiered_store")
+            ),
         )
     },
 }

@@ -37,7 +37,7 @@ class NamedSession:
         return self.session.start_s
 
     def turns(self) -> Iterator[Turn]:
-        """Answers are tokens of their own: what a next prompt has of them is in its names."""
+        """Answers are tokens of their own: the part of them that a next prompt has is in its names."""
         for number, request in enumerate(self.session.requests):
             mark = f"{self.session.name}/{number}".encode()
             answer = (mark * (request.output_tokens * TOKEN_BYTES // len(mark) + 1))[

@@ -77,7 +77,7 @@ class Agent:
                 self._send(data)
 
     def hello(self, message: Hello) -> None:
-        """The router asks for everything, or for what it has missed."""
+        """The router asks for all events, or for those that it has missed."""
         assert self.instance is not None
         assert self.stream is not None
         sends, number = self.stream.hello(READER, message)
@@ -140,7 +140,7 @@ class Channel:
 
 
 class Channels(AgentChannels):
-    """All channels: what `router.cluster.agents.Agents` is to a router.
+    """All channels, in the place of `router.cluster.agents.Agents`.
 
     Args:
         lag_s: that a message takes, in either direction.
@@ -208,7 +208,7 @@ class Channels(AgentChannels):
             channel.beats = self._loop.call_later(HEARTBEAT_S, self._beat, channel, agent)
 
     def sender(self, name: str) -> tuple[Callable[[bytes], None], Callable[[Agent], None]]:
-        """A function that takes an agent's messages to here, and one that names the agent to it."""
+        """Two functions: the first takes an agent's messages to here, the second names the agent to it."""
         named: list[Agent] = []
 
         def send(data: bytes) -> None:

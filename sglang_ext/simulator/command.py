@@ -1,4 +1,4 @@
-"""``sglang-ext simulate``: what a fleet would do under a load, by its router's and its engines' own code."""
+"""``sglang-ext simulate``: a fleet in virtual time, by its router's and its engines' own code."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def run(given: Arguments) -> int:
 
 
 def _settings(given: Arguments, trace: Trace | None) -> Settings:
-    """The fleet of the flags, and for what they leave out that of the recording, or the defaults."""
+    """The fleet of the flags; values that they leave out are those of the recording, or the defaults."""
     settings = Settings(seed=given.seed)
     if trace is not None:
         sizes = {name: size for name, size in trace.tiers.items() if size}

@@ -20,7 +20,7 @@ class Copier(Mover):
     """A `Mover`.
 
     Args:
-        loop: whose time passes.
+        loop: of virtual time.
         seconds: that copying so many bytes takes.
         block_bytes: of a block.
         ended: called when a copy has ended.

@@ -73,7 +73,7 @@ class Job:
 
 @dataclass(slots=True)
 class Work:
-    """What an instance has done since the start."""
+    """The work of an instance since the start."""
 
     passes: int = 0
     computed_tokens: int = 0
@@ -265,15 +265,15 @@ class Instance:
 
     def _form_batch(self) -> list[tuple[Job, int]]:
         """The prompts of the next pass, and how many tokens of each it computes."""
-        room = self._settings.chunk
+        left = self._settings.chunk
         batch: list[tuple[Job, int]] = []
         if self._cut is not None:
-            new = min(room, self._cut.tokens - self._cut.computed)
+            new = min(left, self._cut.tokens - self._cut.computed)
             batch.append((self._cut, new))
-            room -= new
+            left -= new
             self._cut = None
         skipped: list[Job] = []
-        while self._waiting and room > 0 and len(self._running) + len(batch) < self._settings.running:
+        while self._waiting and left > 0 and len(self._running) + len(batch) < self._settings.running:
             job = self._waiting[0]
             if self._waits(job):
                 skipped.append(self._waiting.popleft())
@@ -281,9 +281,9 @@ class Instance:
             if not self._admit(job):
                 break
             self._waiting.popleft()
-            new = min(room, job.tokens - job.computed)
+            new = min(left, job.tokens - job.computed)
             batch.append((job, new))
-            room -= new
+            left -= new
         self._waiting.extendleft(reversed(skipped))
         return batch
 

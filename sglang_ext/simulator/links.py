@@ -48,7 +48,7 @@ class Network:
     """All flows.
 
     Args:
-        loop: whose time passes.
+        loop: of virtual time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

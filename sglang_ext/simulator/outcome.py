@@ -1,4 +1,4 @@
-"""What came of a simulation: one row for each request, sums over the instances, and figures of both."""
+"""The outcome of a simulation: one row for each request, sums over the instances, and figures of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What was chosen for a request, and the tokens of its prompt that were found, by tier."""
+    """The instance of a request, and the tokens of its prompt that were found there, by tier."""
 
     instance: str
     hits: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Reads of KV between simulated instances: what `engine.peers` uses of a transfer thread, in virtual time.
+"""Reads of KV between simulated instances: the transfer thread of `engine.peers`, in virtual time.
 
 The holder publishes an export under its name; the reader asks for it, and the bytes cross the holder's
 outgoing link and the reader's incoming one, which other reads share (`links`).
@@ -41,7 +41,7 @@ class Wires:
     """The network between all instances.
 
     Args:
-        network: whose links have flows.
+        network: carries the bytes.
         bytes_per_s: of an instance, in each direction.
         latency_s: of a message.
     """

@@ -1,4 +1,4 @@
-"""Regret: what an oracle would have reused, beside what was reused.
+"""Regret: the tokens that an oracle would have reused, beside those that were reused.
 
 The oracle has one cache with the capacity of all instances' HBM and DRAM, knows all requests to come, and
 gives up the block that is used again last (Belady), of blocks used in the same request the one farther behind
@@ -75,7 +75,7 @@ class Uses:
             self._known.popitem(last=False)
 
     def regret(self, blocks: int) -> Regret:
-        """What caches of so many blocks in all would have reused, and an infinite one."""
+        """Tokens that caches of so many blocks in all would have reused, and an infinite one."""
         oracle, infinite = belady(self._names, self._ends, max(1, blocks // self.one_in))
         unit = self.one_in * BLOCK_TOKENS
         return Regret(oracle * unit, infinite * unit)

@@ -77,7 +77,7 @@ def page(outcomes: Mapping[str, Outcome], columns: Mapping[str, Mapping[str, Any
     """One page of HTML, which needs nothing else.
 
     Args:
-        outcomes: by title. columns: their figures. note: what was simulated.
+        outcomes: by title. columns: their figures. note: names the load.
     """
     head = "".join(f"<th>{html.escape(title)}</th>" for title in columns)
     rows = "".join(

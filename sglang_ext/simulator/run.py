@@ -254,7 +254,7 @@ class Simulation:
         self.outcome.seconds = seconds
         total_s = max(1e-9, seconds * self.settings.instances)
         self.outcome.busy /= total_s
-        # What follows the last arrival is no load any more.
+        # After the last arrival there is no load any more.
         arriving_s = max(self.outcome.arrivals, default=began) - began
         arriving_s = max(1e-9, arriving_s * self.settings.instances)
         held = self._held / (self.settings.hbm * BLOCK_TOKENS)

@@ -1,4 +1,4 @@
-"""What is simulated: the fleet, its load and its policy, and changes of them by name (``--what-if``)."""
+"""Settings of a simulation: fleet, load and policy, and changes of them by name (``--what-if``)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Settings:
     most_running: int = 0
     """Requests that the router sends an instance at a time (``--max-running-per-instance``)."""
     failures: float = 0.0
-    """Of an instance an hour, each of which takes `restart_s`, and what it holds in memory."""
+    """Of an instance an hour. It is away for `restart_s`, and comes back with nothing in memory."""
     restart_s: float = 60.0
 
 

@@ -53,8 +53,8 @@ class TracedSession:
 class Trace:
     """A recorded load, and the fleet that served it.
 
-    policy, instances, tiers: of a recording; the blocks that each tier can hold. decided: what was chosen
-    and found for each request, by the name of its turn.
+    policy, instances, tiers: of a recording; the blocks that each tier can hold. decided: the
+    instance and the tokens found of each request, by the name of its turn.
     """
 
     policy: str = ""

@@ -5,8 +5,8 @@
 - *agents* (25 %): one of 6 long beginnings of instructions and tools, and many turns that follow at once;
 - *documents* (15 %): one of 200 documents, a few popular, and one question about it.
 
-Tokens are random numbers from the seed. What a text says does not matter here: where it parts from another
-one does.
+Tokens are random numbers from the seed. The meaning of a text does not matter here: the place where it
+parts from another one does.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class DramArena(Arena):
         self._generations = memory.bytes[start:].view(np.uint64)
         self._lock = threading.Lock()
         self._free = self.n_blocks
-        # Whole words, so that eight used blocks are passed over at once; what is behind the last is used.
+        # Whole words, so that eight used blocks are passed over at once; behind the last block, all are used.
         flags = np.zeros(-(-self.n_blocks // _FLAGS_IN_WORD) * _FLAGS_IN_WORD, dtype=np.bool_)
         flags[: self.n_blocks] = True
         self._is_free, self._free_words = flags[: self.n_blocks], flags.view(np.uint64)
