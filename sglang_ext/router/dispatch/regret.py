@@ -102,7 +102,7 @@ def belady(uses: Sequence[Sequence[Unit]], capacity: float) -> list[float]:
     held: dict[int, int] = {}
     """Unit -> index of its next use."""
     latest: list[tuple[int, int, int]] = []
-    room, index = capacity, 0
+    spare, index = capacity, 0
     found = []
     for units in uses:
         hits = 0.0
@@ -110,19 +110,19 @@ def belady(uses: Sequence[Sequence[Unit]], capacity: float) -> list[float]:
             if name in held:
                 hits += blocks if counts else 0
                 del held[name]
-                room += blocks
+                spare += blocks
             after = following[index]
             index += 1
             if after < 0:
                 continue
             held[name] = after
-            room -= blocks
+            spare -= blocks
             heapq.heappush(latest, (-after, name, blocks))
-            while room < 0:
+            while spare < 0:
                 when, one, size = heapq.heappop(latest)
                 if held.get(one) == -when:
                     del held[one]
-                    room += size
+                    spare += size
         found.append(hits)
     return found
 
