@@ -63,6 +63,9 @@ OTHERS = {
         *("--bs", "--direct", "--filename", "--invalidate", "--ioengine", "--name", "--numjobs"),
         *("--output-format", "--overwrite", "--rw", "--size", "--thread"),
     },
+    "npm, tsc": {
+        *("--ignore-scripts", "--module", "--offline", "--pack-destination", "--silent", "--strict"),
+    },
     "SGLang's own router": {f"--{name}" for name in GATEWAY},
 }
 """Flags that none of the parsers has, by whose they are."""

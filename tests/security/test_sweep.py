@@ -243,7 +243,7 @@ async def test_names_without_end_are_bounded(
     limits = {
         "request-log": MIB // 8, "sessions": MIB // 8, "hints": MIB, "homes": 32 * MIB,
         "documents": 256 * MIB, "deleted-documents": 16 * MIB, "open-sessions": 32 * MIB, "pins": 16 * MIB,
-        "diagnoses": MIB // 32,
+        "diagnoses": MIB // 32, "pauses": 4 * MIB, "paused-sessions": 8 * MIB, "regret": 2 * MIB,
     }  # fmt: skip
     assert limits.keys() == router.metrics.tables.keys(), "say here how large a new table may be"
     before = resident()

@@ -53,7 +53,7 @@ def recording_key(cluster: ClusterKey | None) -> bytes:
         fresh = folder / f"recording.key.{os.getpid()}"
         if not path.exists():
             descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(secrets.token_hex(32))
             try:
                 os.link(fresh, path)  # of several routers that start at once, the first one's stays

@@ -247,7 +247,7 @@ def test_the_request_log_is_bounded_and_the_oldest_go() -> None:
     mine = log.find("r49", tenant=None, admin=True)
     assert mine is not None
     assert mine.record is not other
-    log.add(LoggedRequest(record, [], 0.0), 1000)  # each keeps the fleet that it was chosen from
+    log.add(LoggedRequest(record, [], 0.0), 700)  # each keeps the fleet that it was chosen from
     assert 0 < len(log) < 3
     none = RequestLog(0)
     none.add(LoggedRequest(record, [], 0.0), 4)
