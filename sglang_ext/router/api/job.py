@@ -19,6 +19,9 @@ class Chat(msgspec.Struct, frozen=True):
     long_in_place: bool = False
     """Servers of every version leave them where the template shows them, not only from 0.5.22 on."""
 
+    by_parser: bool = False
+    """The server's reasoning parser decides in which form the template gets reasoning: `tokens.reasoning`."""
+
     def seen(self, in_place: bool) -> Json:
         """As a server has it that leaves system messages in their places, or does not."""
         return self.payload if in_place or self.in_front is None else self.in_front

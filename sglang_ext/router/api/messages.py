@@ -95,7 +95,7 @@ class Messages(Dialect):
             raise wrong("stop_sequences", "an array of strings", payload["stop_sequences"])
         prompt = PromptInput(
             chat=_chat_of(payload),
-            opaque=depends_on_parser(payload),
+            opaque=any(_is_opaque(b) for said in payload["messages"] for b in blocks_of(said["content"])),
             namespace=(adapter_of(payload["model"]), None, None),
             max_new_tokens=payload["max_tokens"],
         )
@@ -323,19 +323,16 @@ def _check_tools(payload: Json) -> None:
 def _chat_of(payload: Json) -> Chat:
     """The conversation, in both forms if there are system messages in the midst of it."""
     inline = any(message["role"] == "system" for message in payload["messages"])
-    return Chat(to_chat(payload), to_chat(payload, in_front=True) if inline else None, long_in_place=True)
-
-
-def depends_on_parser(payload: Json) -> bool:
-    """Whether the tokens depend on the server's reasoning parser, or on what else only it knows."""
-    if payload.get("thinking") is not None or payload.get("output_config") is not None:
-        return True
-    return any(
-        _is_opaque(block) for message in payload["messages"] for block in blocks_of(message["content"])
+    return Chat(
+        to_chat(payload),
+        to_chat(payload, in_front=True) if inline else None,
+        long_in_place=True,
+        by_parser=True,
     )
 
 
 def _is_opaque(block: Json) -> bool:
+    """Whether the server alone knows the tokens of a block."""
     if block["type"] == "tool_result":
         return any(_is_opaque(inner) for inner in blocks_of(block.get("content")))
-    return block["type"] in ("thinking", "redacted_thinking", "tool_reference")
+    return block["type"] in ("redacted_thinking", "tool_reference")

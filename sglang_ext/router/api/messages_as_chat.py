@@ -96,10 +96,11 @@ def _system_text(content: Any) -> str:
 
 def _add_reasoning(payload: Json, chat: Json) -> None:
     """Whether to think, and how hard. SGLang knows its model's switch; here the common ones are set."""
+    kwargs: Json = {}
     thinking = payload.get("thinking")
     if isinstance(thinking, dict):
         enabled = thinking.get("type") != "disabled"
-        chat["chat_template_kwargs"] = {"thinking": enabled, "enable_thinking": enabled}
+        kwargs |= {"thinking": enabled, "enable_thinking": enabled}
     output = payload.get("output_config")
     form = output.get("format") if isinstance(output, dict) else None
     if isinstance(form, dict):
@@ -107,7 +108,10 @@ def _add_reasoning(payload: Json, chat: Json) -> None:
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     effort = output.get("effort") if isinstance(output, dict) else None
     if effort is not None:
-        chat["reasoning_effort"] = "max" if effort == "xhigh" else effort
+        # Not the field of a chat, by which SGLang switches reasoning on.
+        kwargs["reasoning_effort"] = "max" if effort == "xhigh" else effort
+    if kwargs:
+        chat["chat_template_kwargs"] = kwargs
 
 
 def _tool(tool: Json) -> Json:

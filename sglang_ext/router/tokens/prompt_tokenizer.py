@@ -25,6 +25,7 @@ from sglang_ext.router.tokens.chat_template import (
     shows_system_in_place,
     unsupported,
 )
+from sglang_ext.router.tokens.reasoning import shown
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache
 
 logger = logging.getLogger("router.tokenizing")
@@ -116,7 +117,7 @@ class PromptTokenizer:
         """
         if self.by_server_only is not None:
             raise CannotRender(self.by_server_only)
-        rendering, text = self._rendered(self._seen(chat), answer_follows)
+        rendering, text = self._rendered(self._seen(chat, salt), answer_follows)
         key = self.segmenter.encode(text, most_new, salt, most)
         if rendering.assistant_prefix is not None:
             prefix = self.encode_text(rendering.assistant_prefix, salt=salt, most=most)
@@ -138,7 +139,7 @@ class PromptTokenizer:
         Raises:
             TemplateFailed, CannotRender: as ``encode_chat``.
         """
-        payload = self._seen(chat)
+        payload = self._seen(chat, salt)
         if self.by_server_only is not None or (found := first_picture(payload)) is None:
             return None
         number, *both = found
@@ -151,8 +152,10 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode(decode_tokens(key).tolist())
         return text
 
-    def _seen(self, chat: Chat) -> Json:
-        return chat.seen(self.shows_in_place and (chat.long_in_place or self._chat.system_in_place))
+    def _seen(self, chat: Chat, salt: str | None) -> Json:
+        payload = chat.seen(self.shows_in_place and (chat.long_in_place or self._chat.system_in_place))
+        # A tenant's message goes to the server as a chat, whose template gets the reasoning itself.
+        return shown(payload, self._chat.reasoning_parser) if chat.by_parser and salt is None else payload
 
     def _rendered(self, payload: Json, answer_follows: bool) -> tuple[Rendering, str]:
         """Arguments of the template, and its text."""

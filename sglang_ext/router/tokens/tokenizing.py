@@ -312,7 +312,8 @@ class TokenizerService:
                     key = tokenizer.encode_text(prompt.text or "", most_new, prompt.salt, most)
                 return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
             except TemplateFailed as failed:
-                if prompt.chat is not None and prompt.chat.payload.get("chat_template_kwargs"):
+                chat = prompt.chat
+                if chat is not None and chat.payload.get("chat_template_kwargs") and not chat.by_parser:
                     raise RequestRefused(
                         f"chat_template_kwargs cannot be used: {failed}",
                         param="chat_template_kwargs",

@@ -108,23 +108,18 @@ def text(answer: Json) -> Any:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request. session: of its client. prompt: its tokens; None where the router knows its text only."""
+    """One request. session: of its client. prompt: its tokens, as the router knows them."""
 
     answer: Json
     session: str
-    prompt: bytes | None
+    prompt: bytes
     tokens: int
     cached: int
 
     def repeats(self, before: Turn) -> int:
-        """Tokens with which both prompts begin, in whole blocks; of prompts known as text, a lower bound."""
-        if self.prompt is not None and before.prompt is not None:
-            found = common(self.prompt, before.prompt)
-        else:
-            # A turn goes on from the one before, without its last words, which ask for an answer.
-            found = before.tokens - BLOCK // 2 if self.session == before.session else 0
+        """Tokens with which both prompts begin, in whole blocks."""
         # The last token of a prompt is always computed.
-        return min(found, self.tokens - 1) // BLOCK * BLOCK
+        return min(common(self.prompt, before.prompt), self.tokens - 1) // BLOCK * BLOCK
 
 
 async def turns(router: Router, requests: list[Json]) -> list[Turn]:
@@ -136,10 +131,11 @@ async def turns(router: Router, requests: list[Json]) -> list[Turn]:
             logged = router.request_log.find(f"turn-{number}", tenant=None, admin=True)
             assert logged is not None
             encoded, record = logged.prompts[0], logged.record
-            prompt = encoded.key if encoded.namespace[0] == "tokens" else None
             assert record.prompt_tokens is not None
+            assert encoded.namespace[0] == "tokens", "the router knows the tokens, not the text alone"
+            assert len(encoded.key) // TOKEN_BYTES == record.prompt_tokens, "as the server counts them"
             cached = record.cached_tokens or 0
-            found.append(Turn(answer, logged.session or "", prompt, record.prompt_tokens, cached))
+            found.append(Turn(answer, logged.session or "", encoded.key, record.prompt_tokens, cached))
     return found
 
 

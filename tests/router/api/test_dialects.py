@@ -126,18 +126,38 @@ def test_thinking_goes_along() -> None:
     }
     chat = to_chat(body)
     assert chat["messages"][1] == {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
-    assert chat["chat_template_kwargs"] == {"thinking": True, "enable_thinking": True}
-    assert chat["reasoning_effort"] == "max"
+    assert chat["chat_template_kwargs"] == {
+        "thinking": True,
+        "enable_thinking": True,
+        "reasoning_effort": "max",
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "opaque"),
     [
         ({}, False),
-        ({"thinking": {"type": "disabled"}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
         ({"messages": [{"role": "system", "content": "x"}, HI]}, False),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]}, False),
-        ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, True),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, False),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t",
+                                "content": [{"type": "tool_reference", "tool_name": "f"}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            True,
+        ),
     ],
 )
 def test_what_only_the_server_can_render_is_matched_by_text(change: dict[str, Any], opaque: bool) -> None:
