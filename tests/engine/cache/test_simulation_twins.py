@@ -151,14 +151,15 @@ class DoesNotWaitForWrites(GlobalRadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         assert self.dram is not None
-        self.dram.copies.settle, settle = _nothing, self.dram.copies.settle  # type: ignore[method-assign]
+        mover = self.dram.copies.mover
+        mover.wait_writes, wait = _nothing, mover.wait_writes  # type: ignore[method-assign]
         try:
             return super().evict(params)
         finally:
-            self.dram.copies.settle = settle  # type: ignore[method-assign]
+            mover.wait_writes = wait  # type: ignore[method-assign]
 
 
-def _nothing() -> None:
+def _nothing(count: int) -> None:
     pass
 
 
