@@ -24,9 +24,9 @@ async def turn(client: Any, router: Router, number: int, session: str = "s", **m
         return (await answer.json())["pause"]
 
 
-async def taught(client: Any, router: Router, seconds: float) -> Links:
+async def taught(client: Any, router: Router, seconds: float, turns: int = TURNS) -> Links:
     """Turns after which this client's pauses are known to take so long; the agents' messages from now on."""
-    for number in range(TURNS):
+    for number in range(turns):
         await turn(client, router, number)
     for _ in range(64):
         router.pausing.pauses.learn(Turned("", "some-agent", "another"), seconds)
@@ -71,10 +71,8 @@ async def test_no_hint_is_made_when_they_are_off(start_worker, start_router, cli
 
 
 async def test_a_clients_own_hint_takes_its_place_and_has_room(start_worker, start_router, client) -> None:
-    router = await start_router(
-        await start_worker(), learnt_hints=0.5, hints_live=6
-    )  # one of them is the first session's
-    links = await taught(client, router, 30.0)
+    router = await start_router(await start_worker(), learnt_hints=0.5, hints_live=4)
+    links = await taught(client, router, 30.0, turns=0)
     verdicts = [(await turn(client, router, 0, f"new{number}"))["verdict"] for number in range(4)]
     assert verdicts == ["accepted", "accepted", "refused", "refused"]
     for number in (2, 3):
