@@ -197,7 +197,7 @@ def test_another_instance_gets_the_command_to_compute_the_beginning() -> None:
     assert note.as_json()["plan"][0]["tier"] == "compute"
     # Its computing for this prompt keeps others waiting, until that has ended.
     assert found._costs.queue_s(FLEET[1]) > 0
-    channels.messages("a", Fetched(b"e" * 16, "r1", False, "done", (FetchedSpan("done", 512, 1.0),)))
+    channels.messages("a", Fetched(b"e" * 16, fetch.id, False, "done", (FetchedSpan("done", 512, 1.0),)))
     assert found._costs.queue_s(FLEET[1]) == 0
     assert not found._costs._transfers.factor("b", 0.0) > 1.0, "computing is no transfer"
 
@@ -326,8 +326,9 @@ def test_without_an_export_sent_there_is_no_fetch() -> None:
 # -- the outcome of a fetch -------------------------------------------------------------------------
 
 
-def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05) -> Fetched:
-    return Fetched(b"e" * 16, "r1", False, end, (FetchedSpan(end, tokens, seconds),))
+def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05, id: str = "r2") -> Fetched:
+    """The end of a fetch, which is named after its export."""
+    return Fetched(b"e" * 16, id, False, end, (FetchedSpan(end, tokens, seconds),))
 
 
 def test_what_came_of_it_is_noted_once() -> None:
@@ -353,11 +354,11 @@ async def test_a_request_waits_until_its_instance_knows_of_the_fetch() -> None:
     note = fetch_from_b(found)
     assert note is not None
     request = asyncio.create_task(found.acknowledged(note))
-    for name, id in (("b", "r1"), ("a", "r2")):  # another instance, and another request
+    for name, id in (("b", "r2"), ("a", "r3")):  # another instance, and another request
         found.on_message(name, Expecting(b"e" * 16, id))
         await asyncio.sleep(0)
         assert not request.done()
-    found.on_message("a", Expecting(b"e" * 16, "r1"))
+    found.on_message("a", Expecting(b"e" * 16, "r2"))
     await request
     assert note.end == UNDER_WAY
 
@@ -408,7 +409,7 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
     fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(960)}
     decision = Decision("a", Reason.REBALANCED)
     carried_out(found, FROM_B, fleet, matches)
-    found.on_message("a", fetched(seconds=0.5))
+    found.on_message("a", fetched(seconds=0.5, id="r3"))  # after an export of each
     assert wanted(found, decision, fleet, matches) == Fetch("c", 960)
     channels.sent.clear()
     assert exported(found, "a", fleet, matches)
@@ -456,7 +457,7 @@ def test_who_has_it_too_is_asked_for_the_case_that_it_does_not_come() -> None:
     assert isinstance(message, agent_messages.Fetch)
     assert [span.tokens for span in message.spans] == [960, 900]
     ends = (FetchedSpan("gone", 0, 0.1), FetchedSpan("done", 900, 0.1))
-    found.on_message("a", Fetched(b"e" * 16, "r1", False, "done", ends))
+    found.on_message("a", Fetched(b"e" * 16, message.id, False, "done", ends))
     shown = note.as_json()
     assert (shown["plan"][0]["end"], shown["spare"]["from"], shown["spare"]["end"]) == ("gone", "c", "done")
     assert (note.moved, note.headers()["x-kv-fetch-source"]) == (900, "b,c")
