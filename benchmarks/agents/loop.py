@@ -67,7 +67,7 @@ class Load:
     hints: bool = False
     """Clients send hints of their own."""
     asks: bool = False
-    """Ask the router what it has brought for each turn."""
+    """Ask the router for the KV that it has brought for each turn."""
     warm_s: float = 0.0
     served: list[Served] = field(default_factory=list)
     began: float = 0.0

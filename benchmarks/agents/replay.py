@@ -95,7 +95,7 @@ class Memory:
         self.used[name] = now
 
     def bring(self, name: str, hint: Expected, now: float) -> None:
-        """Bring a session for its hint, in place of what may go for it."""
+        """Bring a session for its hint, in place of sessions that may go for it."""
         if name in self.used or name in self.running:
             return
         unused, deferred, announced = self._parts(now)
@@ -162,7 +162,7 @@ class Replay:
             self._at(0.05 * number, self._starter())
 
     def run(self, seconds: float) -> Counts:
-        """Play; returns what was counted."""
+        """Play; returns the counts."""
         while self._events and self._events[0][0] < seconds:
             now, _, happens = heapq.heappop(self._events)
             happens(now)
@@ -256,7 +256,7 @@ class Guess:
 
 
 class GuessedReplay(Replay):
-    """A replay in which HBM holds what the guess says at each turn."""
+    """A replay in which HBM holds the sessions of the guess at each turn."""
 
     def __init__(self, found: Sequence[Program], agents: int, tokens: int) -> None:
         super().__init__(found, agents, tokens, "no hints")

@@ -26,7 +26,7 @@ from sglang_ext.tiers import Tier
 
 POLICIES = ("prompt-tree", "cost")
 NEW_BLOCKS = (1, 64)
-"""Of a prompt, behind what is held."""
+"""Of a prompt, behind the beginning that instances hold."""
 REPORTS = 3
 """Load reports between two decisions."""
 SHARE_BUSY, SHARE_WAITING = 0.4, 0.1

@@ -23,7 +23,7 @@ BLOCKS = 20_000
 TURNS = 24 * 3600
 """One each second of a day; a tenth with ``--quick``."""
 CONVERSATIONS = 600
-"""At a time: their KV is about four times what the arena holds."""
+"""At a time: their KV is about four times as large as the arena."""
 ENDS = 0.1
 """The part of turns that are a conversation's last."""
 GIVEN_UP = 32

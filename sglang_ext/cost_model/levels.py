@@ -98,7 +98,7 @@ class OperatorLevel(Part, frozen=True):
         return parts
 
     def adding_s(self, batch: Batch) -> float:
-        """A lower bound of what a prompt adds to passes that have a prompt already, wherever it is cut."""
+        """A lower bound of the time that a prompt adds to passes with a prompt, wherever it is cut."""
         least = _however_cut(batch)
         seconds = sum(one.count * self.waves.adding_s(one, batch.new) for one in self.linears)
         seconds += self.attention.seconds(least) - self.attention.d

@@ -23,7 +23,7 @@ class Execution(Protocol):
         """The part of it that overlaps the next pass, if there is one."""
 
     def adding_s(self, batch: Batch) -> float:
-        """A lower bound of what a prompt adds to passes that have a prompt already, wherever it is cut.
+        """A lower bound of the time that a prompt adds to passes with a prompt, wherever it is cut.
 
         Args:
             batch: the prompt alone.

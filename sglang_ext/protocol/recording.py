@@ -274,7 +274,7 @@ class Writer:
 
 
 class _Names:
-    """Names of a file with their parents, to put back what a line leaves out."""
+    """Names of a file with their parents, to put back those that a line leaves out."""
 
     def __init__(self) -> None:
         self._parents: dict[str, str] = {}

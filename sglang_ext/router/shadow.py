@@ -89,7 +89,7 @@ class Seen:
 
 
 class Notes:
-    """Writes what has passed to a recording.
+    """Writes the requests that have passed to a recording.
 
     Args:
         tokenizer_path: a folder with the model's tokenizer; None for units of 4 bytes.

@@ -95,7 +95,7 @@ class Instance:
     Args:
         name: its URL.
         number, epoch: of the instance, and of its start.
-        published: called after each turn, to send what has changed.
+        published: called after each turn, to send the changes.
         replies: take the results of hints and fetches.
     """
 
@@ -292,7 +292,7 @@ class Instance:
         return peers is not None and peers.waits(job.namespace, job.key)
 
     def _admit(self, job: Job) -> bool:
-        """Give a request its slots, and load what is below HBM; False while there is no room."""
+        """Give a request its slots, and load the blocks below HBM; False while there is no room."""
         engine = self.engine
         tree, hbm, tier = engine.tree, engine.hbm, engine.hbm_tier
         # The last token is always computed, for its logits.

@@ -20,7 +20,7 @@ def request(t: float, tokens_in: int, out: int, stop: str = "tool_use") -> dict[
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two sessions of each kind: one that grows by 640 tokens a turn, one that is compacted half-way."""
+    """Two sessions of each kind: the first grows by 640 tokens a turn, the second is compacted half-way."""
     path = tmp_path / FILE
     path.parent.mkdir()
     found: list[dict[str, Any]] = []

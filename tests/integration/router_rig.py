@@ -1,13 +1,16 @@
-"""For tests of the router in front of real servers: the servers' flags, and running programs."""
+"""For tests of the router in front of real servers: the servers' flags, routers, and running programs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from sglang_ext.router import Router, RouterConfig
 from tests.support.servers import preloaded
 from tests.support.servers.server import ServerProcess, ServerSpec
 
@@ -29,6 +32,26 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def routers_before(server: ServerProcess) -> AsyncIterator[Callable[..., Awaitable[Router]]]:
+    """A function that starts a router with the given settings in front of the flushed server. The routers are
+    checked and stopped at the end."""
+    routers: list[Router] = []
+
+    async def begin(**options: Any) -> Router:
+        await until(lambda: running([server]) == 0)
+        server.flush()
+        router = Router(RouterConfig(worker_urls=(server.url,), port=0, **options))
+        await router.start()
+        routers.append(router)
+        return router
+
+    yield begin
+    for router in routers:
+        router.check()
+        await router.stop()
 
 
 async def sglang_program(kind: str, name: str, *arguments: str, cwd: Path, seconds: float = 240.0) -> str:

@@ -492,7 +492,7 @@ def test_a_request_to_generate_has_a_field_for_the_salt() -> None:
 
 
 def test_places_of_a_header_go_to_the_scheduler_s_request() -> None:
-    """A client's own value in their place is removed; what is no list of places is ignored."""
+    """A client's own value in their place is removed; a value that is no list of places is ignored."""
 
     def queued(sent: dict[str, str], custom: Any = None) -> tuple[Any, Any]:
         headers.before_request(None, None, SimpleNamespace(headers=sent))

@@ -1,7 +1,7 @@
 """An ``Outlook`` over costs that answer for one instance at a time, for tests with costs of their own.
 
-It knows each queue, and nothing of computing: so every instance is one at which prompts wait, and whoever
-chooses has to price one by one.
+It knows each queue, and nothing of computing: so prompts wait at every instance, and a policy has to
+price one by one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole simulations: the books of all parts agree at the end, and what is known beforehand comes out."""
+"""Whole simulations: the books of all parts agree at the end, and known results come out."""
 
 from __future__ import annotations
 

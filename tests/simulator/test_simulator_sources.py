@@ -117,7 +117,7 @@ print(simulate(changed(Settings(), sys.argv[1])).requests)
 
 
 def test_a_run_calls_neither_clocks_nor_generators_of_the_machine() -> None:
-    """With hints, fetches, deaths and tenants: what the exceptions above say of themselves is so."""
+    """With hints, fetches, deaths and tenants: the reasons of the exceptions above are true."""
     what = "instances=3,requests=60,policy=cost,hbm=400,dram=800,hints=0.5,failures=100,tenants=2"
     done = subprocess.run(
         [sys.executable, "-c", PROBE, what], capture_output=True, text=True, check=False, cwd=ROOT,

@@ -42,7 +42,7 @@ SHARE: Final = 4
 
 
 Job: TypeAlias = Any
-"""A read as its link keeps it: ``fetch_link.Job``, or what another link has with these fields."""
+"""A read as its link keeps it: ``fetch_link.Job``, or an object of another link with these fields."""
 
 
 class Reads(Protocol):

@@ -161,7 +161,7 @@ class _Hint:
     deferred: float = -math.inf
     """Its request is not expected soon, but at this time of rank 0's at the earliest."""
     spent: bool = False
-    """It was deferred, and has given up what it can."""
+    """It was deferred, and has given up all blocks that it can."""
     marked: Node | None = None
     """The last known node of the prompt, from which the marks go up."""
 

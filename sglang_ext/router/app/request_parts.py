@@ -76,7 +76,7 @@ def _history(base: Foundation, of: InstanceParts, routing: RoutingParts, log: Re
 
     def capacity() -> int | None:
         beats = [beat for name in of.fleet.rows if (beat := of.agents.beat(name)) is not None]
-        # A lower tier has what is in those above it.
+        # A lower tier has the blocks of those above it.
         sizes = [max((fill.size for fill in beat.fills), default=0) for beat in beats]
         return sum(sizes) or None
 

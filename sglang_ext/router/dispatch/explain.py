@@ -161,7 +161,7 @@ class RequestLog:
             self._open[id(logged.record)] = logged
 
     def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
-        """An instance has a request's prompt. key: the prompt, with what is known of the answer."""
+        """An instance has a request's prompt. key: the prompt, with the known part of the answer."""
         logged = self._open.get(id(flight.record))
         if logged is not None and len(logged.prompts) == 1 and namespace == logged.prompts[0].namespace:
             logged.whole = key

@@ -1,4 +1,4 @@
-"""Recording what a replay needs (``--record``): the request log and the reports of instances, as lines.
+"""Recording the facts for a replay (``--record``): the request log and the reports of instances, as lines.
 
 The request log ends a request here; all that its record and its choices say is copied, and the thread of
 ``RecordFile`` hashes its prompt. See ``protocol.recording`` for the lines.
@@ -62,7 +62,7 @@ class Recorder:
         self._role_of, self._beat_of = role_of, beat_of
         self._zero = clock.wall() - clock.monotonic()
         self._members: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {}
-        """Instance -> what its last line said that can change."""
+        """Instance -> the facts of its last line that can change."""
         self._lines: dict[str, Member] = {}
         self._loads: dict[str, Load] = {}
         file.start(lambda: (head(self.at(clock.monotonic()), file.key_id), *tuple(self._lines.values())))

@@ -1,8 +1,8 @@
 """Live regret: cached tokens of the last hour beside those that an oracle of equal capacity would have found.
 
-The oracle is Belady's: one cache with the capacity of all instances, which evicts what is used last in the
-future, and takes nothing in that is not used again. No instance can do that, and no router can bring every
-prompt to all caches at once; how far it is ahead tells what is left to be gained without more memory.
+The oracle is Belady's: one cache with the capacity of all instances, which evicts the blocks that are used
+last in the future, and takes none in that are not used again. No instance can do that, and no router can
+bring every prompt to all caches at once; its lead is the most that can be gained without more memory.
 
 A prompt is noted as *units*: its blocks one by one at the beginning, then runs of 4, 16 and 64 (`UNITS`). The
 name of a unit is a hash over all of the prompt up to its end. Where more units come than fit, a part of all
@@ -179,7 +179,7 @@ class Regret:
         self.last_hour = found
 
     def forget_old(self) -> None:
-        """Drop what is too old to matter."""
+        """Drop uses that are too old to matter."""
         oldest = self._clock.monotonic() - 2 * WINDOW_S
         while self._uses and self._uses[0].at < oldest:
             self._drop()

@@ -170,7 +170,7 @@ class Estimate:
         ]
 
     def enough(self, share: float = ENOUGH) -> int:
-        """The least size of an instance's cache, in blocks, that finds this share of what can be found."""
+        """The least size of an instance's cache, in blocks, that finds this share of the most of any size."""
         curve = self.routed.curve
         wanted = share * curve.most
         low, high = 0, 1
@@ -182,7 +182,7 @@ class Estimate:
         return low
 
     def settings(self) -> list[Setting]:
-        """The three settings that matter, by what they give."""
+        """The three settings that matter, by their gain."""
         blocks = self.fleet.blocks
         hbm = blocks(self.fleet.hbm, self.block_tokens)
         dram = max(hbm, blocks(self.fleet.dram, self.block_tokens))

@@ -15,7 +15,7 @@ MATCH_SHARE: Final = 0.3
 
 @dataclass(frozen=True)
 class Tiers:
-    """Blocks that each tier of an instance holds. A lower tier has what is in the ones above: its size
+    """Blocks that each tier of an instance holds. A lower tier has the blocks of those above: its size
     counts, not the sum. 0 for none."""
 
     hbm: int

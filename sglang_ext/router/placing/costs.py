@@ -406,7 +406,7 @@ class RouterCosts:
         return found
 
     def _enter(self, name: str, now: float) -> None:
-        """Enter what is known of an instance in its row."""
+        """Enter the known facts of an instance in its row."""
         place, rows = self._row(name), self._rows
         queue, report, table = self._queues.get(name), self._report(name, now), rows.table
         batching = self._batching(name)

@@ -50,7 +50,7 @@ class RouterOutlook(Outlook):
         self.factor = factor
         self.kinds = rows.kinds
         self.kind = table[KIND]
-        # Most of the time of a decision goes here: so few arrays are made, and what is zero is left out.
+        # Most of the time of a decision goes here: so few arrays are made, and terms of zero are left out.
         self.waiting = table[LINED] > 0 if np.count_nonzero(table[LINED]) else None
         step_s = model.decode_s(0)
         per_request_s = model.decode_s(1) - step_s

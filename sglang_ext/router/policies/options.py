@@ -98,7 +98,7 @@ class Options:
         return self._outlook.loading_s(tier, tokens)
 
     def _option(self, kind: int, moving_s: float, disk_s: float, known: int) -> Option:
-        """An option that computes what is behind the first ``known`` tokens."""
+        """An option that computes the tokens behind the first ``known``."""
         computing = self._computing.get((kind, known))
         if computing is None:
             new = max(1, self._tokens - known)

@@ -18,7 +18,7 @@ SHOWN_STEP_S = 0.01
 """Resolution of the router's stage times in answers to tenants. A finer one would reveal which parts of a
 prompt the router had in its caches."""
 BY_FETCH = "by-fetch"
-"""In ``Record.hints``: the answer to a hint is what has become of the fetch for the request."""
+"""In ``Record.hints``: the answer to a hint is the outcome of the fetch for the request."""
 CLIENT_GONE = 499
 """Status of a request whose client disconnected (nginx's number)."""
 

@@ -127,7 +127,7 @@ class RecordFile:
         self._queue.put((lines, size))
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write the lines that wait, and end the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()

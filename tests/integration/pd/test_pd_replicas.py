@@ -94,7 +94,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_conversations_get_the_answers_of_one_server(servers: Replicated, prefill: int, decode: int) -> None:
-    """A later turn finds at the same replica of prefill what it has computed."""
+    """A later turn finds the KV of the earlier one at the same replica of prefill."""
     prompt = prompt_of(10 + 2 * prefill + decode, 20 * BLOCK + 3)
     known = 0
     for _ in range(2):

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from router_rig import SPECS, running, until
+from router_rig import SPECS, routers_before, running, until
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.dialect import DIALECTS
@@ -123,21 +123,8 @@ def server(get_server: Callable[[ServerSpec], ServerProcess]) -> ServerProcess:
 
 @pytest.fixture
 async def start(server: ServerProcess) -> AsyncIterator[Callable[..., Any]]:
-    """Start a router in front of the flushed server."""
-    routers: list[Router] = []
-
-    async def begin(**options: Any) -> Router:
-        await until(lambda: running([server]) == 0)
-        server.flush()
-        router = Router(RouterConfig(worker_urls=(server.url,), port=0, **options))
-        await router.start()
-        routers.append(router)
-        return router
-
-    yield begin
-    for router in routers:
-        router.check()
-        await router.stop()
+    async with routers_before(server) as begin:
+        yield begin
 
 
 async def talk(url: str, client: Client, bodies: list[Json]) -> list[tuple[str, Json]]:

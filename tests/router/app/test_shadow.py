@@ -31,7 +31,7 @@ USAGE = b'data: {"usage": {"completion_tokens": 7, "prompt_tokens_details": {"ca
 
 
 class Fleet:
-    """Today's server: it answers with what it got, or streams."""
+    """Today's server: it answers with the request, or streams."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, str, dict[str, str], bytes]] = []
@@ -87,7 +87,7 @@ def chat(turn: int, **fields: Any) -> dict[str, Any]:
 
 
 async def answers(client: aiohttp.ClientSession, url: str) -> list[Any]:
-    """What a client gets for requests of several kinds."""
+    """The answers to requests of several kinds."""
     found: list[Any] = []
     for method, path, body in (
         ("GET", "/v1/models?x=%2F", b""),

@@ -1,4 +1,4 @@
-"""Pauses between turns: what is forecast from which past pauses, and how much memory they take."""
+"""Pauses between turns: forecasts from past pauses, and the memory that these take."""
 
 from __future__ import annotations
 

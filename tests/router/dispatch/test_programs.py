@@ -1,4 +1,4 @@
-"""Which sessions are at work: the rules, random histories, and a crowd with its twin without admission."""
+"""Sessions at work: the rules, random histories, and a crowd with its twin without admission."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def crowd(times: int, *, admission: bool) -> tuple[float, list[float]]:
         held = [*(other for other in held if other != name), name][-fits:]
         if admission:
             if programs.ends(name, 25, 1.0, now, CAPACITY):
-                held = [name, *held[:-1]]  # what was announced for the others goes after it
+                held = [name, *held[:-1]]  # KV that is announced for the others goes after it
             for other in programs.admissible(now, CAPACITY):
                 waited[other] += now - since.pop(other)
                 ready.append((now, other))

@@ -1,4 +1,4 @@
-"""``--record``: what a router writes of its requests, and what it does when the disk fails."""
+"""``--record``: the lines of a router's requests, and faults of the disk."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_conversation_is_recorded_without_its_words(
         assert line.choices[0].reason
         assert 0 < line.first_byte_s <= line.ended_s
         assert {"tokenize", "route"} <= line.stages.keys()
-    # Each turn begins with the one before and its answer: what a replay finds is what the worker found.
+    # Each turn begins with the one before and its answer: a replay finds the same as the worker.
     before: set[str] = set()
     for line in asked:
         names = names_of(line.prompts[0].names)

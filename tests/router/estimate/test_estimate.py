@@ -1,4 +1,4 @@
-"""``sglang-ext estimate``: every kind of log, and what it says of each."""
+"""``sglang-ext estimate``: every kind of log, and its report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_kind_of_log_gives_the_same_picture(kind, tmp_path) -> None:
     found, text = estimate(tmp_path, lines, "--instances", "2")
     assert (found["requests"], found["seconds"], found["timed"]) == (4, 30.0, True)
     assert found["with_sglang_ext"]["hit_share"] > 0.6
-    # In turn, the third finds what the first has left at its instance, and the second nothing.
+    # In turn, the third finds the KV of the first at its instance, and the second nothing.
     assert found["today"]["hit_share"] < found["with_sglang_ext"]["hit_share"] - 0.15
     assert found["gpu_seconds_saved"] > 0
     assert found["today"]["ttft_s"]["p90"] > found["with_sglang_ext"]["ttft_s"]["p90"]

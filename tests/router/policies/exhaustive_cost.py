@@ -1,4 +1,4 @@
-"""The policy `cost` as it was when it priced every instance: what the fast one is held to.
+"""The policy `cost` as it was when it priced every instance: the reference for the fast one.
 
 Kept as it was; see ``sglang_ext.router.policies.cost`` for the rule.
 """

@@ -117,7 +117,7 @@ def drawn_case(seed: int, most: int = 24) -> Case:
         costs.observe_load(draw.choice(names), 0.1, draw.choice((0.02, 0.1, 1.0)))
     fleet = drawn_fleet(draw, names)
     if draw.random() < 0.8:
-        costs.outlook(fleet)  # so that what follows changes it
+        costs.outlook(fleet)  # so that the loads below change it
     crowd = draw.choice((0, 1, len(names), 4 * len(names)))
     for _ in range(crowd):
         now[0] += draw.random() * 0.01
