@@ -3,7 +3,8 @@
 Requests wait in the order in which they came. A pass computes as many of their tokens as a chunk has, cuts
 the last prompt where it has more, and takes as long as `cost_model.batch` says for what it computes; it also
 waits for the KV that is loaded for it, layer by layer. Between passes with prompts, answers grow by a token a
-step. A request is admitted when its prompt and its whole answer fit into HBM, so that none is retracted.
+step. A request is admitted when its prompt and its whole answer fit into HBM, so that none is retracted. As
+SGLang does, an instance refuses a prompt that HBM can never hold, and ends an answer where HBM ends.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from sglang_ext.tiers import Tier
 
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 WAIT_OVER_S = 1e-6
+
+
+class PromptTooLong(Exception):
+    """HBM cannot hold the prompt, even with nothing else in it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -137,12 +142,17 @@ class Instance:
     # -- requests -----------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """A request has come."""
+        """A request has come. `PromptTooLong` is set where its prompt can never be computed."""
         self.work.requests += 1
         if job.observed is not None:
             self._replaying[job] = None
             self._loop.call_at(job.arrived + job.observed.began_s, self._replay, job)
             return
+        room = self._settings.hbm * BLOCK_TOKENS - job.tokens
+        if room <= 0:
+            job.first.set_exception(PromptTooLong())
+            return
+        job.answer = job.answer[: room * TOKEN_BYTES]
         self._waiting.append(job)
         self.wake()
 

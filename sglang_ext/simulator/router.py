@@ -38,7 +38,7 @@ from sglang_ext.router.tenancy.admitted import Admitted, Sent
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.simulator.agents import Channels
-from sglang_ext.simulator.instance import Instance, Job
+from sglang_ext.simulator.instance import Instance, Job, PromptTooLong
 from sglang_ext.simulator.outcome import Decided, Outcome
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
@@ -155,6 +155,9 @@ class SimulatedRouter:
                 self._outcome.retried += 1
                 excluded |= {found[0].instance}
                 continue
+            except PromptTooLong:
+                self._outcome.failed["prompt_too_long"] += 1
+                return False
             return True
         self._outcome.failed["no_worker"] += 1
         return False
@@ -166,6 +169,7 @@ class SimulatedRouter:
 
         Raises:
             ConnectionLost: it went away.
+            PromptTooLong: its HBM cannot hold the prompt.
         """
         name, lag_s = placed.instance, self._settings.lag_ms / 1e3
         queued = max(0, flight.units - placed.matched)
@@ -189,7 +193,7 @@ class SimulatedRouter:
             self.index.confirm(prompt.namespace, prompt.key, name)
             with load.until_lost():
                 await job.last
-            self.index.confirm(prompt.namespace, turn.key + turn.answer, name)
+            self.index.confirm(prompt.namespace, job.key + job.answer, name)
         self._outcome.answered(
             arrived,
             first,
