@@ -9,6 +9,8 @@ within the bounds of its defaults, and ``auto`` does not take it for a calibrati
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,8 +26,9 @@ MOVED: Final = 0.7
 USUAL_CONTEXT: Final = 2048
 """Tokens of a request that generates."""
 LONGEST: Final = 8192
-WEIGHT_BYTES: Final = 2
-KV_BYTES: Final = 2
+NUMBER_BYTES: Final = {"float32": 4, "float8": 1, "fp8": 1}
+"""Bytes of a number, by what the name of its type contains; of others, ``USUAL_BYTES``."""
+USUAL_BYTES: Final = 2
 
 
 class Device(Part, frozen=True):
@@ -37,13 +40,40 @@ class Device(Part, frozen=True):
     around_s: float
 
 
+CORE: Final = Device(31e9, 12.5e9, 2.5e9, 5e-3)
+"""One core of a server's CPU, with wide vectors."""
+CORES: Final = 32
+"""Of a CPU whose number of cores is not known."""
+CORES_OF_MEMORY: Final = 8
+"""So many cores use all of a CPU's bandwidth."""
+
+
+def cpu(cores: int) -> Device:
+    """A CPU of so many cores."""
+    moving = min(cores, CORES_OF_MEMORY)
+    return Device(
+        cores * CORE.flops_per_s, moving * CORE.bytes_per_s, moving * CORE.loads_bytes_per_s, CORE.around_s
+    )
+
+
 DEVICES: Final = {
-    "cpu": Device(1e12, 100e9, 20e9, 5e-3),
+    "cpu": cpu(CORES),
     "h100": Device(989e12, 3.35e12, 50e9, 3e-3),
     "h200": Device(989e12, 4.8e12, 50e9, 3e-3),
 }
-"""Dense operations in bfloat16 of the SXM modules, by NVIDIA's data sheets, and PCIe 5. A CPU's are of the
-order of a server socket."""
+"""Of GPUs: dense operations in bfloat16 of the SXM modules, by NVIDIA's data sheets, and PCIe 5."""
+_GPU: Final = re.compile(r"\b(h100|h200)\b(?!.*\bmig\b)", re.IGNORECASE)
+"""In a name such as ``NVIDIA H100 80GB HBM3``; not in one of a part of it (MIG), nor of a GH200."""
+_CPU: Final = re.compile(r"cpu(?:, ([1-9][0-9]{0,3}) cores)?")
+
+
+def rates_of(name: str) -> Device | None:
+    """The rates of a device: of a key of ``DEVICES``, a GPU by the name that its driver has for it, or a CPU
+    with a number of cores, such as ``cpu, 16 cores``. None for other devices."""
+    if (found := _CPU.fullmatch(name)) is not None:
+        return cpu(int(found[1])) if found[1] else DEVICES[name]
+    found = _GPU.search(name)
+    return None if found is None else DEVICES[found[1].lower()]
 
 
 class Shapes(Part, frozen=True):
@@ -58,13 +88,41 @@ class Shapes(Part, frozen=True):
     """Numbers in all layers."""
 
 
+def config_of(settings: Mapping[str, str]) -> dict[str, Any]:
+    """A model's ``config.json`` from its settings as registrations have them: values as JSON, names such as
+    ``text_config.hidden_size``. Values that are cut or no JSON are left out."""
+    config: dict[str, Any] = {}
+    for name, text in settings.items():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        into, (*parents, last) = config, name.split(".")
+        for parent in parents:
+            inner = into.setdefault(parent, {})
+            into = inner if isinstance(inner, dict) else {}
+        into[last] = value
+    return config
+
+
+def number_bytes(kind: str) -> int:
+    """Bytes of a number of a type such as ``torch.float8_e4m3fn``."""
+    return next((size for part, size in NUMBER_BYTES.items() if part in kind), USUAL_BYTES)
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a configuration that is of the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) and text else config
+
+
 def shapes_of(config: Mapping[str, Any]) -> Shapes:
     """The sizes of a model, from its ``config.json``.
 
     Raises:
         ConfigError: it lacks a size that a transformer has.
     """
-    config = config.get("text_config") or config
+    config = _of_text(config)
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
@@ -103,18 +161,21 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes:
     )
 
 
-def estimated(config: Mapping[str, Any], device: str, *, model: str, tp: int = 1) -> Profile:
+def estimated(
+    config: Mapping[str, Any], device: str, *, model: str, tp: int = 1, kv_type: str = ""
+) -> Profile:
     """The profile of a model on ``tp`` devices of a class.
 
     Args:
         config: the model's ``config.json``.
-        device: of ``DEVICES``.
+        device: see ``rates_of``.
         model: its served name.
+        kv_type: of the numbers of KV; empty for that of the weights.
 
     Raises:
         ConfigError: the device is unknown, or the configuration lacks a size.
     """
-    rates = DEVICES.get(device)
+    rates = rates_of(device)
     if rates is None:
         raise ConfigError(
             f"the rates of a device {device!r} are not known; there are {', '.join(DEVICES)}",
@@ -122,15 +183,17 @@ def estimated(config: Mapping[str, Any], device: str, *, model: str, tp: int = 1
             hint="Measure the costs: sglang-ext calibrate",
         )
     shapes = shapes_of(config)
+    text = _of_text(config)
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     operation_s = 1 / (COMPUTED * rates.flops_per_s * tp)
     byte_s = 1 / (MOVED * rates.bytes_per_s * tp)
-    kv_bytes = shapes.kv_per_token * KV_BYTES
-    weights_s = shapes.weights * WEIGHT_BYTES * byte_s
+    kv_bytes = shapes.kv_per_token * number_bytes(kv_type or dtype)
+    weights_s = shapes.weights * number_bytes(dtype) * byte_s
     token_s = 2 * shapes.active * operation_s
     pair_s = 4 * shapes.layers * shapes.heads * shapes.head_dim * operation_s
     return Profile(
         schema=SCHEMA,
-        identity=Identity(model, device, "bfloat16", tp),
+        identity=Identity(model, device, dtype, tp),
         arch=ArchLevel((rates.around_s + weights_s, kv_bytes * byte_s, token_s, pair_s, 0.0, 0.0)),
         quality=Quality(0, 0.0),
         longest_prompt=LONGEST,

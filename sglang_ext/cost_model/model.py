@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from sglang_ext.cost_model.batch import ANY, Batch, Batching
 from sglang_ext.cost_model.operators import Link
@@ -52,6 +52,8 @@ class DefaultExecution:
         return self.batch_s(batch) - self.FIXED_S
 
 
+DEFAULTS: Final = "defaults"
+"""``CostModel.basis`` without a profile."""
 REMEMBERED = 4096
 """Results of exec that are kept; one takes some 10 µs at the operator level."""
 DEFAULT_KV_BYTES = 128 * 1024
@@ -92,7 +94,7 @@ class CostModel:
     def basis(self) -> str:
         """The origin of its costs, for people: ``calibrated``, ``estimated`` or ``defaults``."""
         if self.profile is None:
-            return "defaults"
+            return DEFAULTS
         return "estimated" if self.profile.estimated else "calibrated"
 
     def exec_s(self, new: int, context: int, batching: Batching = ANY) -> float:

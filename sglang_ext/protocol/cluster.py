@@ -96,6 +96,10 @@ class Registration(Body, frozen=True, kw_only=True):
     our transfer backend."""
     weights: Text = ""
     """Digest of rank 0's weights at the start, where they were read."""
+    device: Text = ""
+    """Name of rank 0's device, as its driver has it, or such as ``cpu, 16 cores``; empty when unknown."""
+    device_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 56)] = 0
+    """Memory of that device; 0 when it is not known."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -184,6 +188,8 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     block_size: int = 0
     tp_size: int = 1
+    device: str = ""
+    """Name of its device, as it registered."""
     in_flight: int = 0
     queued_tokens: int = 0
     cached_tokens: int = 0

@@ -246,8 +246,8 @@ class RouterConfig(Flagged):
     cost_profile: str = flag(
         "auto",
         "Times of computing: a file written by sglang-ext calibrate, auto (the profile that is kept for "
-        "the model, if there is exactly one), estimated=DEVICE:FILE (cpu, h100 or h200, and the model's "
-        "config.json), or none (defaults).",
+        "the model; without one, an estimate for the device that instances report), "
+        "estimated=DEVICE:FILE (cpu, h100 or h200, and the model's config.json), or none (defaults).",
         metavar="FILE",
         common=True,
     )

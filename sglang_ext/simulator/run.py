@@ -36,14 +36,16 @@ def simulate(
     model: CostModel | None = None,
     trace: Trace | None = None,
     sessions: Iterator[Session] | None = None,
+    expected: CostModel | None = None,
 ) -> Outcome:
     """Run a fleet under a load. The same arguments give the same outcome.
 
     Args:
-        model: the costs of the instances, which the router expects too; the defaults without one.
+        model: the costs of the instances; the defaults without one.
         trace: a recorded load; the mix without one. Its requests take the times that were observed, if they
             were.
         sessions: another load in the place of the mix, in the order of their start.
+        expected: the costs that the router expects, which it corrects; those of the instances without one.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -54,6 +56,8 @@ def simulate(
             sessions = mixed(settings) if trace is None else iter(trace.sessions)
         names = () if trace is None else trace.instances
         run = Simulation(checked(settings), model or CostModel(), loop, sessions, names)
+        if expected is not None:
+            run.router.costs.use(expected)
         if trace is not None:
             run.announcements = trace.announcements
         loop.run_until_complete(run.run())

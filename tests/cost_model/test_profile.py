@@ -204,10 +204,10 @@ def test_without_a_profile_there_are_defaults() -> None:
 
 def test_the_one_profile_of_a_model_is_used(tmp_path, caplog) -> None:
     save(profile(), tmp_path / "one.json")
-    assert cost_model_for("a/model", tmp_path).calibrated
-    assert not cost_model_for("another", tmp_path).calibrated
+    assert cost_model_for("a/model", folder=tmp_path).calibrated
+    assert not cost_model_for("another", folder=tmp_path).calibrated
     save(profile(identity=Identity("a/model", "another GPU", "bfloat16")), tmp_path / "two.json")
-    assert not cost_model_for("a/model", tmp_path).calibrated
+    assert not cost_model_for("a/model", folder=tmp_path).calibrated
     assert "--cost-profile" in caplog.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLES: Final[Mapping[str, RoleName]] = {"null": "colocated", "prefill": "prefill", "decode": "decode"}
+
+
+MOST_OF_A_NAME: Final = 200
+"""Characters of a device's name that routers get."""
 
 
 class SchedulerGauges:
@@ -118,6 +123,7 @@ def attach_agent(
     address = bracketed(bind) if key is None else host
     scheme = "https" if getattr(server_args, "ssl_certfile", None) else "http"
     url, rank = f"{scheme}://{host}:{server_args.port}", dp_rank()
+    device, device_bytes = device_of(str(server_args.device))
     registration = Registration(
         url=url if rank is None else url_of_replica(url, rank),
         instance=facts.instance,
@@ -137,6 +143,8 @@ def attach_agent(
         settings=bounded(settings),
         handover=dict(handover),
         weights=namespace.weights_version,
+        device=device,
+        device_bytes=device_bytes,
         for_others=0 if cache.dram is None else sum(guests.limit for guests in cache.dram.guests),
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
@@ -179,6 +187,28 @@ class _Registered(Listener):
         self._agent.close()
         self._cache.listeners.remove(self)
         self._feed.close()
+
+
+def device_of(kind: str) -> tuple[str, int]:
+    """The name of this rank's device and the bytes of its memory; empty and 0 for a kind that neither PyTorch
+    for CUDA nor this machine can name.
+
+    Args:
+        kind: ``--device`` of the server.
+    """
+    if kind == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        return f"cpu, {cores} cores", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if kind != "cuda":
+        return "", 0
+    import torch
+
+    try:
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    except (RuntimeError, AssertionError) as error:  # the latter without CUDA
+        logger.warning("the device is not named to routers: %s", error)
+        return "", 0
+    return str(device.name)[:MOST_OF_A_NAME], int(device.total_memory)
 
 
 def naming_of(names: BlockNames) -> Naming:

@@ -63,6 +63,7 @@ class ClusterParts:
 
 def _follow(of: InstanceParts, routing: RoutingParts) -> None:
     """Have the parts follow instances that are reached again, restart or leave."""
+    of.agents.reached.subscribe(of.adoption.on_reached)
     of.agents.reached.subscribe(routing.documents.again)
     of.agents.reached.subscribe(routing.advisor.preparer.resend_unanswered)
     of.agents.reached.subscribe(routing.fetching.forget)  # its messages on a former channel may be lost

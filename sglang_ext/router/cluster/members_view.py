@@ -60,6 +60,7 @@ def instance_view(members: Members, member: Member, usable: Mapping[str, Instanc
         model=row.facts.model.name if row and row.facts else registration.model if registration else "",
         block_size=registration.block_size if registration else 0,
         tp_size=registration.tp_size if registration else 1,
+        device=registration.device if registration else "",
         in_flight=row.in_flight if row else 0,
         queued_tokens=row.queued_tokens if row else 0,
         cached_tokens=now.cached_tokens if now else 0,

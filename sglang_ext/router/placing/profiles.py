@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_ext.cost_model import CostModel, load
-from sglang_ext.cost_model.estimated import estimated
+from sglang_ext.cost_model.estimated import config_of, estimated, rates_of
 from sglang_ext.cost_model.model import (
     DEFAULT_KV_BYTES,
     DEFAULT_TRANSFER,
     DefaultExecution,
     default_link,
 )
-from sglang_ext.cost_model.profile import find
+from sglang_ext.cost_model.profile import check, find
 from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.cluster import Registration
 from sglang_ext.tiers import Tier, tiers_below
 
 logger = logging.getLogger("router.profiles")
@@ -57,31 +59,65 @@ def _config_at(path: Path) -> dict[str, Any]:
     return config
 
 
-def cost_model_for(model: str, folder: Path | None = None) -> CostModel:
-    """The cost model of the one profile that is kept for a model; defaults where there is none, or several.
-
-    Nothing that instances tell says on which device they run, so that of several profiles none can be chosen.
+def cost_model_for(
+    model: str, instances: Iterable[Registration] = (), folder: Path | None = None
+) -> CostModel:
+    """The cost model of a model: of the one profile that is kept for it, or for it and the device of an
+    instance; else estimated from what an instance reports of its device and its model's configuration; else
+    defaults.
 
     Args:
         model: its served name.
+        instances: registrations of instances that serve it; stock servers have none. The first one that names
+            a known device counts, and corrections tell the others from it.
         folder: where profiles are kept, instead of the user's.
     """
-    kept = find(model, folder=folder)
+    kept = [load(path) for path in find(model, folder=folder)]
+    named = [known for known in instances if known.device]
+    if len(kept) > 1 and named:
+        alike = [(known.device, known.tp_size) for known in named]
+        here = [one for one in kept if (one.identity.device, one.identity.tp) in alike]
+        kept = here if len(here) == 1 else kept
     if len(kept) == 1:
-        chosen = CostModel(load(kept[0]))
-        logger.info("calculating with the cost profile of %s", chosen.profile and chosen.profile.identity)
-        return chosen
+        logger.info("calculating with the cost profile of %s", kept[0].identity)
+        return CostModel(kept[0])
     if kept:
         logger.warning(
             "there are %d cost profiles of %s; name one with --cost-profile: %s",
-            len(kept), model, " ".join(str(path) for path in kept),
+            len(kept), model, "; ".join(str(one.identity) for one in kept),
         )  # fmt: skip
-    else:
+    for known in named:
+        found = _estimated(model, known)
+        if found is not None:
+            return found
+    if not kept:
         logger.info(
             "no cost profile of %s is kept: calculating with defaults, corrected by observations: %s. "
             "`sglang-ext calibrate` measures", model, defaults(),
         )  # fmt: skip
     return CostModel()
+
+
+def _estimated(model: str, instance: Registration) -> CostModel | None:
+    """The estimate from what an instance reports; None if its device is of no known class, or the
+    configuration of its model lacks a size."""
+    if rates_of(instance.device) is None:
+        return None
+    settings = instance.settings
+    try:
+        profile = estimated(
+            config_of(settings), instance.device,
+            model=model, tp=instance.tp_size, kv_type=settings.get("kv_cache_dtype", ""),
+        )  # fmt: skip
+        check(profile, "the estimate")
+    except ConfigError as error:
+        logger.info("no costs are estimated for %s of %s: %s", model, instance.instance, error)
+        return None
+    logger.info(
+        "calculating with the costs of %s that are estimated for %s, corrected by observations. "
+        "`sglang-ext calibrate` measures", model, instance.device,
+    )  # fmt: skip
+    return CostModel(profile)
 
 
 def defaults() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ def server_args(**more: Any) -> SimpleNamespace:
     fields = {
         "host": "127.0.0.1",
         "port": 12_345,
+        "device": "cpu",
         "disaggregation_mode": "null",
         "served_model_name": "tiny",
         "tp_size": 1,
@@ -72,6 +74,8 @@ async def test_a_router_follows_a_simulated_server() -> None:
             assert row is not None
             assert (row.instance, row.model, row.role) == ("simulated", "tiny", "colocated")
             assert (row.settings, row.weights) == ({"rope_theta": "10000.0"}, "weights")
+            assert re.fullmatch("cpu, [0-9]+ cores", row.device)
+            assert row.device_bytes > 1 << 30
             traffic = Traffic(rank.scenario, 4)
             for _ in range(60):
                 traffic.act(rank.scheduler)

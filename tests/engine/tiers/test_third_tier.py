@@ -223,6 +223,7 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
         host, _, number = holder.url.removeprefix("http://").partition(":")
         arguments = SimpleNamespace(
             host=host,
+            device="cpu",
             port=int(number),
             disaggregation_mode="null",
             served_model_name="stand-in",

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from router_costs import router_costs
 
+from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import CostModel, load, save
-from sglang_ext.cost_model.estimated import DEVICES, estimated, shapes_of
+from sglang_ext.cost_model.estimated import DEVICES, config_of, estimated, rates_of, shapes_of
+from sglang_ext.cost_model.profile import Identity
+from sglang_ext.engine.model_settings import model_settings
 from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.cluster import Registration, decode, encode
+from sglang_ext.router.app.adoption import Adoption
+from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
+from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.placing.costs import BOUND_CALIBRATED, BOUND_DEFAULT
-from sglang_ext.router.placing.profiles import load_named
+from sglang_ext.router.placing.profiles import cost_model_for, load_named
+from sglang_ext.tasks import Rounds
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -83,3 +94,143 @@ def test_what_cannot_be_estimated_is_refused(tmp_path, setting, content, why) ->
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=why):
         load_named(setting.format(path=path))
+
+
+# -- from what instances report ---------------------------------------------------------------------------
+
+
+def registration(device: str, config: dict[str, Any] = LLAMA_8B, **more: Any) -> Registration:
+    """Of an instance that serves a model of this configuration."""
+    settings = model_settings(SimpleNamespace(to_dict=lambda: config))
+    given: dict[str, Any] = {"url": "http://10.0.0.1:30000", "instance": "i", "epoch": "0" * 32}
+    return Registration(**{**given, "device": device, "settings": settings, **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("cpu", "cpu"),
+        ("cpu, 32 cores", "cpu"),
+        ("cpu, many cores", None),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H20", None),
+        ("AMD Instinct MI300X", None),
+        ("", None),
+    ],
+)
+def test_devices_are_known_by_their_drivers_names(name: str, found: str | None) -> None:
+    assert rates_of(name) == (None if found is None else DEVICES[found])
+
+
+def test_a_cpu_computes_with_all_cores_and_moves_with_some() -> None:
+    two, eight, many = (rates_of(f"cpu, {count} cores") for count in (2, 8, 64))
+    assert two is not None
+    assert eight is not None
+    assert many is not None
+    assert (eight.flops_per_s, many.flops_per_s) == (4 * two.flops_per_s, 32 * two.flops_per_s)
+    assert (eight.bytes_per_s, many.bytes_per_s) == (4 * two.bytes_per_s, 4 * two.bytes_per_s)
+
+
+def test_a_registrations_settings_give_the_estimate_of_the_configuration(tmp_path) -> None:
+    nested = {"vision_config": {"depth": 32}, "text_config": LLAMA_8B}
+    for config in (LLAMA_8B, MIXTRAL, nested):
+        known = registration("NVIDIA H100 80GB HBM3", config)
+        assert config_of(known.settings) == config
+        model = cost_model_for("m", [known], tmp_path)
+        assert model.basis == "estimated"
+        assert model.profile == estimated(config, known.device, model="m")
+    halved = cost_model_for("m", [registration("NVIDIA H200", tp_size=2)], tmp_path)
+    assert halved.profile == estimated(LLAMA_8B, "NVIDIA H200", model="m", tp=2)
+    settings = {**known.settings, "kv_cache_dtype": "torch.float8_e4m3fn"}
+    eight = cost_model_for("m", [registration("NVIDIA H200", settings=settings)], tmp_path)
+    assert eight.kv_bytes_per_token * 2 == model.kv_bytes_per_token
+
+
+@pytest.mark.parametrize(
+    "instances",
+    [
+        [],
+        [registration("")],
+        [registration("NVIDIA L40S")],
+        [registration("NVIDIA H100 80GB HBM3", {"hidden_size": 4096})],
+        [registration("cpu", {"text_config": "..."})],
+    ],
+)
+def test_unknown_devices_and_models_keep_the_defaults(tmp_path, instances) -> None:
+    assert cost_model_for("m", instances, tmp_path).basis == "defaults"
+    with_another = [*instances, registration("cpu")]
+    assert cost_model_for("m", with_another, tmp_path).basis == "estimated"
+
+
+def test_a_calibration_goes_before_an_estimate_and_a_device_tells_several_apart(tmp_path) -> None:
+    here = estimated(LLAMA_8B, "h100", model="m")
+    for number, device in enumerate(("NVIDIA H100 80GB HBM3", "NVIDIA L40S")):
+        measured = {"estimated": False, "identity": Identity("m", device, "bfloat16")}
+        save(type(here)(**{**{n: getattr(here, n) for n in here.__struct_fields__}, **measured}),
+             tmp_path / f"{number}.json")  # fmt: skip
+        chosen = cost_model_for("m", [registration("NVIDIA L40S")], tmp_path)
+        assert chosen.basis == "calibrated"
+    assert chosen.profile is not None
+    assert chosen.profile.identity.device == "NVIDIA L40S"
+    assert cost_model_for("m", [], tmp_path).basis == "defaults"
+    assert cost_model_for("m", [registration("cpu")], tmp_path).basis == "estimated"
+
+
+def test_registrations_of_older_agents_name_no_device() -> None:
+    fields = json.loads(encode(registration("cpu")))
+    assert decode(encode(fields), Registration).device == "cpu"
+    del fields["device"], fields["device_bytes"]
+    assert decode(encode(fields), Registration).device == ""
+
+
+FACTS = InstanceFacts(ModelFacts("m", "a", 32_000, 4096), "1", "x", "colocated", "")
+
+
+async def adopting(fleet: Fleet, costs: Any, setting: str = "auto") -> Adoption:
+    """An adoption without a tokenizer."""
+
+    async def load_none(facts: InstanceFacts) -> None:
+        pass
+
+    tokenizers: Any = SimpleNamespace(load=load_none, tokenizer=None)
+    trees: Any = SimpleNamespace(clear=lambda: None)
+    api: Any = None
+    clock = SystemClock()
+    return Adoption(
+        fleet, trees, costs, tokenizers, api, clock,
+        cost_profile=setting, on_loaded=lambda: None, rounds=Rounds(clock),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["auto", "none"])
+@pytest.mark.parametrize("first", ["registers", "answers"])
+async def test_a_router_estimates_whichever_comes_first(tmp_path, monkeypatch, setting, first) -> None:
+    monkeypatch.setenv("SGLANG_EXT_PROFILE_DIR", str(tmp_path))
+    fleet, costs = Fleet(), router_costs(CostModel(), lambda: 0.0)
+    adoption = await adopting(fleet, costs, setting)
+    known = registration("cpu")
+    if first == "registers":
+        fleet.join(known.url, known)
+        fleet.learnt(known.url, FACTS)
+    else:
+        fleet.join(known.url)
+        fleet.learnt(known.url, FACTS)
+        await adoption.loaded(5.0)
+        assert costs.basis == "defaults"
+        costs.observe(known.url, 1.0, 1.0)
+        fleet.join(known.url, known)
+        adoption.on_reached(known.url)
+    wanted = "estimated" if setting == "auto" else "defaults"
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if costs.basis == wanted:
+            break
+    assert costs.basis == wanted
+    model = costs.model
+    adoption.on_reached(known.url)
+    await asyncio.sleep(0.05)
+    assert costs.model is model
+    await adoption.stop()
