@@ -6,7 +6,9 @@ The requests are as their clients sent them (``recorded/README.md``), but for sh
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +19,13 @@ import pytest
 from router_rig import FLAGS, routers_before, running, until
 
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.router import Router
+from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.clients.repairs import repair
 from sglang_ext.router.clients.rules import shipped
+from tests.support.leaks import LeakGuard
+from tests.support.servers.pd_servers import pd_servers
+from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
@@ -34,6 +39,7 @@ AGENTS = (
 )
 """Claude Code asks for thinking, which SGLang refuses of a model without a reasoning parser. The tiny model's
 template renders no tools, which are most of these prompts."""
+FLAGS_OF_AGENTS = (*FLAGS[:-1], "32768", *AGENTS)
 RECORDED = sorted(FOLDER.glob("*.json"))
 SHORT: dict[str, Json] = {
     "/v1/messages": {"max_tokens": 8},
@@ -45,7 +51,7 @@ SHORT: dict[str, Json] = {
 
 @pytest.fixture(scope="module")
 def server(get_server: Callable[[ServerSpec], ServerProcess]) -> ServerProcess:
-    return get_server(ServerSpec(flags=(*FLAGS[:-1], "32768", *AGENTS)))
+    return get_server(ServerSpec(flags=FLAGS_OF_AGENTS))
 
 
 @pytest.fixture
@@ -109,13 +115,13 @@ class Turn:
         return min(common(self.prompt, before.prompt), self.tokens - 1) // BLOCK * BLOCK
 
 
-async def turns(router: Router, requests: list[Json]) -> list[Turn]:
-    """The turns of a recording, in their order."""
+async def turns(requests: list[Json], *routers: Router, name: str = "turn") -> list[Turn]:
+    """The turns of a recording, in their order, each through the next router."""
     found = []
     async with aiohttp.ClientSession() as session:
-        for number, request in enumerate(requests):
-            answer = await post(session, router.url, request, f"turn-{number}")
-            logged = router.request_log.find(f"turn-{number}", tenant=None, admin=True)
+        for number, (request, router) in enumerate(zip(requests, itertools.cycle(routers), strict=False)):
+            answer = await post(session, router.url, request, f"{name}-{number}")
+            logged = router.request_log.find(f"{name}-{number}", tenant=None, admin=True)
             assert logged is not None
             encoded, record = logged.prompts[0], logged.record
             assert record.prompt_tokens is not None
@@ -133,7 +139,13 @@ async def test_a_recorded_session_finds_what_it_repeats(
     """And its answers are those of a stock server's prompt, once repaired."""
     requests = read(path)
     router = await start()
-    found = await turns(router, copy.deepcopy(requests))
+    found = await turns(copy.deepcopy(requests), router)
+    reused(path, found)
+    await answers_alone(server, requests, found, router.fleet.model.model.name)
+
+
+def reused(path: Path, found: list[Turn]) -> None:
+    """Verify that each turn has found what it repeats, and print the sums."""
     shared = cached = repeated = 0
     for number, turn in enumerate(found):
         most = max((turn.repeats(before) for before in found[:number]), default=0)
@@ -144,16 +156,43 @@ async def test_a_recorded_session_finds_what_it_repeats(
     prompts = sum(turn.tokens for turn in found)
     assert shared >= 0.6 * prompts
     print(f"{path.stem}: {cached} tokens cached of {shared} repeated, of {prompts} in all prompts")
+
+
+async def answers_alone(server: ServerProcess, requests: list[Json], found: list[Turn], model: str) -> None:
+    """Verify that the flushed server gives the same answers to the repaired requests."""
     for request in requests:
         dialect = DIALECTS[request["path"]]
         repair(dialect, request["body"], [rule for rule in shipped().rules if rule.on], None)
-        request["body"]["model"] = router.fleet.model.model.name
+        request["body"]["model"] = model
     await until(lambda: running([server]) == 0)
     server.flush()
     async with aiohttp.ClientSession() as session:
         for number, request in enumerate(requests):
             answer = await post(session, server.url, request, f"alone-{number}")
             assert text(answer) == text(found[number].answer), f"turn {number}"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+async def test_recorded_sessions_find_what_they_repeat_at_a_pair_behind_two_routers(
+    server: ServerProcess, leak_guard: LeakGuard
+) -> None:
+    spec = ServerSpec(flags=FLAGS_OF_AGENTS)
+    every = {path: read(path) for path in RECORDED}
+    with RedisServer() as redis, leak_guard.adopting(), pd_servers([spec], [spec]) as (pd, _):
+        urls = tuple(each.url for each in (pd.prefill[0].server, pd.decode[0]))
+        options: dict[str, Any] = {"worker_urls": urls, "port": 0, "cluster": redis.url}
+        async with Router(RouterConfig(**options)) as one, Router(RouterConfig(**options)) as two:
+            await until(lambda: all(len(router.members.store.others) == 1 for router in (one, two)), 60)
+            await until(lambda: all(router.tokenizers.trust.tools for router in (one, two)), 60)
+            found = {
+                path: await turns(copy.deepcopy(requests), one, two, name=path.stem)
+                for path, requests in every.items()
+            }
+            model = one.fleet.model.model.name
+    for path, requests in every.items():
+        reused(path, found[path])
+        await answers_alone(server, requests, found[path], model)
 
 
 async def test_a_changed_word_is_computed_again(start: Callable[..., Any]) -> None:
@@ -163,7 +202,7 @@ async def test_a_changed_word_is_computed_again(start: Callable[..., Any]) -> No
         request["body"]["messages"][0]["content"] = f"{number} {request['body']['messages'][0]['content']}"
         request["body"].pop("tools")
         request["body"].pop("tool_choice")
-    found = await turns(await start(), requests)
+    found = await turns(requests, await start())
     assert all(turn.cached < 3 * BLOCK < turn.tokens for turn in found)
 
 
@@ -175,6 +214,6 @@ async def test_claude_code_s_next_session_begins_with_the_last_one_s(
     requests = read(FOLDER / "claude_code.json")
     sessions = [request["headers"]["X-Claude-Code-Session-Id"] for request in requests]
     first = sessions.index(sessions[-1])
-    found = await turns(await start(client_rules=rules), [requests[first - 1], requests[first]])
+    found = await turns([requests[first - 1], requests[first]], await start(client_rules=rules))
     assert found[0].session != found[1].session
     assert least * found[1].tokens <= found[1].cached <= most * found[1].tokens
