@@ -413,8 +413,8 @@ class RouterConfig(Flagged):
     )
     program_share: float = flag(
         0.0,
-        "The share of all HBM that the KV of sessions at work may fill; turns of others wait. 0: sessions "
-        "are not admitted as a whole.",
+        "The KV of sessions that are admitted at first, in times what HBM holds; then as many are as are "
+        "served in time. Turns of others wait. 0: sessions are not admitted as a whole.",
         NUMBER.where(lambda share: 0.0 <= share <= 4.0, "is not between 0 and 4"),
         within="--max-concurrent-requests",
         key="program-share",

@@ -17,6 +17,7 @@ from sglang_ext.cost_model import CostModel, load
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.flags import COUNT, Flagged, flag
 from sglang_ext.router.policies import policy_named
+from sglang_ext.simulator.crowd import alone, goodput, median_s
 from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.report import page, print_table
 from sglang_ext.simulator.run import simulate
@@ -62,7 +63,8 @@ class Arguments(Flagged):
         "",
         "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance), hbm and "
         "dram (blocks), chunk, running, network (bytes/s), lag_ms, fetch, hints, tenants, most_running, "
-        "failures (an hour), restart_s, layers.",
+        "failures (an hour), restart_s, layers; for agents in a closed loop: crowd (times what HBM holds), "
+        "seconds, pause_s, pause_spread, program_share, learnt_hints.",
         metavar="LIST",
     )
     what_if: tuple[str, ...] = flag(
@@ -105,6 +107,10 @@ def run(given: Arguments) -> int:
     outcomes = {title: simulate(settings, model, trace) for title, settings in runs.items()}
     columns = {title: outcome.as_json() for title, outcome in outcomes.items()}
     for title, settings in runs.items():
+        if settings.crowd:
+            unloaded_s = median_s(simulate(alone(settings), model).served)
+            columns[title]["agents"] = goodput(outcomes[title].served, unloaded_s, settings.seconds)
+            continue
         if trace is None and outcomes[title].capacity_used > SURE:
             columns[title]["interval"] = _interval(settings, model)
     if given.json:

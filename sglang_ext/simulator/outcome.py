@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_ext.simulator.settings import BLOCK_TOKENS
 from sglang_ext.tiers import Tier
 
 PERCENTS = (50, 90, 99)
@@ -29,6 +30,36 @@ class Decided:
     hits: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One turn of a session. Times are seconds from the start.
+
+    session: its name. known: tokens of the turns before. hbm, below: tokens of its prompt that were found in
+    HBM, and below. begins: it is the first of its session. queued_s: for which it waited in the router.
+    """
+
+    session: str
+    sent_s: float
+    first_s: float
+    last_s: float
+    prompt: int
+    answer: int
+    known: int
+    hbm: int
+    below: int
+    begins: bool
+    queued_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.sent_s
+
+    @property
+    def in_hbm(self) -> bool:
+        """The blocks of the turns before it, but for the last one, were in HBM."""
+        return self.hbm >= self.known - self.known % BLOCK_TOKENS - BLOCK_TOKENS
+
+
 @dataclass
 class Outcome:
     """Times are seconds, sizes are tokens."""
@@ -43,6 +74,8 @@ class Outcome:
     hits: Counter[Tier] = field(default_factory=Counter)
     by_instance: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    served: list[Served] = field(default_factory=list)
+    """Of a closed loop, in the order of their ends."""
     failed: Counter[str] = field(default_factory=Counter)
     """Requests without an answer, by the reason."""
     retried: int = 0

@@ -28,6 +28,9 @@ ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
     ("busiest instance over the mean", lambda f: f"{f['busiest_over_mean']:.2f}"),
     ("device time of prompts", lambda f: f"{f['computed_device_s']:,.0f} s"),
     ("device time saved by reuse", lambda f: f"{f['saved_device_s']:,.0f} s"),
+    ("agents: answer tokens a second, of turns in time", lambda f: _agents(f, "goodput")),
+    ("agents: share of turns in time", lambda f: _agents(f, "in_time")),
+    ("agents: longest wait over the mean", lambda f: _agents(f, "longest_wait_vs_mean")),
 )
 """Of each row, its name, and its text from `Outcome.as_json`."""
 
@@ -62,6 +65,10 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 def _agreement(found: Mapping[str, float]) -> str:
     return f"{found['instance']:.1%}, hits {found['exact_hits']:.1%}" if found else "-"
+
+
+def _agents(figures: Mapping[str, Any], name: str) -> str:
+    return f"{figures['agents'][name]:.3g}" if "agents" in figures else "-"
 
 
 def _regret(figures: Mapping[str, Any], name: str) -> str:

@@ -8,6 +8,7 @@ the router learns from both.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import cast
@@ -17,8 +18,11 @@ from sglang_ext.ids import NewId
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Job as ApiJob
+from sglang_ext.router.clients.divergence import Turn as KnownTurn
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.pausing import Pausing
+from sglang_ext.router.dispatch.program_gate import ProgramGate
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
@@ -26,6 +30,7 @@ from sglang_ext.router.hints.advisory_book import HintBook, HintLimits
 from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.hints.preparing import Preparer
 from sglang_ext.router.hints.remote_hints import RemoteHints
+from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.types import ConnectionLost, Request, Responder
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.placing.costs import RouterCosts
@@ -39,10 +44,11 @@ from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.simulator.agents import Channels
 from sglang_ext.simulator.instance import Instance, Job, PromptTooLong
-from sglang_ext.simulator.outcome import Decided, Outcome
+from sglang_ext.simulator.outcome import Decided, Outcome, Served
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.simulator.workload import Session, Turn
+from sglang_ext.tiers import Tier
 
 MAX_RETRIES = 5
 """Of a request whose instance went away, as `--max-retries` has it."""
@@ -50,6 +56,10 @@ INDEX_BYTES = 1 << 40
 """The index of a simulation forgets nothing for lack of memory."""
 SENT = Sent(b"{}", "/generate", GENERATE)
 REQUEST = Request("POST", "/generate", "/generate")
+MOST_WAITING = 1 << 20
+PATIENCE_S = 3600.0
+"""Turns of sessions wait as long as it takes."""
+SESSION_BYTES = 1 << 40
 
 
 class SimulatedRouter:
@@ -97,7 +107,7 @@ class SimulatedRouter:
         )
         self.fetching = Fetching(self.channels, self.costs, metrics, new_id=new_id)
         remote = RemoteHints()
-        book = HintBook(HintLimits(), remote)
+        book = HintBook(HintLimits(learnt=settings.learnt_hints), remote)
         preparer = Preparer(
             self.fleet, self.index, self.costs, placing, self.channels, metrics, clock, self.fetching, book
         )
@@ -109,6 +119,15 @@ class SimulatedRouter:
             routing, self.fleet, self.index, self.costs, metrics, self.fetching, self.advisor
         )
         self.admission = Admission(self.chooser.capacity, clock)
+        self.gate = ProgramGate(
+            self._program_tokens, self.costs.alone_s, metrics, clock,
+            size=MOST_WAITING, patience_s=PATIENCE_S,
+        )  # fmt: skip
+        self._sessions = SessionMemory(SESSION_BYTES)
+        self.pausing = Pausing(
+            self.advisor, self._sessions, self.costs, self.gate, metrics, clock,
+            share=settings.learnt_hints, longest_s=HintLimits().ttl_s,
+        )  # fmt: skip
         for forget in (self.index.forget, self.costs.forget, self.fetching.forget):
             self.fleet.restarted.subscribe(forget)
         self._new_id = new_id
@@ -129,13 +148,23 @@ class SimulatedRouter:
         flight = Flight(
             admitted, [prompt], REQUEST, cast(Responder, None), record, SENT, prompt.units
         )  # nothing answers a client
-        if not self.admission.enter():
-            try:
-                waiting = Waiting(record.priority, prompt.units, caller.tenant, True)
-                record.queued_s = await self.admission.wait(waiting)
-            except (QueueFull, QueueTimeout) as error:
-                self._outcome.failed[type(error).__name__] += 1
-                return False
+        self.pausing.begins(flight)
+        try:
+            return await self._carry(flight, prompt, turn, arrived)
+        finally:
+            self.pausing.ends(flight)
+
+    async def _carry(self, flight: Flight, prompt: Encoded, turn: Turn, arrived: float) -> bool:
+        """Wait for a place, and send the request on (`Generation._carry`)."""
+        record = flight.record
+        try:
+            record.queued_s = await self.gate.enter(flight)
+            if not self.admission.enter():
+                waiting = Waiting(record.priority, prompt.units, record.caller.tenant, True)
+                record.queued_s += await self.admission.wait(waiting)
+        except (QueueFull, QueueTimeout) as error:
+            self._outcome.failed[type(error).__name__] += 1
+            return False
         try:
             return await self._attempts(flight, prompt, turn, arrived)
         finally:
@@ -190,6 +219,7 @@ class SimulatedRouter:
             load.prefilled()
             first_byte()
             first = self._clock.monotonic() + lag_s
+            flight.record.instance, flight.record.first_byte = name, self._clock.monotonic()
             self.index.confirm(prompt.namespace, prompt.key, name)
             with load.until_lost():
                 await job.last
@@ -204,6 +234,8 @@ class SimulatedRouter:
             name,
             str(flight.record.reason),
         )
+        if self._settings.crowd:
+            self._note(flight, turn, job, arrived, first)
         if turn.id:
             hits = {tier.name: tokens for tier, tokens in job.hits.items() if tokens}
             self._outcome.decided[turn.id] = Decided(name, hits)
@@ -211,6 +243,36 @@ class SimulatedRouter:
         self._outcome.saved_s += self._model.exec_s(job.tokens, 0) - self._model.exec_s(
             job.tokens - reused, reused
         )
+
+    def _note(self, flight: Flight, turn: Turn, job: Job, arrived: float, first: float) -> None:
+        """An agent's turn was answered."""
+        name, record = flight.admitted.session, flight.record
+        record.status, record.tools, record.completion_tokens = 200, (turn.tool,), job.output
+        known = None if name is None else self._sessions.find(name)
+        if name is not None:
+            namespace = flight.prompts[0].namespace
+            self._sessions.learn(name, namespace, KnownTurn(turn.key + turn.answer, job.tokens))
+        self._outcome.served.append(
+            Served(
+                name or "",
+                arrived,
+                first,
+                self._clock.monotonic(),
+                job.tokens,
+                job.output,
+                0 if known is None else len(known[1]) // TOKEN_BYTES,
+                job.hits.get(Tier.HBM, 0),
+                sum(job.hits.values()) - job.hits.get(Tier.HBM, 0),
+                known is None,
+                record.queued_s,
+            )
+        )
+
+    def _program_tokens(self) -> float:
+        """Of KV that sessions at work may have (`routing_parts`)."""
+        settings = self._settings
+        blocks = settings.instances * settings.hbm
+        return settings.program_share * blocks * BLOCK_TOKENS if settings.program_share else math.inf
 
     def _submit(self, name: str, job: Job) -> None:
         instance = self._instances.get(name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
@@ -14,6 +15,7 @@ from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.policies.base import Role
 from sglang_ext.simulator.agents import Agent
+from sglang_ext.simulator.crowd import after, crowd
 from sglang_ext.simulator.instance import Instance
 from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.outcome import Outcome
@@ -52,12 +54,16 @@ def simulate(
     """
     loop = VirtualLoop()
     try:
-        if sessions is None:
-            sessions = mixed(settings) if trace is None else iter(trace.sessions)
         names = () if trace is None else trace.instances
-        run = Simulation(checked(settings), model or CostModel(), loop, sessions, names)
+        if sessions is None and trace is not None:
+            sessions = iter(trace.sessions)
+        closed = sessions is None and settings.crowd > 0
+        load = sessions or (crowd(settings) if closed else mixed(settings))
+        run = Simulation(checked(settings), model or CostModel(), loop, load, names)
         if expected is not None:
             run.router.costs.use(expected)
+        if closed:
+            run.after = after
         if trace is not None:
             run.announcements = trace.announcements
         loop.run_until_complete(run.run())
@@ -92,6 +98,8 @@ class Simulation:
         self._names = names
         self._clock = VirtualClock(loop)
         self.announcements: Sequence[Announcement] = ()
+        self.after: Callable[[Session], Session | None] = lambda _: None
+        """Returns the session that an agent begins when one has ended."""
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
@@ -103,6 +111,7 @@ class Simulation:
         )
         self._epochs = itertools.count(1)
         self._sent = 0
+        self._until_s = settings.seconds if settings.crowd else math.inf
         self._held = self._queued = 0.0
         self._uses = Uses(settings.requests)
         self._going: dict[asyncio.Task[None], None] = {}
@@ -126,7 +135,7 @@ class Simulation:
             if self._sent >= self.settings.requests:
                 break
             await self._clock.sleep(max(0.0, began + session.start_s - self._clock.monotonic()))
-            task = asyncio.ensure_future(self._session(session))
+            task = asyncio.ensure_future(self._sessions_from(session))
             self._going[task] = None
             task.add_done_callback(self._going.pop)
         while self._going:
@@ -137,18 +146,24 @@ class Simulation:
         self.router.channels.stop()
         await asyncio.gather(*self._rounds, return_exceptions=True)
 
-    async def _session(self, session: Session) -> None:
-        """The requests of a session, one after the other."""
+    async def _sessions_from(self, session: Session | None) -> None:
+        """A session, and in a closed loop those after it."""
+        while session is not None and await self._session(session):
+            session = self.after(session)
+
+    async def _session(self, session: Session) -> bool:
+        """The requests of a session, one after the other. Returns whether all were answered."""
         for turn in session.turns():
             if turn.think_s:
                 await self._clock.sleep(turn.think_s)
-            if self._sent >= self.settings.requests:
-                return
+            if self._sent >= self.settings.requests or self._clock.monotonic() >= self._until_s:
+                return False
             self._sent += 1
             self._uses.add(session.name, session.tenant, turn.key, turn.answer)
             if not await self.router.serve(session, turn):
-                return
+                return False
             self._announce(session, turn)
+        return True
 
     def _announce(self, session: Session, turn: Turn) -> None:
         hints = self.settings.hints

@@ -39,6 +39,18 @@ class Settings:
     hints: float = 0.0
     """Share of turns that are announced when the turn before has ended."""
     tenants: int = 1
+    crowd: float = 0.0
+    """Agents in a closed loop (`crowd`), in times what HBM holds, in the place of the mix; 0: the mix."""
+    seconds: float = 600.0
+    """After which a closed loop ends."""
+    pause_s: float = 4.0
+    """Median of the times that its tools take."""
+    pause_spread: float = 1.2
+    """Standard deviation of their logarithms."""
+    program_share: float = 0.0
+    """See ``--max-concurrent-requests program-share``."""
+    learnt_hints: float = 0.0
+    """See ``--tenant-limits learnt-hints``."""
     most_running: int = 0
     """Requests that the router sends an instance at a time (``--max-running-per-instance``)."""
     failures: float = 0.0
@@ -46,7 +58,7 @@ class Settings:
     restart_s: float = 60.0
 
 
-_MULTIPLES: Final = ("instances", "requests", "rate", "hbm", "dram", "chunk", "running", "network")
+_MULTIPLES: Final = ("instances", "requests", "rate", "hbm", "dram", "chunk", "running", "network", "crowd")
 FIELD: Final = "--what-if"
 
 
@@ -86,6 +98,11 @@ def checked(settings: Settings) -> Settings:
     for name in ("instances", "requests", "rate", "hbm", "dram", "chunk", "running", "layers", "network"):
         if getattr(settings, name) <= 0:
             raise ConfigError(f"{name} must be greater than 0", field=FIELD)
+    for name in ("crowd", "program_share", "learnt_hints", "pause_spread"):
+        if getattr(settings, name) < 0:
+            raise ConfigError(f"{name} is less than 0", field=FIELD)
+    if settings.pause_s <= 0 or settings.seconds <= 0:
+        raise ConfigError("pause_s and seconds must be greater than 0", field=FIELD)
     if not 0 <= settings.hints <= 1:
         raise ConfigError(f"hints is a share, not {settings.hints}", field=FIELD)
     return settings

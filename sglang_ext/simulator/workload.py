@@ -36,7 +36,7 @@ class Turn:
     """One request of a session, sent ``think_s`` after the answer to the one before.
 
     key, answer: encoded tokens of its prompt and of its answer. id: of a recorded one. observed: the times
-    that it takes; by the cost model without any.
+    that it takes; by the cost model without any. tool: that its answer calls.
     """
 
     key: bytes
@@ -44,6 +44,7 @@ class Turn:
     think_s: float = 0.0
     id: str = ""
     observed: Observed | None = None
+    tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class RoutingParts:
         self.advisor = Advisor(of.fleet, routing.placing.thresholds, metrics, clock, book, remote, preparer)
         SharedHints(base.channel, self.advisor, clock)
         self.programs = ProgramGate(
-            lambda: _program_tokens(of, config), metrics, clock,
+            lambda: _program_tokens(of, config), of.costs.alone_s, metrics, clock,
             size=config.queue_size, patience_s=config.queue_timeout_secs,
         )  # fmt: skip
         self.pausing = Pausing(

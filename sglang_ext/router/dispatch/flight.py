@@ -33,8 +33,8 @@ class Flight:
     """
 
     __slots__ = (
-        "aborted", "admitted", "breakpoints", "diagnosed", "failed", "filter", "prompts", "record", "request",
-        "responder", "sent", "task", "units", "works",
+        "aborted", "admitted", "began", "breakpoints", "diagnosed", "failed", "filter", "goes_on", "prompts",
+        "record", "request", "responder", "sent", "task", "units", "works",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,10 @@ class Flight:
         self.aborted = False
         self.works = False
         """Its session has a place for it (``program_gate``)."""
+        self.began = 0.0
+        """When it came to the gate."""
+        self.goes_on: int | None = None
+        """Tokens of its session's last turn, if the session had a place then."""
         self.task: asyncio.Task[object] | None = None
         if admitted.hides_usage and admitted.job.stream:
             self.filter = EventFilter(*sent.dialect.tells_tiers)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from sglang_ext.clock import Clock
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.dispatch.programs import Programs
+from sglang_ext.router.dispatch.programs import IN_TIME, Ended, Programs
 from sglang_ext.router.dispatch.queueing import RECHECK_S, QueueFull, QueueTimeout
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
@@ -23,8 +23,10 @@ class ProgramGate:
     """Lets turns of programs through.
 
     Args:
-        capacity: tokens of KV that programs may have at a time; infinite where it is off, or where no
-            instance reports its HBM.
+        capacity: tokens of KV that programs may have at a time before one was late; infinite where it is
+            off, or where no instance reports its HBM.
+        expected_s: the time to first token of a prompt at an idle instance that has the beginning in HBM:
+            (instance, new tokens, tokens of the beginning).
         size: most requests that wait.
         patience_s: how long one waits.
     """
@@ -32,6 +34,7 @@ class ProgramGate:
     def __init__(
         self,
         capacity: Callable[[], float],
+        expected_s: Callable[[str, int, int], float],
         metrics: RouterMetrics,
         clock: Clock,
         *,
@@ -40,6 +43,7 @@ class ProgramGate:
         programs: Programs | None = None,
     ) -> None:
         self._capacity = capacity
+        self._expected_s = expected_s
         self._clock = clock
         self._size = size
         self._patience_s = patience_s
@@ -68,9 +72,10 @@ class ProgramGate:
         name, capacity = flight.admitted.session, self._capacity()
         if name is None or capacity == float("inf"):
             return 0.0
-        since = self._clock.monotonic()
+        since = flight.began = self._clock.monotonic()
         self.programs.forget_idle(since, IDLE_S)
         self._grant()
+        flight.goes_on = self.programs.known(name)
         if self.programs.arrives(name, flight.units, capacity):
             flight.works = True
             return 0.0
@@ -93,10 +98,11 @@ class ProgramGate:
                     break
                 if remaining <= 0:
                     raise QueueTimeout(f"no session has made room within {self._patience_s:g} s")
-                await self._until(turn, min(RECHECK_S, remaining))
+                # A check by each of those that wait grants to all of them.
+                await self._until(turn, min(RECHECK_S * self._count, remaining))
         except BaseException:
             if turn.done() and not turn.cancelled():  # granted in the very moment in which it gave up
-                self.programs.ends(name, tokens, None, self._clock.monotonic(), self._capacity())
+                self.programs.ends(name, Ended(tokens), self._clock.monotonic(), self._capacity())
             else:
                 self._forget(name, turn)
                 self.programs.leaves(name)
@@ -125,9 +131,19 @@ class ProgramGate:
             return False
         flight.works = False
         tokens = flight.units + (flight.record.completion_tokens or 0)
-        retired = self.programs.ends(name, tokens, pause_s, self._clock.monotonic(), self._capacity())
+        ended = Ended(tokens, self._late(flight), pause_s)
+        retired = self.programs.ends(name, ended, self._clock.monotonic(), self._capacity())
         self._grant()
         return retired
+
+    def _late(self, flight: Flight) -> bool | None:
+        """Whether a turn's first token was late. A turn shows that if it goes on with a conversation whose KV
+        was in HBM when its last turn ended, and streams."""
+        record, known = flight.record, flight.goes_on
+        if known is None or record.first_byte is None or record.instance is None or not record.stream:
+            return None
+        took_s = record.first_byte - flight.began
+        return took_s > IN_TIME * self._expected_s(record.instance, max(1, flight.units - known), known)
 
     def _grant(self) -> None:
         for name in self.programs.admissible(self._clock.monotonic(), self._capacity()):

@@ -272,6 +272,10 @@ class RouterCosts:
             return self.factor(name) * self._idle(name).adding(new, context).seconds
         return self.factor(name) * self.model.exec_s(new, context, batching)
 
+    def alone_s(self, name: str, new_tokens: int, context_tokens: int) -> float:
+        """To the first token of a prompt at an idle instance that has ``context_tokens`` of it in HBM."""
+        return self.factor(name) * self.model.exec_s(new_tokens, context_tokens, self._batching(name))
+
     def load_s(self, instance: Instance, tier: Tier, tokens: int) -> float:
         if tokens <= 0:
             return 0.0

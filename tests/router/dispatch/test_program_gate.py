@@ -20,8 +20,10 @@ def turn(name: str | None, tokens: int = 60) -> Any:
     return SimpleNamespace(
         admitted=SimpleNamespace(session=name),
         units=tokens,
-        record=SimpleNamespace(completion_tokens=2),
+        record=SimpleNamespace(completion_tokens=2, first_byte=None, instance="i", stream=True),
         works=False,
+        began=0.0,
+        goes_on=None,
     )
 
 
@@ -29,7 +31,8 @@ class Rig:
     def __init__(self, capacity: float = 100.0, **more: Any) -> None:
         self.clock = FakeClock()
         self.gate = ProgramGate(
-            lambda: capacity, RouterMetrics(), self.clock,
+            lambda: capacity, lambda name, new, known: 0.01 * new + 0.0001 * known, RouterMetrics(),
+            self.clock,
             programs=Programs(quantum=1), **{"size": 8, "patience_s": 100.0} | more,
         )  # fmt: skip
 
@@ -105,3 +108,31 @@ async def test_a_client_that_goes_away_gives_its_place_back(granted: bool) -> No
     await behind
     assert (rig.gate.programs.working, rig.gate.programs.waiting) == (1, 0)
     rig.gate.check()
+
+
+@pytest.mark.parametrize(("took_s", "late"), [(0.1, False), (1.0, True)])
+async def test_turns_that_go_on_show_how_many_sessions_are_served_in_time(took_s: float, late: bool) -> None:
+    rig = Rig()
+    for tokens in (60, 80):
+        flight = turn("a", tokens)
+        await rig.gate.enter(flight)
+        rig.clock.advance(took_s)
+        flight.record.first_byte = rig.clock.monotonic()
+        rig.gate.ends(flight, 1.0)
+        if tokens == 60:
+            assert rig.gate.programs.room.tokens(100.0) == 100.0, "the first turn brings its KV with it"
+    room = rig.gate.programs.room.tokens(100.0)
+    assert (room < 100.0) is late
+    rig.gate.check()
+
+
+async def test_an_answer_in_one_piece_shows_nothing() -> None:
+    rig = Rig()
+    for _ in range(2):
+        flight = turn("a")
+        flight.record.stream = False
+        await rig.gate.enter(flight)
+        rig.clock.advance(5.0)
+        flight.record.first_byte = rig.clock.monotonic()
+        rig.gate.ends(flight, 1.0)
+    assert rig.gate.programs.room.tokens(100.0) == 100.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.dispatch.programs import LONG_PAUSE_S, Programs
+from sglang_ext.router.dispatch.programs import LEAST, LONG_PAUSE_S, OUTGROWN, Ended, Programs, Room
 
 CAPACITY = 100.0
 
@@ -27,7 +27,9 @@ def test_one_that_is_larger_than_hbm_works_alone() -> None:
     programs = Programs()
     assert programs.arrives("large", 1000, CAPACITY)
     assert not programs.arrives("small", 1, CAPACITY)
-    assert not programs.ends("large", 1000, 1.0, 0.0, CAPACITY), "nobody else could go beside the line's rest"
+    assert not programs.ends("large", Ended(1000), 0.0, CAPACITY), (
+        "nobody else could go beside the line's rest"
+    )
     assert programs.admissible(LONG_PAUSE_S, CAPACITY) == ["small"]
 
 
@@ -37,7 +39,7 @@ def test_a_program_keeps_its_place_for_its_quantum_of_turns() -> None:
         assert programs.arrives("a", 90, CAPACITY)
         if turn == 0:
             assert not programs.arrives("b", 50, CAPACITY)
-        assert programs.ends("a", 90, 1.0, float(turn), CAPACITY) is (turn == 2)
+        assert programs.ends("a", Ended(90), float(turn), CAPACITY) is (turn == 2)
         assert programs.admissible(float(turn), CAPACITY) == (["b"] if turn == 2 else [])
     assert not programs.arrives("a", 90, CAPACITY), "it waits for its next turn"
 
@@ -46,29 +48,80 @@ def test_a_program_keeps_its_place_while_no_other_waits() -> None:
     programs = Programs(quantum=1)
     for turn in range(10):
         assert programs.arrives("a", 90, CAPACITY)
-        assert not programs.ends("a", 90, 1000.0, float(turn), CAPACITY)
+        assert not programs.ends("a", Ended(90, pause_s=1000.0), float(turn), CAPACITY)
 
 
-def test_a_long_pause_makes_room() -> None:
+@pytest.mark.parametrize("expected", [True, False])
+def test_a_program_that_pauses_for_long_does_not_count_and_returns_without_waiting(expected: bool) -> None:
     programs = Programs()
     assert programs.arrives("a", 90, CAPACITY)
     assert not programs.arrives("b", 50, CAPACITY)
-    assert programs.ends("a", 90, LONG_PAUSE_S + 1, 0.0, CAPACITY)
+    pause_s = LONG_PAUSE_S + 1 if expected else None
+    assert not programs.ends("a", Ended(90, pause_s=pause_s), 0.0, CAPACITY)
+    if not expected:
+        assert programs.admissible(LONG_PAUSE_S - 0.1, CAPACITY) == []
+    assert programs.admissible(0.0 if expected else LONG_PAUSE_S, CAPACITY) == ["b"]
+    assert (programs.working, programs.tokens) == (1, 50)
+    assert programs.arrives("a", 91, CAPACITY), "beyond the room"
+    assert (programs.working, programs.tokens) == (2, 141)
+    programs.check()
+
+
+def test_one_that_returns_after_a_long_pause_gives_its_place_up_where_it_has_become_too_much() -> None:
+    programs = Programs()
+    assert programs.arrives("a", 90, CAPACITY)
+    assert not programs.arrives("b", 50, CAPACITY)
+    assert not programs.arrives("c", 50, CAPACITY)
+    programs.ends("a", Ended(90, pause_s=LONG_PAUSE_S + 1), 0.0, CAPACITY)
+    assert programs.admissible(0.0, CAPACITY) == ["b", "c"]
+    assert programs.arrives("a", 90, CAPACITY)
+    assert not programs.arrives("d", 1, CAPACITY)
+    assert OUTGROWN * CAPACITY < 190
+    assert programs.ends("a", Ended(90), 1.0, CAPACITY)
+    assert not programs.ends("b", Ended(50), 1.0, CAPACITY), "the others fit"
+
+
+# -- the room ------------------------------------------------------------------------------------------
+
+
+def test_the_room_grows_with_turns_in_time_and_shrinks_with_late_ones() -> None:
+    room = Room()
+    room.learn(20, CAPACITY, late=False, most=1000.0)
+    assert room.tokens(CAPACITY) == pytest.approx(120), "as fast as programs are served, at first"
+    room.learn(20, CAPACITY, late=True, most=1000.0)
+    assert room.tokens(CAPACITY) == pytest.approx(110)
+    room.learn(20, CAPACITY, late=False, most=1000.0)
+    assert room.tokens(CAPACITY) == pytest.approx(112), "slowly, once a turn was late"
+    for _ in range(5):
+        room.learn(20, CAPACITY, late=False, most=1000.0)
+    room.learn(20, CAPACITY, late=True, most=1000.0)
+    assert room.tokens(CAPACITY) == pytest.approx(112), "the same with one late turn in six"
+
+
+def test_the_room_has_bounds() -> None:
+    room = Room()
+    for _ in range(100):
+        room.learn(50, CAPACITY, late=True, most=1000.0)
+    assert room.tokens(CAPACITY) == LEAST * CAPACITY
+    for _ in range(10_000):
+        room.learn(50, CAPACITY, late=False, most=300.0)
+    assert 300 <= room.tokens(CAPACITY) <= 350
+
+
+def test_a_program_is_admitted_where_turns_in_time_have_made_room() -> None:
+    programs = Programs()
+    assert programs.arrives("a", 90, CAPACITY)
+    assert not programs.arrives("b", 50, CAPACITY)
+    programs.ends("a", Ended(90, late=False), 0.0, CAPACITY)
+    assert programs.room.tokens(CAPACITY) > CAPACITY
     assert programs.admissible(0.0, CAPACITY) == ["b"]
 
 
-@pytest.mark.parametrize(
-    ("pause_s", "late_s"), [(None, LONG_PAUSE_S), (20.0, LONG_PAUSE_S), (2.0, 8.0), (0.01, 1.0)]
-)
-def test_a_pause_that_was_not_expected_to_be_long_makes_room_when_it_is(
-    pause_s: float | None, late_s: float
-) -> None:
+def test_turns_of_which_nothing_is_known_leave_the_room_alone() -> None:
     programs = Programs()
     assert programs.arrives("a", 90, CAPACITY)
-    assert not programs.arrives("b", 50, CAPACITY)
-    assert not programs.ends("a", 90, pause_s, 0.0, CAPACITY)
-    assert programs.admissible(late_s - 0.1, CAPACITY) == []
-    assert programs.admissible(late_s, CAPACITY) == ["b"]
+    programs.ends("a", Ended(90, late=None), 0.0, CAPACITY)
+    assert programs.room.tokens(CAPACITY) == CAPACITY
 
 
 def test_nobody_overtakes_and_those_that_leave_hold_up_nobody() -> None:
@@ -85,9 +138,9 @@ def test_all_requests_of_a_program_go_together() -> None:
     assert programs.arrives("a", 90, CAPACITY)
     assert not programs.arrives("b", 50, CAPACITY)
     assert not programs.arrives("b", 60, CAPACITY)
-    assert programs.ends("a", 90, 1.0, 0.0, CAPACITY)
+    assert programs.ends("a", Ended(90), 0.0, CAPACITY)
     assert programs.admissible(0.0, CAPACITY) == ["b"]
-    assert not programs.ends("b", 60, 1.0, 0.0, CAPACITY)
+    assert not programs.ends("b", Ended(60), 0.0, CAPACITY)
     assert programs.working == 1, "its other request is on its way"
     programs.check()
 
@@ -106,7 +159,10 @@ def test_random_histories(rnd: random.Random, quantum: int) -> None:
                 (running if went else waiting)[name] += 1
             case 1 if running[name]:
                 running[name] -= 1
-                programs.ends(name, rnd.randrange(1, 60), rnd.choice([None, 1.0, 100.0]), now, CAPACITY)
+                ended = Ended(
+                    rnd.randrange(1, 60), rnd.choice([None, True, False]), rnd.choice([None, 1.0, 100.0])
+                )
+                programs.ends(name, ended, now, CAPACITY)
             case 2 if waiting[name]:
                 waiting[name] -= 1
                 programs.leaves(name)
@@ -119,7 +175,7 @@ def test_random_histories(rnd: random.Random, quantum: int) -> None:
         now += LONG_PAUSE_S
         for name in [name for name, count in running.items() if count]:
             running[name] -= 1
-            programs.ends(name, 30, 1.0, now, CAPACITY)
+            programs.ends(name, Ended(30), now, CAPACITY)
         for admitted in programs.admissible(now, CAPACITY):
             running[admitted] += waiting.pop(admitted)
     assert not +waiting
@@ -159,7 +215,7 @@ def crowd(times: int, *, admission: bool) -> tuple[float, list[float]]:
         hits += name in held
         held = [*(other for other in held if other != name), name][-fits:]
         if admission:
-            if programs.ends(name, 25, 1.0, now, CAPACITY):
+            if programs.ends(name, Ended(25), now, CAPACITY):
                 held = [name, *held[:-1]]  # KV that is announced for the others goes after it
             for other in programs.admissible(now, CAPACITY):
                 waited[other] += now - since.pop(other)
