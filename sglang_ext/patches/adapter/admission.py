@@ -297,6 +297,7 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
         ),
         (facts.pushes, "--kv-transfer-mode push or push-by-layer", "Use --kv-transfer-mode pull"),
         (facts.aggregated, "--kv-transfer-layout aggregated", "Use --kv-transfer-layout blocks"),
+        (facts.attn_dp_size > 1, "--attn-dp-size above 1", _REPLICAS),
         # Prefill then has the window of a request in a ring, in which two pages may be one.
         (facts.enable_encoder_swa_bounded_replay, _REPLAY, "Leave that flag out"),
     ):
@@ -343,7 +344,6 @@ def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
             (other_backend, "--disaggregation-mode by another transfer backend"),
             (facts.pp_size > 1, "--pp-size above 1"),
             (facts.nnodes > 1, "--nnodes above 1"),
-            (facts.transfers and flag == "--attn-dp-size", "--disaggregation-mode"),
         ):
             if present:
                 return f"{chosen} cannot be combined with {flag} above 1 and {other}. {_REPLICAS}"

@@ -115,6 +115,10 @@ def _replicas(kind: str) -> Proof:
     return _server(f"cache/test_replicas.py::test_each_replica_loads_from_its_dram[{kind}]")
 
 
+def _pairs_of_replicas(kind: str) -> Proof:
+    return _server(f"pd/test_pd_replicas.py::test_conversations_get_the_answers_of_one_server[{kind}]")
+
+
 def _handed_over(kind: str) -> Proof:
     return _server(f"pd/test_pd_hybrids.py::test_conversations_get_the_answers_of_one_server[{kind}]")
 
@@ -174,9 +178,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
                 "DP": _replicas("tiny"),
                 "PP": _answers("tiny-untied-pp2")["HBM"],
-                "DP in PD": _server(
-                    "pd/test_pd_replicas.py::test_conversations_get_the_answers_of_one_server[tiny]"
-                ),
+                "DP in PD": _pairs_of_replicas("tiny"),
                 "PP in PD": _server(
                     "pd/test_pd_pipeline.py::test_conversations_get_the_answers_of_one_server"
                 ),
@@ -198,7 +200,10 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _answers("tiny-mla-moe")
             | _also("tiny-mla-moe", "fetch", "PD", "return")
             | _LATENT_MOVES
-            | {"DP attention": _replicas("tiny-mla-moe-attention")},
+            | {
+                "DP attention": _replicas("tiny-mla-moe-attention"),
+                "DP in PD": _pairs_of_replicas("tiny-mla-moe-attention"),
+            },
         ),
         "window-kept": Family(
             "Sliding windows of which SGLang keeps all KV",

@@ -172,7 +172,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ),
             ({"dp_size": 2, "nnodes": 2}, "--dp-size above 1 and --nnodes above 1"),
             ({"attn_dp_size": 2, "pp_size": 2}, "--attn-dp-size above 1 and --pp-size above 1"),
-            ({"attn_dp_size": 2}, "--attn-dp-size above 1 and --disaggregation-mode"),
+            ({"attn_dp_size": 2, "is_hybrid_swa": True}, "with --attn-dp-size above 1 does not serve"),
             ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
             (
                 {"pp_size": 2, "disaggregation_mode": "decode", "decode_keeps": True},
@@ -262,6 +262,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         },
         {"caches": False, "transfers": True, "pp_size": 2, "disaggregation_mode": "decode"},
         {"transfers": True, "dp_size": 2, "disaggregation_mode": "decode", "dram": True, "returns": True},
+        {"transfers": True, "attn_dp_size": 2, "disaggregation_mode": "prefill", "dram": True},
         {"prefill_war_read_done": True},
         {"optimistic_prefill_attempts": 1, "dram": True},
     ],

@@ -1,4 +1,4 @@
-"""Prefill and decode servers with replicas (``--dp-size``): each replica of one makes a pair
+"""Prefill and decode servers with replicas (``--dp-size``, DP attention): each replica of one makes a pair
 with each of the other."""
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Kind:
 
 KINDS = {
     "tiny": Kind("tiny"),
+    "tiny-mla-moe-attention": Kind(
+        "tiny-mla-moe", ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+    ),
 }
 
 

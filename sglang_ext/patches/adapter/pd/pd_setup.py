@@ -135,7 +135,8 @@ def weights_of(scheduler: Any) -> str:
     """The digest of the weights of the whole model, and of its draft models, as they are now. Called in all
     ranks at once, and never raises: empty where a rank cannot read its part.
     """
-    pipelined, tied = get_parallel().pp_size > 1, scheduler.model_config.hf_config.tie_word_embeddings
+    parallel = get_parallel()
+    pipelined, tied = parallel.pp_size > 1, scheduler.model_config.hf_config.tie_word_embeddings
     if pipelined and PROCESS.manager is not None:
         # The other stages get the request that changes weights when this one has answered it.
         log.error("KV of new weights is not handed over with --pp-size above 1; start this server anew")
@@ -151,7 +152,9 @@ def weights_of(scheduler: Any) -> str:
         log.exception("the weights cannot be read; no KV is exchanged until they are updated")
         sums = {}
     data = msgspec.json.encode({name: [str(part) for part in sum_] for name, sum_ in sums.items()})
-    ranks = [msgspec.json.decode(each) for each in on_all_ranks(data, instance_group(scheduler))]
+    # With DP attention, replicas share all layers but attention.
+    group = parallel.tp_group.cpu_group if parallel.attn_dp_size > 1 else instance_group(scheduler)
+    ranks = [msgspec.json.decode(each) for each in on_all_ranks(data, group)]
     if not all(ranks):
         return ""
     return model_digest([{name: (int(s), int(n)) for name, (s, n) in rank.items()} for rank in ranks])
