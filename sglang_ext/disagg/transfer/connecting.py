@@ -26,6 +26,7 @@ from sglang_ext.disagg.transfer.link import Link
 from sglang_ext.disagg.transfer.peer import Peer
 from sglang_ext.disagg.transfer.verify import Scratch, header_runs
 from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Transport, TransportName
+from sglang_ext.disagg.transports.select import NO_TRANSPORT, by_side, way_out
 
 
 class Connector:
@@ -83,10 +84,13 @@ class Connector:
     async def _handshake(self, address: str, client: ControlClient, only: Collection[TransportName]) -> Link:
         offers, reasons = offers_of({n: t for n, t in self._transports.items() if not only or n in only})
         try:
-            reply = await client.ask(
-                Connect(self._identity(), {str(n): o for n, o in offers.items()}),
-                self._config.connect_timeout,
-            )
+            try:
+                reply = await client.ask(
+                    Connect(self._identity(), {str(n): o for n, o in offers.items()}),
+                    self._config.connect_timeout,
+                )
+            except RefusedError as error:
+                raise self._with_own_reasons(error, reasons, offers) from None
             if not isinstance(reply, Connected):
                 raise PeerProtocolError(f"expected CONNECTED, got {type(reply).__name__}")
             self._agree(reply.who)
@@ -148,7 +152,6 @@ class Connector:
         reasons: dict[TransportName, str],
     ) -> Channel:
         """The first transport, in order of preference, by which the owner's header can really be read."""
-        reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
 
         def read(channel: Channel) -> bytes:
             with self._scratch.slot() as at:
@@ -158,8 +161,26 @@ class Connector:
         channel = open_first(self._transports, info, reply.session, offers, reply.transports, reasons, read)
         if channel is not None:
             return channel
-        text = "; ".join(f"{n}: {r}" for n, r in reasons.items())
-        raise TransportUnavailableError(f"no transport reaches {info.instance}: {text}")
+        own = {name: reason for name, reason in reasons.items() if name not in reply.reasons}
+        raise TransportUnavailableError(
+            f"no transport carries KV from {info.instance} to {self._config.instance}"
+            f"{by_side(info.instance, reply.reasons)}{by_side(self._config.instance, own)}",
+            hint=way_out([*self._regions.metas(), *info.regions]),
+        )
+
+    def _with_own_reasons(
+        self,
+        error: RefusedError,
+        reasons: Mapping[TransportName, str],
+        offers: Mapping[TransportName, bytes],
+    ) -> RefusedError:
+        """An owner's refusal; where it has no use for the transports offered, with the reasons of this side
+        against the others."""
+        own = {name: reason for name, reason in reasons.items() if name not in offers}
+        if error.reason != NO_TRANSPORT or not own:
+            return error
+        text = error.message.removeprefix(f"{NO_TRANSPORT}: ")
+        return RefusedError(NO_TRANSPORT, text + by_side(self._config.instance, own))
 
 
 def offers_of(

@@ -63,7 +63,7 @@ from sglang_ext.disagg.transports import (
     host_identity,
 )
 from sglang_ext.disagg.transports.rails import Rail
-from sglang_ext.disagg.transports.select import make_transports
+from sglang_ext.disagg.transports.select import make_transports, require_transport
 from sglang_ext.disagg.transports.verbs import VerbsTransport
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import pack_ids
@@ -154,6 +154,7 @@ class Endpoint:
         Raises:
             ConfigError: it would listen beyond loopback without a key.
             RangeError: a tensor is not inside the registered memory.
+            TransportUnavailableError: this host, or the memory of the pools, excludes every transport.
         """
         self = cls(config, pools, clock or SystemClock(), on_ended, messages)
         try:
@@ -164,10 +165,13 @@ class Endpoint:
             await self.close()
             raise
         self._owner.let_write(receiver)
-        for transport in self.transports.values():
-            # Opens devices and registers memory now, off the event loop, rather than when the first peer
-            # waits.
-            await asyncio.to_thread(transport.unavailable)
+        # Opens devices and registers memory now, off the event loop, rather than when the first peer waits.
+        reasons = {n: await asyncio.to_thread(t.unavailable) for n, t in self.transports.items()}
+        try:
+            require_transport(reasons, self.regions)
+        except BaseException:
+            await self.close()
+            raise
         self._ticking = self._tasks.start(self._tick())
         return self
 

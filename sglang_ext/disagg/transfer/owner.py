@@ -50,6 +50,7 @@ from sglang_ext.disagg.transfer.leases import Ended, Grant, GrantTable
 from sglang_ext.disagg.transfer.pools import OwnedPool
 from sglang_ext.disagg.transfer.sessions import Receiver, Session
 from sglang_ext.disagg.transports import MAX_GRANTS, Transport, TransportName
+from sglang_ext.disagg.transports.select import NO_TRANSPORT, by_side, way_out
 from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
@@ -244,8 +245,13 @@ class Owner:
             except TransferError as error:
                 reasons[name] = str(error)
         if not answers:
-            text = "; ".join(f"{n}: {r}" for n, r in reasons.items()) or "none offered"
-            raise RefusedError("transport", f"no transport in common: {text}")
+            against = by_side(mine.instance, reasons) or "; none offered"
+            advice = way_out([*mine.regions, *reader.regions])
+            raise RefusedError(
+                NO_TRANSPORT,
+                f"no transport carries KV from {mine.instance} to {reader.instance}{against}"
+                f"{'' if advice is None else f'. {advice}'}",
+            )
         self._sessions[number] = session
         return Connected(mine, number, answers, reasons)
 

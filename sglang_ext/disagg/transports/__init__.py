@@ -38,7 +38,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg.memory import RegionMeta, RegionTable
+from sglang_ext.disagg.memory import MemoryKind, RegionMeta, RegionTable
 from sglang_ext.disagg.runs import Runs
 
 MAX_GRANTS: Final = 4096
@@ -174,7 +174,8 @@ class Transport(ABC):
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Why this host cannot use the transport at all; None when it can. Shown by `sglang-ext doctor`."""
+        """Why this endpoint cannot use the transport at all, for its host or its regions; None when it can.
+        Shown by `sglang-ext doctor`."""
 
     @abstractmethod
     def offer(self) -> bytes:
@@ -204,6 +205,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything, after all sessions and channels are closed."""
+
+
+def host_memory_only(regions: RegionTable) -> str | None:
+    """Why a transport by the processor does not carry these regions; None where all are in host memory."""
+    kinds = {r.kind for r in regions} - {MemoryKind.HOST}
+    return f"a pool is in {', '.join(sorted(kinds))} memory" if kinds else None
 
 
 def host_identity() -> str:

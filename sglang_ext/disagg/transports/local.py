@@ -31,7 +31,7 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.memory import MAX_REGIONS, MemoryKind, PeerMapping, RegionTable
+from sglang_ext.disagg.memory import MAX_REGIONS, PeerMapping, RegionTable
 from sglang_ext.disagg.runs import Runs, copy_runs
 from sglang_ext.disagg.transports import (
     MAX_GRANTS,
@@ -42,6 +42,7 @@ from sglang_ext.disagg.transports import (
     Transport,
     TransportName,
     host_identity,
+    host_memory_only,
 )
 from sglang_ext.disagg.transports._guard import GuardPages
 
@@ -114,11 +115,6 @@ def _vector(pid, runs, remote_bases, local_bases, iov, flag, guard):  # type: ig
                 done += moved
                 moved = 0
     return 0
-
-
-def _reachable(regions: RegionTable) -> str | None:
-    kinds = {r.kind for r in regions} - {MemoryKind.HOST}
-    return f"a pool is in {', '.join(sorted(kinds))} memory" if kinds else None
 
 
 class _Kernel:
@@ -265,13 +261,13 @@ class ShmTransport(Transport):
             _warm()
 
     def unavailable(self) -> str | None:
-        return None if COMPILED else "numba is missing: pip install numba"
+        return host_memory_only(self.regions) if COMPILED else "numba is missing: pip install numba"
 
     def offer(self) -> bytes:
         return f"{host_identity()} {os.getpid()}".encode()
 
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
-        reason = _reachable(self.regions)
+        reason = host_memory_only(self.regions)
         if reason is None and any(r.fd < 0 for r in self.regions):
             reason = "a pool is not in shared memory"
         return _accept(self.name, offer, reason, grants)
@@ -321,6 +317,8 @@ class CmaTransport(Transport):
     def unavailable(self) -> str | None:
         if not COMPILED:
             return "numba is missing: pip install numba"
+        if (reason := host_memory_only(self.regions)) is not None:
+            return reason
         try:
             with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as f:
                 scope = int(f.read())
@@ -334,7 +332,7 @@ class CmaTransport(Transport):
         return f"{host_identity()} {os.getpid()}".encode()
 
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
-        return _accept(self.name, offer, _reachable(self.regions), grants)
+        return _accept(self.name, offer, host_memory_only(self.regions), grants)
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
         return CmaChannel(self.regions, peer, self._lanes, _guards(self.name, answer))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 from sglang_ext.addresses import host_of
 from sglang_ext.compiled import COMPILED
-from sglang_ext.disagg.memory import RegionTable
+from sglang_ext.disagg.errors import TransportUnavailableError
+from sglang_ext.disagg.memory import MemoryKind, Region, RegionMeta, RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
 from sglang_ext.disagg.transports.rails import Place
@@ -17,6 +18,8 @@ from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
 TCP_LANES = 8
 """Lanes of a tcp connection, unless configured: requests in flight share the way to a peer and back, where
 one lane goes it for each of them."""
+NO_TRANSPORT: Final = "transport"
+"""The reason of an owner's refusal that can use none of the transports offered."""
 
 
 class TransportConfig(Protocol):
@@ -70,3 +73,39 @@ def reasons() -> dict[TransportName, str | None]:
         TransportName.VERBS: verbs_reason(),
         TransportName.TCP: None if COMPILED else "numba is missing: pip install numba",
     }
+
+
+def by_side(instance: str, reasons: Mapping[TransportName, str] | Mapping[str, str]) -> str:
+    """The reasons of an instance against transports, to be appended to a sentence; empty without any."""
+    if not reasons:
+        return ""
+    return f"; {instance}: " + "; ".join(f"{n}: {r.removeprefix(f'{n}: ')}" for n, r in reasons.items())
+
+
+def way_out(regions: Iterable[Region | RegionMeta]) -> str | None:
+    """What to do about regions in a GPU's memory that no transport carries; None where all are the host's."""
+    if all(region.kind is MemoryKind.HOST for region in regions):
+        return None
+    return (
+        "KV in GPU memory travels by RDMA only: load nvidia-peermem where there is an adapter. Without one, "
+        "start servers without --disaggregation-mode: with --kv-router and --kv-dram-size they fetch each "
+        "other's KV from DRAM"
+    )
+
+
+def require_transport(reasons: Mapping[TransportName, str | None], regions: RegionTable) -> None:
+    """Refuse an endpoint that can use no transport, for its host or its regions, whoever the peer.
+
+    reasons: against each transport that is allowed; None for one that can be used.
+
+    Raises:
+        TransportUnavailableError: with each reason, and the way out.
+    """
+    if any(reason is None for reason in reasons.values()):
+        return
+    against = "; ".join(f"{n}: {(r or '').removeprefix(f'{n}: ')}" for n, r in reasons.items())
+    raise TransportUnavailableError(
+        f"no transport can carry the KV of this server: {against}",
+        field="--kv-transports",
+        hint=way_out(regions) or "Allow others: not given, all are tried",
+    )

@@ -37,7 +37,7 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.memory import MemoryKind, RegionTable
+from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transports import (
     CancelToken,
@@ -47,6 +47,7 @@ from sglang_ext.disagg.transports import (
     Transport,
     TransportName,
     _stream,
+    host_memory_only,
 )
 from sglang_ext.wire import Codec, Message, WireError
 
@@ -322,7 +323,7 @@ class TcpTransport(Transport):
         return f"<TcpTransport port={self.port} sessions={len(self._sessions)} ends={self._ends}>"
 
     def unavailable(self) -> str | None:
-        return None if COMPILED else "numba is missing: pip install numba"
+        return host_memory_only(self.regions) if COMPILED else "numba is missing: pip install numba"
 
     def offer(self) -> bytes:
         return b"tcp"
@@ -331,8 +332,8 @@ class TcpTransport(Transport):
         """Nothing was reserved."""
 
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
-        if any(r.kind is not MemoryKind.HOST for r in self.regions):
-            raise TransportUnavailableError("tcp: a pool is not in host memory; publish from the DRAM tier")
+        if (reason := host_memory_only(self.regions)) is not None:
+            raise TransportUnavailableError(f"tcp: {reason}")
         served = _Session(self, session, grants)
         with self._lock:
             self._sessions[session] = served

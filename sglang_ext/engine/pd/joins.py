@@ -16,7 +16,7 @@ import random
 from typing import Final
 
 from sglang_ext.clock import Clock
-from sglang_ext.disagg.errors import RefusedError, TransferError
+from sglang_ext.disagg.errors import RefusedError, TransferError, TransportUnavailableError
 from sglang_ext.engine.pd.peers import PrefillPeers
 from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, PrefillServer, PrefillServers
 
@@ -87,7 +87,7 @@ class PrefillJoins:
                 peer = await self._peers.get(server.address, ATTEMPT_SECONDS, "ahead")
                 pause = FIRST_PAUSE_SECONDS
                 await peer.ended()
-            except RefusedError as error:
+            except (RefusedError, TransportUnavailableError) as error:
                 log.warning("prefill server %s (%s) is not connected: %s", *_names(server), error)
                 pause = LONGEST_PAUSE_SECONDS
             except TransferError as error:

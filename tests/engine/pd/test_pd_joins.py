@@ -15,7 +15,7 @@ import zmq
 from pd_rig import METADATA, Rig, Rows, pool, rig, transfer_thread
 from test_pd_deaths import PAGE, Victim
 
-from sglang_ext.disagg.errors import PeerGoneError, RefusedError
+from sglang_ext.disagg.errors import PeerGoneError, RefusedError, TransportUnavailableError
 from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState
 from sglang_ext.engine.pd import joins, peers
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
@@ -118,6 +118,21 @@ async def test_it_is_tried_again_and_again_with_longer_pauses(stage: Stage, erro
     tries = len(stage.peers.asked)
     await stage.clock.pass_time(60)
     assert len(stage.peers.asked) == tries
+    await stage.joins.close()
+
+
+@pytest.mark.parametrize(
+    "error", [RefusedError("transport", "none from p to d"), TransportUnavailableError("none from p to d")]
+)
+async def test_a_server_that_no_transport_reaches_is_named_in_the_log(
+    stage: Stage, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.peers.failing = error
+    with caplog.at_level("WARNING"):
+        stage.joins.on_server_list(server_list("a:1"))
+        await stage.turn()
+    assert "prefill server p (a:1) is not connected" in caplog.text
+    assert "none from p to d" in caplog.text
     await stage.joins.close()
 
 

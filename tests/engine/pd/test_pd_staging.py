@@ -16,12 +16,15 @@ from test_pd_handovers import ROWS, hand_over, push
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transports.verbs import VerbsTransport
 from sglang_ext.engine.pd.landing import Wanted
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter.build_transfers import staging_of
-from sglang_ext.patches.adapter.hbm import pool_geometry
+from sglang_ext.patches.adapter.build_transfers import staging_of, start_fetching
+from sglang_ext.patches.adapter.hbm import EnginePool, pool_geometry
 
 pytestmark = pytest.mark.slow
 
@@ -213,3 +216,16 @@ def test_layouts_that_differ_are_refused() -> None:
 def test_by_layer_and_aggregated_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-layout"):
         KvConfig(transfer_mode="push-by-layer", transfer_layout="aggregated")
+
+
+def test_fetching_is_off_with_the_reason_where_no_transport_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(VerbsTransport, "unavailable", lambda self: "no RDMA device")
+    pools = Pools(PoolKind(), 40, block=4, rows=2, context=64)
+    config = EndpointConfig("x", "a model", transports=(TransportName.VERBS,))
+    spec = EnginePool(pools.tensors, pools.geometry()).spec("dram")
+    with caplog.at_level("WARNING"):
+        assert start_fetching(config, [spec]) is None
+    assert "neither fetched" in caplog.text
+    assert "verbs: no RDMA device" in caplog.text
