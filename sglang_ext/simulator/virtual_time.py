@@ -1,49 +1,122 @@
 """An event loop whose time is virtual: where it would wait for a timer, its time leaps to it.
 
 Nothing else ends a wait: there are no sockets and no threads in a simulation, so a loop without a timer would
-wait forever, and says so instead.
+wait forever, and says so instead. An exception of a callback ends the simulation.
+
+asyncio's own loop compares the timers of its heap in Python, and asks a selector in each round. Here the heap
+has tuples. Calls of one moment run in the order in which they were asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import selectors
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from contextvars import Context
+from heapq import heappop, heappush
+from typing import Any, Final, TypeVarTuple
 
 from sglang_ext.errors import InternalError
 
+Ts = TypeVarTuple("Ts")
 EPOCH_S: Final = 1_700_000_000.0
 """Wall time at the start of a simulation; the same in each run."""
 
 
-class _Leaping(selectors.SelectSelector):
-    """Has the loop's time leap over each wait."""
+class Call(asyncio.TimerHandle):
+    """A call that is due, now or later. Only what a simulation needs of its base is set."""
 
-    def __init__(self, leap: Callable[[float], None]) -> None:
-        super().__init__()
-        self._leap = leap
+    __slots__ = ()
+    _when: float
+    _callback: Callable[..., object] | None
+    _args: tuple[Any, ...]
+    _context: Context | None  # None: the context in which the loop runs
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise InternalError("the simulation waits for something that no timer brings")
-        if timeout > 0:
-            self._leap(timeout)
-        return []
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> None:
+        self._when, self._callback, self._args, self._context = when, callback, args, context
+
+    def __repr__(self) -> str:
+        return f"Call({self._callback}, {self._when})"
+
+    def cancel(self) -> None:
+        self._callback, self._args = None, ()
+
+    def cancelled(self) -> bool:
+        return self._callback is None
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """See the module's docstring. Time begins at 0."""
 
+    _stopping: bool
+
     def __init__(self) -> None:
-        self._virtual_s = 0.0
-        super().__init__(_Leaping(self._leap))
+        super().__init__()
+        self._now = 0.0
+        self._due: deque[Call] = deque()
+        self._timers: list[tuple[float, int, Call]] = []
+        """A heap: when, a number, and the call."""
+        self._timed = 0
 
     def time(self) -> float:
-        return self._virtual_s
+        return self._now
 
-    def _leap(self, seconds: float) -> None:
-        self._virtual_s += seconds
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> Call:
+        call = Call(self._now, callback, args, context)
+        self._due.append(call)
+        return call
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> Call:
+        call = Call(when, callback, args, context)
+        self._timed += 1
+        heappush(self._timers, (when, self._timed, call))
+        return call
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> Call:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> Call:
+        raise InternalError("a simulation has one thread")
+
+    def _run_once(self) -> None:
+        """All rounds, until the loop is stopped: the hook of asyncio's ``run_forever`` for one of them."""
+        due, timers = self._due, self._timers
+        while not self._stopping:
+            if due:
+                call = due.popleft()
+            elif timers:
+                when, _, call = heappop(timers)
+                if call._callback is None:
+                    continue
+                if when > self._now:
+                    self._now = when
+            else:
+                raise InternalError("the simulation waits for something that no timer brings")
+            callback = call._callback
+            if callback is None:
+                continue
+            if call._context is None:
+                callback(*call._args)
+            else:
+                call._context.run(callback, *call._args)
 
 
 class VirtualClock:
