@@ -7,7 +7,6 @@ the wire. So the router's index lags behind, and heals a gap with a snapshot, as
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -129,13 +128,12 @@ class Agent:
 class Channel:
     """The router's channel to one agent."""
 
-    __slots__ = ("agent", "alive", "beats", "inbox", "registration")
+    __slots__ = ("agent", "alive", "beats", "registration")
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
         self.agent: Agent | None = None
         self.alive = False
-        self.inbox: deque[tuple[Agent, bytes]] = deque()
         self.beats: asyncio.TimerHandle | None = None
 
 
@@ -214,14 +212,11 @@ class Channels(AgentChannels):
         def send(data: bytes) -> None:
             channel = self._channels.get(name)
             if channel is not None and named and channel.agent is named[0]:
-                channel.inbox.append((named[0], data))
-                self._loop.call_later(self._lag_s, self._arrived, name, channel)
+                self._loop.call_later(self._lag_s, self._arrived, name, channel, named[0], data)
 
         return send, named.append
 
-    def _arrived(self, name: str, channel: Channel) -> None:
-        # One message for each call. Calls of one moment come in any order, messages do not.
-        agent, data = channel.inbox.popleft()
+    def _arrived(self, name: str, channel: Channel, agent: Agent, data: bytes) -> None:
         if channel.agent is agent:
             self._take(name, channel, FROM_AGENT.decode(data))
 

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import CostModel, load
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.flags import COUNT, Flagged, flag
@@ -31,6 +32,39 @@ SURE = 0.8
 MARGIN = 0.1
 """By which the load is changed for the interval that is printed then."""
 MARGIN_REQUESTS = 20_000
+REPORT_S = 10.0
+"""From one line about the progress to the next."""
+
+
+class Reports:
+    """Writes how far a long simulation is.
+
+    Args:
+        title: of the simulation. requests: that will be sent.
+        write: takes a line. seconds: of the machine's time.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        requests: int,
+        write: Callable[[str], object] = sys.stderr.write,
+        seconds: Callable[[], float] = SystemClock.monotonic,
+    ) -> None:
+        self._title, self._requests, self._write, self._seconds = title, requests, write, seconds
+        self._began = self._last = seconds()
+
+    def __call__(self, ended: int, virtual_s: float) -> None:
+        """So many requests have ended."""
+        now = self._seconds()
+        if now - self._last < REPORT_S:
+            return
+        self._last, took = now, now - self._began
+        left = took * (self._requests - ended) / ended
+        self._write(
+            f"{self._title}: {ended:,} of {self._requests:,} requests, {virtual_s:,.0f} s of virtual time "
+            f"in {took:,.0f} s, about {left:,.0f} s left\n"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +138,10 @@ def run(given: Arguments) -> int:
     runs = {"as given": base} | {text: changed(base, text) for text in given.what_if}
     for settings in runs.values():
         policy_named(settings.policy)
-    outcomes = {title: simulate(settings, model, trace) for title, settings in runs.items()}
+    outcomes = {
+        title: simulate(settings, model, trace, progress=Reports(title, settings.requests))
+        for title, settings in runs.items()
+    }
     columns = {title: outcome.as_json() for title, outcome in outcomes.items()}
     for title, settings in runs.items():
         if settings.crowd:
@@ -163,7 +200,8 @@ def _interval(settings: Settings, model: CostModel) -> dict[str, list[float]]:
     found = []
     for factor in (1 - MARGIN, 1 + MARGIN):
         around = dataclasses.replace(settings, rate=settings.rate * factor, requests=requests)
-        found.append(simulate(around, model).as_json())
+        reports = Reports(f"with {factor:.0%} of the load", requests)
+        found.append(simulate(around, model, progress=reports).as_json())
     return {name: [figures[name]["mean"] for figures in found] for name in ("ttft_s", "jct_s")}
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global.edges import common_blocks
 from sglang_ext.simulator.settings import BLOCK_TOKENS
 
 MOST_ACCESSES: Final = 1_000_000
@@ -26,6 +27,8 @@ EXPECTED_BLOCKS: Final = 200
 """Blocks of a request, by which the sample is chosen before there is any."""
 REMEMBERED: Final = 20_000
 """Sessions whose names are kept for their next turn."""
+FIRST_BLOCKS: Final = 1024
+"""Beginnings of sessions that are kept for the next session that begins so."""
 _STEP: Final = BLOCK_TOKENS * TOKEN_BYTES
 _MIX: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 62) - 1
@@ -54,14 +57,18 @@ class Uses:
         """Of each request, the uses up to its prompt's end, and up to its answer's end."""
         self._known: OrderedDict[str, tuple[bytes, int, list[int]]] = OrderedDict()
         """Session -> its last turn's tokens, hash of all of its blocks, and the names followed."""
+        self._firsts: OrderedDict[tuple[int, bytes], tuple[bytes, array.array[int]]] = OrderedDict()
+        """Tenant and first block -> the last first request that began so, and the hash up to each block."""
 
     def add(self, session: str, tenant: int, key: bytes, answer: bytes) -> None:
         """A request has come. The last token of a prompt is always computed."""
-        before, chain, names = self._known.pop(session, (b"", tenant, []))
-        if not key.startswith(before):
-            before, chain, names = b"", tenant, []
+        known = self._known.pop(session, None)
         end = (len(key) - TOKEN_BYTES) // _STEP * _STEP
-        chain, names, at = _followed(key, len(before), end, chain, names, self.one_in)
+        if known is not None and key.startswith(known[0]):
+            before, chain, names = known
+            chain, names, at = _followed(key, len(before), end, chain, names, self.one_in)
+        else:
+            chain, names, at = self._first(tenant, key, end)
         self._names.extend(names)
         self._ends.append(len(self._names))
         whole = key + answer
@@ -73,6 +80,21 @@ class Uses:
         self._known[session] = whole[:at], chain, names
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
+
+    def _first(self, tenant: int, key: bytes, end: int) -> tuple[int, list[int], int]:
+        """As `_followed`, for the first request of a session, which often begins as another one does."""
+        kind = (tenant, key[:_STEP])
+        like, hashes = self._firsts.pop(kind, (b"", array.array("q")))
+        shared = min(common_blocks(like, key, 0, _STEP), len(hashes), end // _STEP) if like else 0
+        hashes, chain = hashes[:shared], hashes[shared - 1] if shared else tenant
+        view = memoryview(key)
+        for at in range(shared * _STEP, end, _STEP):
+            chain = (chain * _MIX + zlib.crc32(view[at : at + _STEP]) + 1) & _MASK
+            hashes.append(chain)
+        self._firsts[kind] = key, hashes
+        if len(self._firsts) > FIRST_BLOCKS:
+            self._firsts.popitem(last=False)
+        return chain, [each for each in hashes if (each >> 20) % self.one_in == 0], end
 
     def regret(self, blocks: int) -> Regret:
         """Tokens that caches of so many blocks in all would have reused, and an infinite one."""

@@ -52,8 +52,10 @@ from sglang_ext.tiers import Tier
 
 MAX_RETRIES = 5
 """Of a request whose instance went away, as `--max-retries` has it."""
-INDEX_BYTES = 1 << 40
-"""The index of a simulation forgets nothing for lack of memory."""
+INDEX_BYTES = 2048
+"""Memory of the index for each block of the fleet. More than a block takes, so that the index forgets nothing
+for lack of memory; its history of evictions takes a sixteenth of it."""
+LEAST_INDEX_BYTES = 1 << 28
 SENT = Sent(b"{}", "/generate", GENERATE)
 REQUEST = Request("POST", "/generate", "/generate")
 MOST_WAITING = 1 << 20
@@ -84,7 +86,10 @@ class SimulatedRouter:
         self._settings, self._clock, self._loop = settings, clock, loop
         self._instances, self._outcome, self._model = instances, outcome, model
         self.metrics = metrics = RouterMetrics()
-        self.index = Index(clock, block_size=BLOCK_TOKENS, max_bytes=INDEX_BYTES)
+        blocks = settings.instances * (settings.hbm + settings.dram)
+        self.index = Index(
+            clock, block_size=BLOCK_TOKENS, max_bytes=max(LEAST_INDEX_BYTES, INDEX_BYTES * blocks)
+        )
         self.fleet = Fleet(
             view=self.index.holdings_of, changed=self.index.take_changed, pairs=True, now=clock.monotonic
         )

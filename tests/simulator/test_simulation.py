@@ -15,6 +15,7 @@ from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
 from sglang_ext.errors import ConfigError
 from sglang_ext.simulator import command
+from sglang_ext.simulator.command import REPORT_S, Reports
 from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.run import Simulation
 from sglang_ext.simulator.settings import Settings, changed
@@ -197,3 +198,34 @@ def test_the_mix_has_long_prompts() -> None:
     sessions = mixed(settings)
     turns = [turn for _ in range(300) for turn in next(sessions).turns()]
     assert sum(len(turn.key) // 4 for turn in turns) / len(turns) > 2000
+
+
+def test_a_long_simulation_says_how_far_it_is() -> None:
+    lines: list[str] = []
+    now = [100.0]
+    reports = Reports("as given", 1000, lines.append, lambda: now[0])
+    reports(10, 1.0)
+    now[0] += 2 * REPORT_S
+    reports(100, 12.5)
+    reports(101, 12.6)
+    assert lines == [
+        "as given: 100 of 1,000 requests, 12 s of virtual time in 20 s, about 180 s left\n",
+    ]
+
+
+def test_a_simulation_ends_with_its_last_answer() -> None:
+    """And not when the last user has thought about a further request."""
+    found = simulated(f"{SMALL},instances=2")
+    assert found.seconds == pytest.approx(
+        max(a + t for a, t in zip(found.arrivals, found.jct, strict=True)), abs=0.05
+    )
+
+
+def test_an_error_of_a_session_ends_the_simulation() -> None:
+    @dataclass(frozen=True)
+    class Broken(Fixed):
+        def turns(self) -> Iterator[Turn]:
+            raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        simulated("instances=1,requests=5", iter((Broken(()),)))

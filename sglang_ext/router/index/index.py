@@ -505,7 +505,10 @@ class Index(PromptTrees):
 
     @property
     def _reported_bytes(self) -> int:
-        trees = sum(place.size.size_bytes for place in self._trees.values())
+        trees = 0
+        for place in self._trees.values():
+            if place.size.placements:
+                trees += place.size.size_bytes
         return trees + self._replica_bytes + self._past.size_bytes
 
     @property
@@ -529,6 +532,9 @@ class Index(PromptTrees):
     def _bound(self) -> None:
         """Enforce the memory bound: drop dead placements, then cold blocks, then inferred prefixes."""
         limit = self._max_bytes - self._max_bytes // BELIEVED_SHARE
+        reported = self._reported_bytes
+        if reported <= limit and reported + super().size_bytes <= self._max_bytes:
+            return  # as after almost every message
         while self._reported_bytes > limit:
             if any(place.dead for place in self._trees.values()):
                 self.tidy()
