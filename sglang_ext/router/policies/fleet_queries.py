@@ -139,6 +139,24 @@ def in_flight_range(fleet: Fleet) -> tuple[int, int]:
     return min(counts), max(counts)
 
 
+def busier_than(fleet: Fleet, requests: int) -> list[Instance]:
+    """The instances with more requests in flight."""
+    if isinstance(fleet, WholeFleet):
+        return [fleet[place] for place in np.flatnonzero(fleet.counts[0] > requests).tolist()]
+    return [instance for instance in fleet if instance.in_flight > requests]
+
+
+def least_cached(fleet: Fleet, without: frozenset[str]) -> int:
+    """The fewest cached tokens of an instance, apart from some of them."""
+    if isinstance(fleet, WholeFleet):
+        cached = fleet.counts[2]
+        if without:
+            cached = cached.copy()
+            cached[[fleet.places[name] for name in without]] = cached.max()
+        return int(cached.min())
+    return min([instance.cached_tokens for instance in fleet if instance.name not in without])
+
+
 def holders_among(fleet: Fleet, matches: Matches) -> list[tuple[Instance, Match]]:
     """The instances with a match, and the match."""
     if isinstance(fleet, WholeFleet):

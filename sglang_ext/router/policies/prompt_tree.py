@@ -25,7 +25,6 @@ conversation that has begun.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 
 from sglang_ext.router.policies.base import (
     NOTHING,
@@ -40,14 +39,14 @@ from sglang_ext.router.policies.base import (
     Reason,
 )
 from sglang_ext.router.policies.fleet_queries import (
+    busier_than,
     holders_among,
     in_flight_range,
+    least_cached,
     least_loaded,
     matched_tokens,
     named,
 )
-
-_CACHED = attrgetter("cached_tokens")
 
 
 class MatchedTokens(Mapping[str, float]):
@@ -83,23 +82,30 @@ def prompt_tree(
     least, most = in_flight_range(fleet)
     if most - least <= options.balance_abs_threshold:  # then no instance is ahead
         best, reason = _holders(prompt, fleet, held, options)
-        return _least_loaded(best or fleet, reason, fleet, matches)
-    level = tuple([instance for instance in fleet if not is_ahead(instance, least, options)])
-    best, reason = _holders(prompt, level, holders_among(level, matches), options)
-    if len(level) < len(fleet):
+        return _least_loaded(best, reason, fleet, matches)
+    many = busier_than(fleet, least + options.balance_abs_threshold)
+    ahead = frozenset([instance.name for instance in many if is_ahead(instance, least, options)])
+    level = [(instance, match) for instance, match in held if instance.name not in ahead]
+    best, reason = _holders(prompt, fleet, level, options, ahead)
+    if ahead:
         wanted, _ = _holders(prompt, fleet, held, options)
-        if wanted and not set(wanted) & set(level):
+        if wanted and all([instance.name in ahead for instance in wanted]):
             reason = Reason.REBALANCED
-    return _least_loaded(best or level, reason, fleet, matches)
+    return _least_loaded(best, reason, fleet, matches)
 
 
 def _holders(
-    prompt: Prompt, candidates: Fleet, held: list[tuple[Instance, Match]], options: PolicyOptions
+    prompt: Prompt,
+    fleet: Fleet,
+    held: list[tuple[Instance, Match]],
+    options: PolicyOptions,
+    ahead: frozenset[str] = frozenset(),
 ) -> tuple[list[Instance], Reason]:
     """Rules 2 and 3: the candidates that hold a deciding prefix; empty if there is none.
 
     Args:
         held: the candidates with a match, and the match.
+        ahead: the instances of the fleet that are no candidates, by name.
     """
     # Instances that hold the same part of a prompt share one match object.
     longest = 0
@@ -113,6 +119,7 @@ def _holders(
     tie = options.tie_tokens
     if longest <= tie:
         matches = {instance.name: match for instance, match in held}
+        candidates = [instance for instance in fleet if instance.name not in ahead]
         held = [(instance, matches.get(instance.name, NOTHING)) for instance in candidates]
     best = []
     own = near = False
@@ -127,7 +134,7 @@ def _holders(
     if not own:
         if longest < options.cache_threshold * prompt.tokens:
             return [], Reason.SHORT_PREFIX
-        emptiest = min(map(_CACHED, candidates))
+        emptiest = least_cached(fleet, ahead)
         slack = options.balance_cache_factor * longest
         best = [instance for instance in best if instance.cached_tokens - emptiest <= slack]
         if not best:
@@ -144,6 +151,7 @@ def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
 
 
 def _least_loaded(candidates: Sequence[Instance], reason: Reason, fleet: Fleet, matches: Matches) -> Decision:
-    chosen = candidates[0] if len(candidates) == 1 else least_loaded(fleet, candidates)
+    """Of the candidates, or of the fleet, if there are none: its least loaded instance is never ahead."""
+    chosen = candidates[0] if len(candidates) == 1 else least_loaded(fleet, candidates or fleet)
     held = matched_tokens(matches, chosen.name)
     return Decision(chosen.name, reason, held, MatchedTokens(fleet, matches))

@@ -14,8 +14,10 @@ from sglang_ext.router.policies.fleet_queries import (
     all_colocated,
     all_trusted,
     any_awaited,
+    busier_than,
     holders_among,
     in_flight_range,
+    least_cached,
     least_loaded,
     named,
 )
@@ -38,6 +40,10 @@ def agrees(whole: tuple[Instance, ...], matches: dict[str, Match]) -> None:
     for name in (*NAMES, "nobody"):
         assert named(whole, name) == named(plain, name)
     assert dict(holders_among(whole, matches)) == dict(holders_among(plain, matches))
+    for count in (-1, 0, 1, 30):
+        assert busier_than(whole, count) == busier_than(plain, count)
+    apart = frozenset(instance.name for instance in plain[1:] if instance.in_flight)
+    assert least_cached(whole, apart) == least_cached(plain, apart)
     for tokens in (100, 2000):
         decisions = [
             prompt_tree(Prompt(tokens), each, matches, COSTS, PolicyOptions()) for each in (whole, plain)
