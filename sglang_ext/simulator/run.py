@@ -129,8 +129,8 @@ class Simulation:
         self._until_s = settings.seconds if settings.crowd else math.inf
         self.progress: Progress = _unseen
         self._sent = self._ended = 0
-        self._over: asyncio.Future[None] = loop.create_future()
-        """The last request has ended."""
+        self._over: asyncio.Future[float] = loop.create_future()
+        """When the last request has ended."""
         self._begun = False
         """The last session has."""
         self._held = self._queued = 0.0
@@ -161,8 +161,7 @@ class Simulation:
             task.add_done_callback(self._session_ended)
         self._begun = True
         self._look_whether_over()
-        await self._over
-        seconds = self._clock.monotonic() - began
+        seconds = await self._over - began
         await self._clock.sleep(4 * self.settings.lag_ms / 1e3)
         self._finish(began, seconds)
         rest = [*self._rounds, *self._going]
@@ -181,7 +180,7 @@ class Simulation:
         """No session thinks about a further request when all have been sent."""
         sent = self._sent >= self.settings.requests or (self._begun and not self._going)
         if sent and self._ended == self._sent and not self._over.done():
-            self._over.set_result(None)
+            self._over.set_result(self._clock.monotonic())
 
     async def _sessions_from(self, session: Session | None) -> None:
         """A session, and in a closed loop those after it."""
