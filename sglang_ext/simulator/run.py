@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
+from sglang_ext.ids import quick_ids
 from sglang_ext.mempool.ledger import Call
 from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
@@ -119,7 +120,8 @@ class Simulation:
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
-        self._draw = random.Random(f"ids {settings.seed}")
+        self._draw = random.Random(f"hints {settings.seed}")
+        self._new_id = quick_ids(f"ids {settings.seed}")
         self._faults = random.Random(f"faults {settings.seed}")
         self._wires = Wires(Network(loop), settings.network, settings.lag_ms / 1e3)
         self.router = SimulatedRouter(
@@ -137,9 +139,6 @@ class Simulation:
         self._uses = Uses(settings.requests)
         self._going: dict[asyncio.Task[None], None] = {}
         self._rounds: list[asyncio.Task[None]] = []
-
-    def _new_id(self) -> str:
-        return f"{self._draw.getrandbits(128):032x}"
 
     async def run(self) -> None:
         """Start the instances, send the requests, and wait for their answers."""

@@ -80,6 +80,26 @@ def test_no_module_reads_a_clock_or_draws_a_number_by_itself() -> None:
     assert set(known) <= set(found), "these need no exception any more"
 
 
+SECRETS = {
+    "estimate/arrivals.py": "the key of one estimate's hashes",
+    "telemetry/record_file.py": "the key of recordings",
+    "tenancy/tenants.py": "the secret by which keys are compared",
+    "api/messages_as_chat.py": "ids in translated answers",
+}
+"""Files of the router that draw random numbers by themselves, and for what."""
+
+
+def test_the_router_takes_all_other_names_from_one_source() -> None:
+    """Those too that no simulation loads."""
+    folder = ROOT / "sglang_ext" / "router"
+    drawn = {
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*.py"))
+        if any(not where.endswith(" time") for where in breaches(path.read_text("utf-8")))
+    }
+    assert drawn == set(SECRETS)
+
+
 def test_each_way_to_read_a_clock_or_to_draw_is_found() -> None:
     """The twin."""
     for source in (

@@ -8,12 +8,12 @@ others (so that each frees the dead one's resources), and serves the cluster API
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError, UserError
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.protocol.agent import Beat
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S, Registered, Registration, RoleName
 from sglang_ext.router.api.documents import Document
@@ -84,9 +84,9 @@ class SharedDocuments(Protocol):
         """Every document to share with other routers."""
 
 
-def new_router_name() -> str:
+def new_router_name(new_id: NewId = random_id) -> str:
     """A name for this router: another name after each start."""
-    return f"router-{uuid.uuid4().hex[:12]}"
+    return f"router-{new_id()[:12]}"
 
 
 class Unknown(UserError):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from sglang_ext.errors import UserError
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.router.cluster.broadcast import Query, Reply, RouterChannel, RouterMessage, SyncAsked, Synced
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.tasks import Tasks
@@ -43,8 +43,10 @@ class _Asked:
 class Queries:
     """Sends queries to all other routers, and replies to theirs. A ``Topic``."""
 
-    def __init__(self, channel: RouterChannel) -> None:
+    def __init__(self, channel: RouterChannel, new_id: NewId = random_id) -> None:
         self._channel = channel
+        self.new_id = new_id
+        """Names queries."""
         self._routers: frozenset[str] = frozenset()
         self._asked: dict[str, _Asked] = {}
         self._answering: dict[type[Query], Answering] = {SyncAsked: _sync}
@@ -57,10 +59,6 @@ class Queries:
     def answer(self, kind: type[Query], answering: Answering) -> None:
         """Reply to queries of a kind with what ``answering`` returns. Its ``router`` is set here."""
         self._answering[kind] = answering
-
-    def new_id(self) -> str:
-        """An id for a query."""
-        return uuid.uuid4().hex
 
     async def ask(self, query: Query, *, every: bool = False, within_s: float = REPLY_S) -> list[Reply]:
         """The replies of the other routers, those without a result included.

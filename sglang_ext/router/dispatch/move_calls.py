@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import (
     MAX_PROMPT_BYTES,
@@ -42,7 +42,8 @@ LOOK_S: Final = 0.1
 class MoveCalls:
     """See the module's docstring. Names are URLs; ids are the mover's."""
 
-    def __init__(self, channels: AgentChannels) -> None:
+    def __init__(self, channels: AgentChannels, new_id: NewId = random_id) -> None:
+        self.new_id = new_id
         self._channels = channels
         self._futures: dict[tuple[str, str], asyncio.Future[Any]] = {}
         channels.messages.subscribe(self.on_message)
@@ -102,7 +103,7 @@ class MoveCalls:
             return
         if len(prompt.key) > MAX_PROMPT_BYTES or max(len(extra_key or ""), len(salt or "")) > MAX_TAG:
             return  # no agent would read it or answer
-        id = uuid.uuid4().hex
+        id = self.new_id()
         if not self.send(source, Export(id, prompt.key, extra_key, salt, AHEAD_S)):
             return
         hint = Advise(

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import secrets
-import uuid
 from collections import Counter
 from typing import Final
 
 import orjson
 
 from sglang_ext.clock import Clock
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.protocol.agent import Expecting, Park, Parked, Running, Unpark, Watch
 from sglang_ext.protocol.cluster import server_of
 from sglang_ext.router.api.usage import StreamReader
@@ -123,6 +122,7 @@ class Mover:
 
     Args:
         clock: seconds.
+        new_id: names moves and exports, and makes the tickets of moved requests.
     """
 
     def __init__(
@@ -133,10 +133,11 @@ class Mover:
         clock: Clock,
         metrics: RouterMetrics,
         rounds: Rounds,
+        new_id: NewId = random_id,
     ) -> None:
         self._fleet = fleet
         self._rounds = rounds
-        self.calls = MoveCalls(channels)
+        self.calls = MoveCalls(channels, new_id)
         """To the agents."""
         self._clock = clock
         self._moves = metrics.counter("moves")
@@ -233,7 +234,7 @@ class Mover:
 
     async def _move(self, answer: OpenAnswer) -> str:
         """Returns what became of it: ``moved``, ``failed``, ``again``, ``no_target``, or why it cannot be."""
-        source, id = answer.instance, uuid.uuid4().hex
+        source, id = answer.instance, self.calls.new_id()
         target = self._target(source)
         if why := _obstacle(answer):
             return why
@@ -279,7 +280,7 @@ class Mover:
             await self.calls.have_it_fetched(answer.instance, target, parked)
         if parked.resume is None:
             return False
-        ticket = secrets.token_hex(16)
+        ticket = self.calls.new_id()
         body = _body(answer, parked, ticket)
         with self.calls.expecting(target, id) as running:
             # The state goes where only members of the cluster speak; the body has the ticket alone.

@@ -10,10 +10,10 @@ error of either instance (5xx), or the death of one, another pair is tried.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.protocol.cluster import dp_rank_of
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts, bootstrap_of
@@ -25,18 +25,19 @@ MAX_ERROR_BYTES = 1000
 """Most bytes of an instance's error that the client gets."""
 
 
-def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
+def meeting_point(prefill: str, facts: InstanceFacts | None, new_id: NewId = random_id) -> Json:
     """The fields by which both servers find each other.
 
     Args:
         prefill: URL of the prefill instance.
+        new_id: the room is made of its id.
     """
     host, port = bootstrap_of(prefill, facts)
     rank = dp_rank_of(prefill)
     return ({} if rank is None else {"disagg_prefill_dp_rank": rank}) | {
         "bootstrap_host": host,
         "bootstrap_port": port,
-        "bootstrap_room": 1 + secrets.randbelow(BOOTSTRAP_ROOMS),
+        "bootstrap_room": 1 + int(new_id(), 16) % BOOTSTRAP_ROOMS,
     }
 
 

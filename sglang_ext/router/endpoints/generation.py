@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Protocol
 
@@ -24,6 +23,7 @@ import msgspec
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
+from sglang_ext.ids import NewId, quick_ids
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
 from sglang_ext.router.api.documents import DOCUMENT_IDS
 from sglang_ext.router.api.hints import HintAction
@@ -57,8 +57,8 @@ from sglang_ext.router.tokens.breakpoints import places_of
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 
-_ids = random.Random()
-"""Of request ids: they need to be different, not secret, and asking the system for each is slow."""
+_ids: NewId = quick_ids()
+"""Of request ids."""
 
 
 class Hinting(Protocol):
@@ -388,4 +388,4 @@ def _no_room(why: str, code: str) -> RequestRefused:
 
 def new_request_id() -> str:
     """A request id for clients that send none."""
-    return _ids.getrandbits(128).to_bytes(16, "big").hex()
+    return _ids()

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from sglang_ext.clock import Clock
+from sglang_ext.ids import NewId, random_id
 from sglang_ext.protocol.agent import FetchSpan, Withdraw
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.documents import (
@@ -74,6 +74,7 @@ class Documents:
         encoder: makes the hint of a document's content.
         fetching: has instances fetch from each other.
         clock: seconds.
+        new_id: names the pins of documents.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Documents:
         fetching: Fetching,
         metrics: RouterMetrics,
         clock: Clock,
+        new_id: NewId = random_id,
     ) -> None:
         self.book = book
+        self._new_id = new_id
         self.changed: Signal[[Document]] = Signal()
         """A client has registered or deleted a document here; for the other routers."""
         self._fleet = fleet
@@ -125,7 +128,7 @@ class Documents:
         Raises:
             RequestRefused: 400: its content is no prompt of the model; 429: the budget is used up.
         """
-        entry = DocumentEntry(document, _new_pin())
+        entry = DocumentEntry(document, self._new_pin())
         await self._encode(entry, budget)
         return entry
 
@@ -158,7 +161,7 @@ class Documents:
         if document.is_deleted:
             self._bury(document)
         else:
-            entry, former = DocumentEntry(document, _new_pin()), self.book.find(*document.ids)
+            entry, former = DocumentEntry(document, self._new_pin()), self.book.find(*document.ids)
             if former is not None and former.document.announced() == document.announced():
                 entry.hint, entry.encoded_by = former.hint, former.encoded_by
             self._put(entry)
@@ -390,9 +393,8 @@ class Documents:
         await self.tick()
         return TICK_S
 
-
-def _new_pin() -> str:
-    return f"document-{uuid.uuid4().hex}"
+    def _new_pin(self) -> str:
+        return f"document-{self._new_id()}"
 
 
 def _no_memory() -> RequestRefused:
