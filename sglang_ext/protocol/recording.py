@@ -75,11 +75,15 @@ class Fill(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Member(Line, frozen=True, tag="member"):
-    """An instance. role: ``colocated``, ``prefill`` or ``decode``. tiers: by name, where it reports them."""
+    """An instance. role: ``colocated``, ``prefill`` or ``decode``. tiers: by name, where it reports them. kv:
+    equal for instances that can fetch KV from each other, empty where it can from none. chunk: tokens of a
+    prompt that it computes in one pass; 0 for all."""
 
     instance: str
     role: str
     tiers: Mapping[str, Fill] = {}
+    kv: str = ""
+    chunk: int = 0
 
 
 class Gone(Line, frozen=True, tag="gone"):
@@ -160,7 +164,8 @@ class Request(Line, frozen=True, tag="request"):
 
     id, tenant, session: hashed; empty for none. routed_s: from the arrival to the decision. first_byte_s,
     ended_s: from the arrival. cached: tokens that the instance reports as cached; tiers: by tier. stages:
-    seconds by stage, the router's first.
+    seconds by stage, the router's first. fetch_s: for which KV was read from other instances; negative
+    where it did not come within so many.
     """
 
     id: str
@@ -184,6 +189,7 @@ class Request(Line, frozen=True, tag="request"):
     first_byte_s: float | None = None
     ended_s: float = 0.0
     stages: Mapping[str, float] = {}
+    fetch_s: float | None = None
 
 
 AnyLine: TypeAlias = Head | Member | Gone | Loaded | Applied | HintLine | Request

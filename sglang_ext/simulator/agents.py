@@ -10,10 +10,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from sglang_ext.engine.events.events import packed
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
+    MAX_EVENTS,
     Advised,
     Beat,
     Events,
@@ -24,6 +26,7 @@ from sglang_ext.protocol.agent import (
     FromAgent,
     Hello,
     Load,
+    NamesStored,
     SnapshotBegin,
     SnapshotEnd,
     SnapshotPart,
@@ -39,6 +42,7 @@ from sglang_ext.router.policies.base import Role
 from sglang_ext.signals import Signal
 from sglang_ext.simulator.instance import Instance
 from sglang_ext.simulator.settings import BLOCK_TOKENS
+from sglang_ext.tiers import Tier
 
 READER: Final = b"router"
 REMEMBERED_BYTES: Final = 64 << 10
@@ -64,13 +68,20 @@ class Agent:
     def meet(self, instance: Instance) -> None:
         """The instance is there."""
         self.instance = instance
-        self.stream = EventStream(instance.name, self.epoch, BLOCK_TOKENS, remember_bytes=REMEMBERED_BYTES)
+        drive = instance.engine.drive
+        self.stream = EventStream(
+            instance.name,
+            self.epoch,
+            BLOCK_TOKENS,
+            None if drive is None else drive.naming,
+            remember_bytes=REMEMBERED_BYTES,
+        )
 
     def published(self) -> None:
         """After each turn of the scheduler's loop."""
         assert self.instance is not None
         assert self.stream is not None
-        if events := self.instance.engine.log.take():
+        if events := self.instance.engine.take_events():
             self.events += len(events)
             for _, data in self.stream.publish(events):
                 self._send(data)
@@ -86,15 +97,22 @@ class Agent:
             while not walk.over:
                 sends += self.stream.part(number, walk.part(PART_RUNS, 1 << 20))
             self.instance.engine.log.ended(walk)
+            if (drive := self.instance.engine.drive) is not None:
+                named = [NamesStored(Tier.DISK.level, names) for names in packed(drive.tier.names())]
+                for start in range(0, len(named), MAX_EVENTS):
+                    sends += self.stream.part(number, named[start : start + MAX_EVENTS])
             sends += self.stream.end(number)
         for _, data in sends:
             self._send(data)
 
     def command(self, message: ToAgent, now: float) -> None:
-        """A message of the router has come: the next pass takes it, which is now."""
+        """A message of the router has come. The scheduler takes it between two passes."""
         assert self.instance is not None
         if isinstance(message, Hello):
             self.hello(message)
+            return
+        if self.instance.computing:
+            self.instance.after_pass(lambda now: self.command(message, now))
             return
         for planner in self.instance.engine.planners:
             if planner.takes_command(message, now):

@@ -96,9 +96,11 @@ class Arguments(Flagged):
     settings: str = flag(
         "",
         "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance), hbm and "
-        "dram (blocks), chunk, running, network (bytes/s), lag_ms, fetch, hints, tenants, most_running, "
-        "failures (an hour), restart_s, layers; for agents in a closed loop: crowd (times what HBM holds), "
-        "seconds, pause_s, pause_spread, program_share, learnt_hints.",
+        "dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), chunk, running, network (of an "
+        "instance, bytes/s), lag_ms, fetch, hints, tenants, most_running, failures (an hour), restart_s, "
+        "layers; of policies: queue_weight, exec_weight, cache_threshold, balance_abs, balance_rel, "
+        "balance_cache; for agents in a closed loop: crowd (times what HBM holds), seconds, pause_s, "
+        "pause_spread, program_share, learnt_hints.",
         metavar="LIST",
     )
     what_if: tuple[str, ...] = flag(
@@ -177,6 +179,7 @@ def _settings(given: Arguments, trace: Trace | None) -> Settings:
             tenants=1 + max((each.tenant for each in trace.sessions), default=0),
             hbm=sizes.get("hbm", settings.hbm),
             dram=sizes.get("dram", settings.dram),
+            **trace.settings,
         )
     named: dict[str, Any] = {
         name: value

@@ -8,10 +8,11 @@ prefetching, exports and fetches are the engine's. Stand-ins are what moves byte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.engine.cache.loading import Loading
+from sglang_ext.engine.events.events import packed
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.fetch_results import FetchResult
@@ -22,14 +23,17 @@ from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Store
-from sglang_ext.protocol.agent import Fill
+from sglang_ext.protocol.agent import Fill, NamesRemoved, NamesStored, PlacementEvent
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog
 from sglang_ext.simulator.copier import Copier
+from sglang_ext.simulator.drive import Drive
+from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.memory import BlockCount, CountedSlots, SlotCount
 from sglang_ext.simulator.peers import PeerWires, Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
@@ -43,6 +47,7 @@ class Engine:
     Args:
         name: of the instance. epoch: another number after each start.
         model: by which copies take their time.
+        network: carries the bytes of disks.
         wires: to the other instances; None where nothing is fetched.
         wake: called when a copy or a read has ended.
         on_hint, on_fetch: take the results of hints and fetches.
@@ -56,6 +61,7 @@ class Engine:
         model: CostModel,
         clock: VirtualClock,
         loop: asyncio.AbstractEventLoop,
+        network: Network,
         wires: Wires | None,
         wake: Callable[[], None],
         on_hint: Callable[[PrefetchResult], None],
@@ -77,16 +83,34 @@ class Engine:
             ),
         )
         self.copier = Copier(loop, lambda nbytes: model.load_s(Tier.DRAM, nbytes), arena.block_bytes, wake)
+        self.moves = Moves(self.ranks, clock=clock)
+        self.drive: Drive | None = None
+        self.named: list[PlacementEvent] = []
+        """Names that have come to the disk or have left it, since the last events."""
+        if settings.disk:
+            self.drive = Drive(
+                name, epoch, settings, self.store, dram, arena.block_bytes, self.ranks, self.weights, clock,
+                network, wake,
+            )  # fmt: skip
+            self.drive.tier.watch(self._on_names)
         self.dram = DramTier(
-            self.store.ledger, self.hbm, dram, arena, Copies(self.copier, self.ranks), observer=self.log
+            self.store.ledger,
+            self.hbm,
+            dram,
+            arena,
+            Copies(self.copier, self.ranks),
+            observer=self.log,
+            below=() if self.drive is None else (self.drive.writes,),
         )
         self.write_down = WriteDown(self.hbm, self.dram, observer=self.log)
         self.write_down.serve(self.store)
         self.slots = SlotCount(settings.hbm * BLOCK_TOKENS)
         self.hbm_tier = HbmTier(self.store.ledger, self.hbm, self.slots, CountedSlots(), self.write_down)
-        self.moves = Moves(self.ranks, clock=clock)
+        self.promotions: Promotions | None = None
+        if self.drive is not None:
+            self.promotions = self.drive.promotions(self.store, self.dram, self.moves)
         loading = Loading.over(
-            self.store, self.hbm_tier, self.write_down, None, self.moves, self.weights, self.ranks,
+            self.store, self.hbm_tier, self.write_down, self.promotions, self.moves, self.weights, self.ranks,
             clock=clock,
         )  # fmt: skip
         self.load_back, self.prefill_clock = loading.load_back, loading.prefill_clock
@@ -102,10 +126,23 @@ class Engine:
         advice = Advice(self.prefetcher, on_hint, fetch_ahead=ahead)
         planners: list[Planner | None] = [
             self.peers, self.prefill_clock, self.load_back, self.prefetcher, advice, self.write_down,
+            self.promotions,
         ]  # fmt: skip
         self.planners = [each for each in planners if each is not None]
         """In the order in which a server's cache calls them (``patches.adapter.build``)."""
         self._acting = [self.peers, self.prefetcher, advice] if self.peers else [self.prefetcher, advice]
+
+    def _on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self.named += [NamesStored(Tier.DISK.level, names) for names in packed(stored)]
+        self.named += [NamesRemoved(Tier.DISK.level, names) for names in packed(removed)]
+
+    def take_events(self) -> list[PlacementEvent]:
+        """The changes since the last call."""
+        events, named = self.log.take(), self.named
+        if not named:
+            return list(events)
+        self.named = []
+        return [*events, *named]
 
     def each_pass(self, now: float) -> None:
         """Complete the copies that have ended, and take the next step of each planner (`RankCache`)."""
@@ -125,7 +162,21 @@ class Engine:
         return (
             Fill(Tier.HBM.level, self.tree.blocks_of(self.hbm), self.hbm_tier.n_blocks),
             Fill(Tier.DRAM.level, self.dram.used_blocks, self.dram.n_blocks),
+            *(
+                Fill(tier.level, used, size)
+                for tier, (used, size) in (
+                    {} if self.promotions is None else self.promotions.blocks()
+                ).items()
+            ),
         )
+
+    def close(self) -> None:
+        """The process ends."""
+        self.copier.close()
+        if self.drive is not None:
+            self.drive.close()
+        if self.wires is not None:
+            self.wires.close()
 
     def check(self) -> None:
         """Verify the invariants of tree, ledger and tiers. Raises AssertionError or TreeInvariantError."""
@@ -134,6 +185,8 @@ class Engine:
         self.moves.check()
         for planner in self.planners:
             planner.check()
+        if self.drive is not None:
+            self.drive.check()
 
 
 def _tenant_of(namespace: object) -> tuple[str | None, str | None]:

@@ -21,10 +21,12 @@ from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
+from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Load
 from sglang_ext.radix_global import Node
 from sglang_ext.simulator.engine import Engine
+from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.peers import Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
@@ -33,6 +35,8 @@ from sglang_ext.tiers import Tier
 
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 WAIT_OVER_S = 1e-6
+LOOK_AGAIN_S = 5e-3
+"""Between two looks at requests that wait for the disk: one may have waited long enough."""
 
 
 class PromptTooLong(Exception):
@@ -66,6 +70,8 @@ class Job:
     observed: Observed | None = None
     """The times that it takes, from ``arrived`` on; else the cost model's."""
     arrived: float = 0.0
+    looked: bool = False
+    """The disk was looked at for it."""
 
     @property
     def tokens(self) -> int:
@@ -112,6 +118,7 @@ class Instance:
         model: CostModel,
         clock: VirtualClock,
         loop: asyncio.AbstractEventLoop,
+        network: Network,
         wires: Wires | None,
         published: Callable[[], None],
         on_hint: Callable[[PrefetchResult], None],
@@ -119,7 +126,9 @@ class Instance:
     ) -> None:
         self.name, self._settings, self._model, self._loop = name, settings, model, loop
         self._batching = Batching(chunk=settings.chunk)
-        self.engine = Engine(name, epoch, settings, model, clock, loop, wires, self.wake, on_hint, on_fetch)
+        self.engine = Engine(
+            name, epoch, settings, model, clock, loop, network, wires, self.wake, on_hint, on_fetch
+        )
         self._published = published
         self._waiting: deque[Job] = deque()
         self._cut: Job | None = None
@@ -131,6 +140,9 @@ class Instance:
         """Steps since the start, as of `_since`, at which the current one began."""
         self._since = 0.0
         self._computing = False
+        self._after_pass: list[Callable[[float], None]] = []
+        self._replayed: dict[Job, None] = {}
+        """Of the requests that take the observed times, those whose prompts are computed now."""
         self._turn_at: asyncio.TimerHandle | asyncio.Handle | None = None
         self._due = 0.0
         self._replaying: dict[Job, None] = {}
@@ -154,7 +166,17 @@ class Instance:
             return
         job.answer = job.answer[: room * TOKEN_BYTES]
         self._waiting.append(job)
+        self._look(job)
         self.wake()
+
+    def _look(self, job: Job) -> None:
+        """Look on the disk for the prompt, unless it waits for a peer's KV first."""
+        engine = self.engine
+        if engine.promotions is None or job.looked or self._fetches(job):
+            return
+        job.looked = True
+        key = job.key[: (job.tokens - 1) // BLOCK_TOKENS * BLOCK_BYTES]
+        engine.promotions.begin(job, Wanted(job.namespace, key, job.priority, request=job))
 
     def _replay(self, job: Job) -> None:
         """Begin with a request that takes the observed times, if HBM has room; its KV is not kept else."""
@@ -164,10 +186,11 @@ class Instance:
         self.engine.each_pass(self._loop.time())
         if not self._waits(job):
             self._admit(job)
-        self._loop.call_at(job.arrived + job.observed.first_s, self._replay_first, job)
+        self._replayed[job] = None
+        self._loop.call_at(job.arrived + job.observed.computed_s, self._replay_computed, job)
         self._published()
 
-    def _replay_first(self, job: Job) -> None:
+    def _replay_computed(self, job: Job) -> None:
         assert job.observed is not None
         if self._dead:
             return
@@ -176,10 +199,21 @@ class Instance:
             self._admit(job)
         if job.node is not None:
             self._keep(job, job.key, job.tokens)
+        del self._replayed[job]
+        before, self._replayed = self._replayed, {}
+        self._pass_ended()
+        self._replayed = before
+        self._loop.call_at(job.arrived + job.observed.first_s, self._replay_first, job)
+        self._published()
+
+    def _replay_first(self, job: Job) -> None:
+        """The first token has come to the router."""
+        assert job.observed is not None
+        if self._dead:
+            return
         if not job.first.done():
             job.first.set_result(None)
         self._loop.call_at(job.arrived + job.observed.last_s, self._replay_last, job)
-        self._published()
 
     def _replay_last(self, job: Job) -> None:
         if self._dead:
@@ -191,6 +225,20 @@ class Instance:
         elif not job.last.done():
             job.last.set_result(None)
         self._published()
+
+    @property
+    def computing(self) -> bool:
+        """Whether a pass with prompts runs."""
+        return self._computing or bool(self._replayed)
+
+    def after_pass(self, call: Callable[[float], None]) -> None:
+        """Call a function with the time when the pass that runs has ended."""
+        self._after_pass.append(call)
+
+    def _pass_ended(self) -> None:
+        calls, self._after_pass = self._after_pass, []
+        for call in calls:
+            call(self._loop.time())
 
     def load(self) -> Load:
         """As heartbeats report it."""
@@ -205,9 +253,7 @@ class Instance:
         self._dead = True
         if self._turn_at is not None:
             self._turn_at.cancel()
-        self.engine.copier.close()
-        if self.engine.wires is not None:
-            self.engine.wires.close()
+        self.engine.close()
         return [*self._waiting, *([self._cut] if self._cut else ()), *(job for _, _, job in self._running)]
 
     def wake(self) -> None:
@@ -295,11 +341,22 @@ class Instance:
             batch.append((job, new))
             left -= new
         self._waiting.extendleft(reversed(skipped))
+        if skipped and self.engine.promotions is not None:
+            self.wake_in(LOOK_AGAIN_S)
         return batch
 
-    def _waits(self, job: Job) -> bool:
+    def _fetches(self, job: Job) -> bool:
         peers = self.engine.peers
         return peers is not None and peers.waits(job.namespace, job.key)
+
+    def _waits(self, job: Job) -> bool:
+        """Whether KV for the request is on its way."""
+        if self._fetches(job):
+            return True
+        if self.engine.promotions is None:
+            return False
+        self._look(job)
+        return not self.engine.promotions.ready(job)
 
     def _admit(self, job: Job) -> bool:
         """Give a request its slots, and load the blocks below HBM; False while there is no room."""
@@ -333,7 +390,21 @@ class Instance:
         job.admitted_at = self._loop.time()
         if engine.peers is not None:
             engine.peers.admitted(job.namespace, job.key)
+        if engine.promotions is not None:
+            self._count_disk(job, promised)
+            engine.promotions.release(job)
         return True
+
+    def _count_disk(self, job: Job, loaded: int) -> None:
+        """Count tokens that a promotion has brought to DRAM for the request as found on disk."""
+        assert self.engine.promotions is not None
+        brought = self.engine.promotions.brought(job)
+        if brought is not None and job.hits.get(Tier.DRAM):
+            start = job.computed - loaded
+            tokens = min(brought.start + brought.tokens, job.computed) - max(brought.start, start)
+            if tokens > 0:
+                job.hits[Tier.DISK] = tokens
+                job.hits[Tier.DRAM] -= tokens
 
     def _compute(self, batch: list[tuple[Job, int]]) -> None:
         """Run a pass."""
@@ -361,6 +432,7 @@ class Instance:
         self._computing = False
         self._since = self._loop.time()
         self.engine.prefill_clock.prefill_ended()
+        self._pass_ended()
         for job, new in batch:
             job.computed += new
             self._keep(job, job.key, job.computed)

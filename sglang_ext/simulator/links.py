@@ -54,6 +54,10 @@ class Network:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
+    def now(self) -> float:
+        """Seconds of virtual time."""
+        return self._loop.time()
+
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         """Call a function after so many seconds."""
         self._loop.call_later(seconds, what)

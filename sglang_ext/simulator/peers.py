@@ -6,6 +6,7 @@ outgoing link and the reader's incoming one, which other reads share (`links`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ class Read:
     why: str = ""
     connecting_s: float = 0.0
     flow: Flow | None = None
+    asked_at: float = 0.0
 
     def decided(self, layer: int) -> bool:
         return self.read is not None
@@ -49,6 +51,8 @@ class Wires:
     def __init__(self, network: Network, bytes_per_s: float, latency_s: float) -> None:
         self.network, self._bytes_per_s, self.latency_s = network, bytes_per_s, latency_s
         self.ends: dict[str, PeerWires] = {}
+        self.took: dict[str, float] = {}
+        """Observed seconds of reads, by export; infinite for one that did not come."""
         self._links: dict[tuple[str, str], SharedLink] = {}
 
     def link(self, name: str, way: str) -> SharedLink:
@@ -139,7 +143,7 @@ class PeerWires:
 
     def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Read:
         """See ``Reads``."""
-        read = Read(address, export)
+        read = Read(address, export, asked_at=self._wires.network.now())
 
         def answered(blocks: int, why: str) -> None:
             if read.offered is None and read.read is None:
@@ -173,8 +177,15 @@ class PeerWires:
                 self.transport_bytes["simulated"] += nbytes
             self._wake()
 
+        took = self._wires.took.pop(job.export, None)
         links = (self._wires.link(job.address, "out"), self._wires.link(self._name, "in"))
-        job.flow = self._wires.network.start(nbytes, links, done)
+        if took is None:
+            job.flow = self._wires.network.start(nbytes, links, done)
+        elif took < math.inf:
+            for link in links:
+                link.moved += nbytes
+            left_s = job.asked_at + took - self._wires.network.now()
+            self._later(max(0.0, left_s), lambda: None if job.read is not None else done())
 
     def wait(self, job: Read) -> bool:
         return job.read is not None and not job.why

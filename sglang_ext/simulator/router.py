@@ -71,6 +71,7 @@ class SimulatedRouter:
         model: the costs that the router expects.
         instances: those that live, by name.
         new_id: names hints, fetches and exports.
+        took: takes the observed seconds of fetches, by the names of their exports.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SimulatedRouter:
         instances: Mapping[str, Instance],
         outcome: Outcome,
         new_id: NewId,
+        took: dict[str, float],
     ) -> None:
         self._settings, self._clock, self._loop = settings, clock, loop
         self._instances, self._outcome, self._model = instances, outcome, model
@@ -107,10 +109,21 @@ class SimulatedRouter:
         )
         placing = PlacingOptions(
             policy=policy_named(settings.policy),
-            thresholds=PolicyOptions(tie_tokens=BLOCK_TOKENS),
+            thresholds=PolicyOptions(
+                cache_threshold=settings.cache_threshold,
+                balance_abs_threshold=settings.balance_abs,
+                balance_rel_threshold=settings.balance_rel,
+                balance_cache_factor=settings.balance_cache,
+                tie_tokens=BLOCK_TOKENS,
+                queue_weight=settings.queue_weight,
+                exec_weight=settings.exec_weight,
+            ),
             block_size=BLOCK_TOKENS,
         )
-        self.fetching = Fetching(self.channels, self.costs, metrics, new_id=new_id)
+        self._new_id, self._took = new_id, took
+        self._drawn: list[str] = []
+        """Names that were drawn for the present fetch."""
+        self.fetching = Fetching(self.channels, self.costs, metrics, new_id=self._draw)
         remote = RemoteHints()
         book = HintBook(HintLimits(learnt=settings.learnt_hints), remote)
         preparer = Preparer(
@@ -135,14 +148,20 @@ class SimulatedRouter:
         )  # fmt: skip
         for forget in (self.index.forget, self.costs.forget, self.fetching.forget):
             self.fleet.restarted.subscribe(forget)
-        self._new_id = new_id
         self.counts: Counter[str] = Counter()
+
+    def _draw(self) -> str:
+        id = self._new_id()
+        self._drawn.append(id)
+        return id
 
     # -- requests -----------------------------------------------------------------------------------
 
     async def serve(self, session: Session, turn: Turn) -> bool:
         """One request, from its arrival to its last token. Returns whether it was answered."""
         arrived = self._clock.monotonic()
+        if turn.observed is not None:
+            await self._clock.sleep(turn.observed.decided_s)
         caller = self._caller(session.tenant)
         record = Record(self._new_id(), "POST", "/generate", arrived, caller)
         record.stream = True
@@ -179,7 +198,11 @@ class SimulatedRouter:
         excluded: frozenset[str] = frozenset()
         while len(excluded) <= MAX_RETRIES:
             self.counts["choose"] += 1
+            self._drawn.clear()
             found = self.chooser.choose(flight, excluded)
+            if turn.observed is not None and turn.observed.fetch_s is not None:
+                # The exports of this fetch are named by these.
+                self._took.update(dict.fromkeys(self._drawn, turn.observed.fetch_s))
             if found is None:
                 break
             await self.chooser.prepared(flight)
@@ -223,7 +246,8 @@ class SimulatedRouter:
             load.answered()
             load.prefilled()
             first_byte()
-            first = self._clock.monotonic() + lag_s
+            back_s = 0.0 if turn.observed is not None else lag_s
+            first = self._clock.monotonic() + back_s
             flight.record.instance, flight.record.first_byte = name, self._clock.monotonic()
             self.index.confirm(prompt.namespace, prompt.key, name)
             with load.until_lost():
@@ -232,7 +256,7 @@ class SimulatedRouter:
         self._outcome.answered(
             arrived,
             first,
-            self._clock.monotonic() + lag_s,
+            self._clock.monotonic() + back_s,
             job.tokens,
             job.output,
             job.hits,

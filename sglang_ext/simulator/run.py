@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
@@ -81,6 +81,7 @@ def simulate(
             run.after = after
         if trace is not None:
             run.announcements = trace.announcements
+            run.kinds = trace.kinds
         run.progress = progress
         loop.run_until_complete(run.run())
         if trace is not None and trace.decided:
@@ -117,15 +118,25 @@ class Simulation:
         self.announcements: Sequence[Announcement] = ()
         self.after: Callable[[Session], Session | None] = lambda _: None
         """Returns the session that an agent begins when one has ended."""
+        self.kinds: Mapping[str, str] = {}
+        """See `Trace`."""
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
         self._draw = random.Random(f"hints {settings.seed}")
         self._new_id = quick_ids(f"ids {settings.seed}")
         self._faults = random.Random(f"faults {settings.seed}")
-        self._wires = Wires(Network(loop), settings.network, settings.lag_ms / 1e3)
+        self._network = Network(loop)
+        self._wires = Wires(self._network, settings.network, settings.lag_ms / 1e3)
         self.router = SimulatedRouter(
-            settings, model, self._clock, loop, self.instances, self.outcome, self._new_id
+            settings,
+            model,
+            self._clock,
+            loop,
+            self.instances,
+            self.outcome,
+            self._new_id,
+            self._wires.took,
         )
         self._epochs = itertools.count(1)
         self._until_s = settings.seconds if settings.crowd else math.inf
@@ -234,6 +245,7 @@ class Simulation:
             self._model,
             self._clock,
             self._loop,
+            self._network,
             self._wires if self.settings.fetch else None,
             agent.published,
             agent.on_hint,
@@ -246,8 +258,8 @@ class Simulation:
             instance=f"i{number}",
             epoch=f"{epoch:032x}",
             agent="tcp://127.0.0.1:1",
-            namespace="simulated",
-            endpoints=(name,) if self.settings.fetch else (),
+            namespace=self.kinds.get(name, "simulated"),
+            endpoints=(name,) if self.settings.fetch and (not self.kinds or name in self.kinds) else (),
         )
         facts = InstanceFacts(
             MODEL, "1", str(epoch), "colocated", "", batching=Batching(chunk=self.settings.chunk)
@@ -299,6 +311,12 @@ class Simulation:
             ("HBM to DRAM and ahead", instance.engine.copier.bytes_written),
         ):
             links[name] = links.get(name, 0.0) + nbytes
+        drive = instance.engine.drive
+        if drive is not None:
+            links["from disk"] = links.get("from disk", 0.0) + drive.reading.moved
+            links["to disk"] = links.get("to disk", 0.0) + drive.writing.moved
+            evicted = "evicted blocks of disk"
+            counts[evicted] = counts.get(evicted, 0) + drive.tier.evicted
         self.outcome.computed_s += work.busy_s
         self.outcome.busy += work.busy_s + work.generating_s
         self._held += work.held_token_s

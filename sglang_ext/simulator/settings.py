@@ -24,6 +24,11 @@ class Settings:
     """Requests a second, of each instance on average."""
     hbm: int = 2048
     dram: int = 8192
+    disk: int = 0
+    """0: none."""
+    disk_read: float = 3e9
+    """Bytes a second of an instance's disk."""
+    disk_write: float = 1e9
     chunk: int = 2048
     """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
     running: int = 256
@@ -51,6 +56,14 @@ class Settings:
     """See ``--max-concurrent-requests program-share``."""
     learnt_hints: float = 0.0
     """See ``--tenant-limits learnt-hints``."""
+    queue_weight: float = 1.0
+    """Weight of a second of queueing (policy ``cost``), and of computing."""
+    exec_weight: float = 1.5
+    cache_threshold: float = 0.3
+    """Of ``prompt-tree``, as the router's flags have it."""
+    balance_abs: int = 8
+    balance_rel: float = 1.5
+    balance_cache: float = 4.0
     most_running: int = 0
     """Requests that the router sends an instance at a time (``--max-running-per-instance``)."""
     failures: float = 0.0
@@ -58,7 +71,10 @@ class Settings:
     restart_s: float = 60.0
 
 
-_MULTIPLES: Final = ("instances", "requests", "rate", "hbm", "dram", "chunk", "running", "network", "crowd")
+_MULTIPLES: Final = (
+    "instances", "requests", "rate", "hbm", "dram", "disk", "disk_read", "disk_write", "chunk", "running",
+    "network", "queue_weight", "exec_weight", "crowd",
+)  # fmt: skip
 FIELD: Final = "--what-if"
 
 
@@ -103,6 +119,9 @@ def checked(settings: Settings) -> Settings:
             raise ConfigError(f"{name} is less than 0", field=FIELD)
     if settings.pause_s <= 0 or settings.seconds <= 0:
         raise ConfigError("pause_s and seconds must be greater than 0", field=FIELD)
+    for name in ("disk", "disk_read", "disk_write"):
+        if getattr(settings, name) < 0 or (settings.disk and not getattr(settings, name)):
+            raise ConfigError(f"{name} must be greater than 0", field=FIELD)
     if not 0 <= settings.hints <= 1:
         raise ConfigError(f"hints is a share, not {settings.hints}", field=FIELD)
     return settings

@@ -6,10 +6,11 @@ recorded. No recorded choice or hit goes into the load: `agreement` compares it 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -33,6 +34,17 @@ MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 DEFAULT_ANSWER = 128
 """Tokens of an answer whose length is not recorded."""
+_SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
+    "--cache-threshold": ("cache_threshold", float),
+    "--balance-abs-threshold": ("balance_abs", int),
+    "--balance-rel-threshold": ("balance_rel", float),
+    "--balance-cache-factor": ("balance_cache", float),
+    "queue-weight": ("queue_weight", float),
+    "exec-weight": ("exec_weight", float),
+    "--max-running-per-instance": ("most_running", int),
+}
+CHOICE_S = 0.001
+"""That choosing an instance takes at most."""
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
 
@@ -53,11 +65,16 @@ class TracedSession:
 class Trace:
     """A recorded load, and the fleet that served it.
 
-    policy, instances, tiers: of a recording; the blocks that each tier can hold. decided: the
+    policy, settings, instances, tiers: of a recording; the blocks that each tier can hold. decided: the
     instance and the tokens found of each request, by the name of its turn.
     """
 
     policy: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """By the names of `Settings`."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Of the KV of each instance that exports it: those of one kind fetch from each other. Empty where that
+    is not recorded; then all do."""
     instances: Sequence[str] = ()
     tiers: Mapping[str, int] = field(default_factory=dict)
     sessions: list[TracedSession] = field(default_factory=list)
@@ -96,7 +113,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
                     f"blocks of {line.block_size} tokens are not simulated, only of {BLOCK_TOKENS}",
                     field="--trace",
                 )
-            trace.policy = line.policy
+            trace.policy, trace.settings = line.policy, _settings(line.settings)
         elif isinstance(line, Member):
             members[line.instance] = line
         elif isinstance(line, Request) and line.status == 200 and len(line.prompts) == 1:
@@ -120,8 +137,16 @@ def _recording(lines: Iterator[bytes]) -> Trace:
         trace.announcements.append(Announcement(hint.at - zero, hint.session, tenant, key, hint.lead_s))
     trace.instances = tuple(members)
     sizes = [{name: fill.size for name, fill in line.tiers.items()} for line in members.values()]
+    trace.kinds = {name: line.kv for name, line in members.items() if line.kv}
+    if chunk := min((line.chunk for line in members.values()), default=0):
+        trace.settings["chunk"] = chunk
     trace.tiers = {name: min(size.get(name, 0) for size in sizes) for name in (sizes[0] if sizes else {})}
     return trace
+
+
+def _settings(flags: Mapping[str, str | float]) -> dict[str, Any]:
+    """The settings that a recording's router had, by its flags."""
+    return {name: kind(flags[flag]) for flag, (name, kind) in _SETTINGS.items() if flag in flags}
 
 
 def _turn(line: Request, id: str) -> Turn:
@@ -130,11 +155,28 @@ def _turn(line: Request, id: str) -> Turn:
     names = names_of(prompt.names) + names_of(prompt.answer)
     whole = _tokens(names, prompt.tokens + answer, f"request {id}")
     border = prompt.tokens * TOKEN_BYTES
-    observed = None
-    if line.first_byte_s is not None:
-        queued_s = line.routed_s + line.stages.get("prefill_queue", 0.0)
-        observed = Observed(min(queued_s, line.first_byte_s), line.first_byte_s, line.ended_s)
-    return Turn(whole[:border], whole[border:], id=id, observed=observed)
+    return Turn(whole[:border], whole[border:], id=id, observed=_observed(line))
+
+
+def _observed(line: Request) -> Observed | None:
+    """The times of a request, if they were recorded."""
+    if line.first_byte_s is None:
+        return None
+    first_s, queue_s = line.first_byte_s, line.stages.get("prefill_queue", 0.0)
+    prefill_s = line.stages.get("prefill")
+    if prefill_s is None:
+        began_s = min(first_s, line.routed_s + queue_s)
+        computed_s = first_s
+    else:
+        # The rest is the way to the instance's scheduler and back; the halves are taken to be equal.
+        way_s = max(0.0, first_s - line.routed_s - queue_s - prefill_s) / 2
+        began_s = min(first_s, line.routed_s + way_s + queue_s)
+        computed_s = min(first_s, began_s + prefill_s)
+    # The last of the router's stages has the choice, and behind it the wait until a fetch is acknowledged.
+    route_s = line.stages.get("route", 0.0)
+    decided_s = min(began_s, max(0.0, line.routed_s - line.queued_s - max(0.0, route_s - CHOICE_S)))
+    fetch_s = math.inf if line.fetch_s is not None and line.fetch_s < 0 else line.fetch_s
+    return Observed(decided_s, began_s, computed_s, first_s, max(first_s, line.ended_s), fetch_s)
 
 
 def _tokens(names: Sequence[str], tokens: int, tail: str) -> bytes:

@@ -23,12 +23,19 @@ from sglang_ext.simulator.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Recorded times of a request, in seconds from its arrival: when its instance began with it, and its
-    first and its last token."""
+    """Recorded times of a request, in seconds from its arrival: when the router chose its instance, when that
+    began with it and had computed the prompt, and when the first and the last token came.
 
+    decided_s: without the wait for the router's admission, which is simulated.
+    """
+
+    decided_s: float
     began_s: float
+    computed_s: float
     first_s: float
     last_s: float
+    fetch_s: float | None = None
+    """That reading KV from other instances took; infinite if it did not come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         "--balance-rel-threshold": config.balance_rel_threshold,
         "queue-weight": config.queue_weight,
         "exec-weight": config.exec_weight,
+        "--balance-cache-factor": config.balance_cache_factor,
         "--max-running-per-instance": config.max_running_per_instance,
         "--spill-above": config.spill_above,
         "--index": config.index,
@@ -123,7 +124,16 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         row = of.fleet.rows.get(name)
         return Role.COLOCATED.value if row is None else row.role.value
 
-    recorder = Recorder(file, head, base.clock, base.metrics, role_of=role_of, beat_of=of.agents.beat)
+    recorder = Recorder(
+        file,
+        head,
+        base.clock,
+        base.metrics,
+        role_of=role_of,
+        kind_of=of.agents.shares_kv,
+        chunk_of=lambda name: of.fleet.batching(name).chunk,
+        beat_of=of.agents.beat,
+    )
     log.ended.subscribe(recorder.on_ended)
     routing.advisor.offered.subscribe(recorder.on_hint)
     of.agents.loads.subscribe(recorder.on_load)

@@ -6,7 +6,7 @@ The request log ends a request here; all that its record and its choices say is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import Beat, Events, Load, SnapshotEnd
@@ -29,6 +29,8 @@ from sglang_ext.router.dispatch import explain
 from sglang_ext.router.dispatch.explain import LoggedRequest
 from sglang_ext.router.hints.advisory_book import Answer
 from sglang_ext.router.hints.hint import Hint
+from sglang_ext.router.placing.fetching import FAILED_ENDS
+from sglang_ext.router.telemetry.fetch_note import DONE, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.telemetry.record_file import RecordFile
@@ -44,6 +46,8 @@ class Recorder:
         file: not started yet.
         head: makes the first line of a file, from the time and the id of the key.
         role_of: the role of an instance, by name.
+        kind_of: the kind of its KV, by name; None where it cannot be fetched.
+        chunk_of: tokens of a prompt that it computes in one pass, by name.
         beat_of: the last heartbeat of an instance, by name.
     """
 
@@ -55,13 +59,16 @@ class Recorder:
         metrics: RouterMetrics,
         *,
         role_of: Callable[[str], str],
+        kind_of: Callable[[str], Hashable],
+        chunk_of: Callable[[str], int],
         beat_of: Callable[[str], Beat | None],
     ) -> None:
         self.file = file
         self._clock = clock
-        self._role_of, self._beat_of = role_of, beat_of
+        self._role_of, self._kind_of, self._chunk_of = role_of, kind_of, chunk_of
+        self._beat_of = beat_of
         self._zero = clock.wall() - clock.monotonic()
-        self._members: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {}
+        self._members: dict[str, tuple[Hashable, ...]] = {}
         """Instance -> the facts of its last line that can change."""
         self._lines: dict[str, Member] = {}
         self._loads: dict[str, Load] = {}
@@ -88,7 +95,7 @@ class Recorder:
         arrived, choices = self.at(record.started), [_choice(each) for each in logged.choices]
         size = len(whole) + sum(len(prompt.key) for prompt in logged.prompts)
         tiers, stages = dict(record.tiers), dict(record.timings())
-        ended_s = now - record.started
+        ended_s, fetch_s = now - record.started, _fetch_s(record.fetch)
 
         def lines(namer: Namer, writer: Writer) -> Iterator[AnyLine]:
             yield Request(
@@ -114,6 +121,7 @@ class Recorder:
                 first_byte_s=None if record.first_byte is None else record.first_byte - record.started,
                 ended_s=ended_s,
                 stages=stages,
+                fetch_s=fetch_s,
             )
 
         self.file.put(lines, size)
@@ -166,9 +174,10 @@ class Recorder:
         """Write the line of an instance if it has changed."""
         role, beat = self._role_of(name), self._beat_of(name)
         fills = () if beat is None else tuple((fill.level, fill.size) for fill in beat.fills)
-        if self._members.get(name) == (role, fills):
+        kind, chunk = self._kind_of(name), self._chunk_of(name)
+        if self._members.get(name) == (role, fills, kind, chunk):
             return
-        self._members[name] = (role, fills)
+        self._members[name] = (role, fills, kind, chunk)
         tiers: Mapping[str, Fill] = {}
         if beat is not None:
             by_level = {fill.level: fill for fill in beat.fills}
@@ -177,7 +186,9 @@ class Recorder:
                 for tier in all_tiers()
                 if tier.level in by_level
             }
-        self._lines[name] = line = Member(self.at(self._clock.monotonic()), name, role, tiers=tiers)
+        kv = "" if kind is None else self.file.word(repr(kind))
+        at = self.at(self._clock.monotonic())
+        self._lines[name] = line = Member(at, name, role, tiers, kv, chunk)
         self._put(line)
 
     def _put(self, line: AnyLine) -> None:
@@ -196,6 +207,17 @@ def _prompts(logged: LoggedRequest, whole: bytes, namer: Namer, writer: Writer) 
         names = namer.names(space, key)
         answer = len(names) - before if key is whole else 0
         yield writer.blocks(space, prompt.units, names, answer, exact=prompt.namespace[0] == TOKENS)
+
+
+def _fetch_s(note: FetchNote | None) -> float | None:
+    """See ``Request.fetch_s``. None where nothing was read for another reason than its time."""
+    spans = [] if note is None else [span for span in note.asked if span.took_s is not None]
+    if not spans:
+        return None
+    seconds = max(span.took_s or 0.0 for span in spans)
+    if all(span.end == DONE for span in spans):
+        return seconds
+    return -seconds if any(span.end in FAILED_ENDS for span in spans) else None
 
 
 def _until_routed(record: Record) -> float:

@@ -99,6 +99,10 @@ class RecordFile:
         """See ``Namer``."""
         return self._namer.key_id
 
+    def word(self, text: str) -> str:
+        """See ``Namer``."""
+        return self._namer.word(text)
+
     def start(self, beginning: Callable[[], Iterable[AnyLine]]) -> None:
         """Open the file, and write from now on.
 

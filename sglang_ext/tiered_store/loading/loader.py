@@ -39,6 +39,7 @@ class Load:
         memory: BlockMemory | None,
         ids: Ids,
         on_layer: OnLayer | None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
         self.get = get
@@ -52,7 +53,8 @@ class Load:
         self._error: BaseException | None = None
         self._ending = False
         self._over = False
-        self._begun = time.monotonic()
+        self._now = now
+        self._begun = now()
         self.seconds = 0.0
         """From the request to the end, once it is over."""
 
@@ -138,7 +140,7 @@ class Load:
         self.tier.complete_get(self.get)
         with self._state:
             self._over = True
-            self.seconds = time.monotonic() - self._begun
+            self.seconds = self._now() - self._begun
             self._state.notify_all()
 
     def __repr__(self) -> str:
@@ -151,8 +153,10 @@ class Loader:
 
     Args:
         budget: most bytes being read at once.
-        threads: most reads at once; enough of them to use the budget with small reads.
+        threads: most reads at once; enough of them to use the budget with small reads. 0: the caller reads,
+            by `start` and `read`.
         patience, at_once: see `LayerQueue`.
+        now: seconds, by which loads are timed.
     """
 
     def __init__(
@@ -163,7 +167,9 @@ class Loader:
         patience: int = 64,
         at_once: int = 1,
         name: str = "kv-load",
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = now
         self._queue = LayerQueue(budget, patience=patience, at_once=at_once)
         self._work = threading.Condition()
         self._closing = False
@@ -199,7 +205,7 @@ class Loader:
             raise ValueError(f"{len(array)} blocks wanted of a get that has {get.blocks}")
         if memory is None and on_layer is None:
             raise ValueError("a load through staging needs on_layer, which copies the bytes on")
-        load = Load(tier, get, memory, array, on_layer)
+        load = Load(tier, get, memory, array, on_layer, self._now)
         layout = tier.layout
         sizes = [layout.layer_bytes(i) * len(array) for i in range(layout.n_layers)]
         with self._work:
@@ -228,20 +234,29 @@ class Loader:
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            load = task.request
-            assert isinstance(load, Load)
-            try:
-                goes_on = self._read(load, task)
-            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
-                load._fail(error)
-                goes_on = False
-            with self._work:
-                over = self._queue.finish(task)
-                if not over and not goes_on:
-                    over = self._queue.cancel(load)
-                self._work.notify_all()
-            if over:
-                load._end()
+            self.read(task)
+
+    def start(self) -> LayerTask | None:
+        """The next layer to read, now in flight; None for none."""
+        with self._work:
+            return self._queue.start()
+
+    def read(self, task: LayerTask) -> None:
+        """Read a layer that is in flight."""
+        load = task.request
+        assert isinstance(load, Load)
+        try:
+            goes_on = self._read(load, task)
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            load._fail(error)
+            goes_on = False
+        with self._work:
+            over = self._queue.finish(task)
+            if not over and not goes_on:
+                over = self._queue.cancel(load)
+            self._work.notify_all()
+        if over:
+            load._end()
 
     def _read(self, load: Load, task: LayerTask) -> bool:
         taken: list[npt.NDArray[np.uint8]] = []
