@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from sglang_ext.engine.events.events import packed
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
 from sglang_ext.protocol.agent import (
@@ -35,6 +34,7 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
 from sglang_ext.radix_global.sync.replica import Outcome
+from sglang_ext.radix_global.sync.runs import packed
 from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.fleet.channels import AgentChannels
 from sglang_ext.router.index.index import Index

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.engine.cache.loading import Loading
-from sglang_ext.engine.events.events import packed
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.fetch_results import FetchResult
@@ -31,6 +30,7 @@ from sglang_ext.mempool.store import Store
 from sglang_ext.protocol.agent import Fill, NamesRemoved, NamesStored, PlacementEvent
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog
+from sglang_ext.radix_global.sync.runs import packed
 from sglang_ext.simulator.copier import Copier
 from sglang_ext.simulator.drive import Drive
 from sglang_ext.simulator.links import Network

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 from sglang_ext.engine.events.agent_socket import AgentSocket
-from sglang_ext.engine.events.events import Began, Changed, Ended, Entry, LeftOut, Part, PlacementFeed, packed
+from sglang_ext.engine.events.events import Began, Changed, Ended, Entry, LeftOut, Part, PlacementFeed
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
     Beat,
@@ -32,7 +32,7 @@ from sglang_ext.protocol.agent import (
     ToAgent,
 )
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
-from sglang_ext.radix_global.sync.runs import with_weights
+from sglang_ext.radix_global.sync.runs import packed, with_weights
 from sglang_ext.radix_global.sync.stream import EventStream, Reader, Sends
 from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier

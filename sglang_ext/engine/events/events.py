@@ -22,6 +22,7 @@ from sglang_ext.engine.planners import Planner
 from sglang_ext.protocol.agent import FromAgent, NamesRemoved, NamesStored, PlacementEvent
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
+from sglang_ext.radix_global.sync.runs import packed
 from sglang_ext.tiers import Tier
 
 QUEUE_ENTRIES: Final = 20_000
@@ -31,7 +32,6 @@ PART_BYTES: Final = 256 << 10
 """Limits of a snapshot's part per pass, which takes under a millisecond."""
 IDLE_SECONDS: Final = 0.02
 """Time for snapshots in a pass that has nothing else to do."""
-NAMES_PER_EVENT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +291,3 @@ class PlacementFeed(Planner):
 
     def __repr__(self) -> str:
         return f"PlacementFeed({self.log!r}, {self.queue!r})"
-
-
-def packed(names: Sequence[bytes]) -> list[bytes]:
-    """Names of blocks, joined as events carry them."""
-    return [b"".join(names[i : i + NAMES_PER_EVENT]) for i in range(0, len(names), NAMES_PER_EVENT)]

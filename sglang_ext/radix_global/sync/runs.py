@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from sglang_ext.keys import BLOCK_KEY_BYTES
@@ -13,6 +13,7 @@ RUN_BYTES: Final = 420
 """Memory of a run and of its piece, beside the node; measured, see the test of the estimate."""
 NAME_BYTES: Final = 150
 """Memory of a name of a block below memory; measured, see the test of the estimate."""
+NAMES_PER_EVENT: Final = 256
 
 
 class Run:
@@ -65,3 +66,8 @@ def path_key(node: Node) -> bytes:
 def with_weights(naming: Naming, weights: str) -> Naming:
     """``naming`` after an update of the weights."""
     return Naming(naming.model, weights, naming.dtype, naming.geometry, naming.shard, naming.adapters)
+
+
+def packed(names: Sequence[bytes]) -> list[bytes]:
+    """Names of blocks, joined as events carry them."""
+    return [b"".join(names[i : i + NAMES_PER_EVENT]) for i in range(0, len(names), NAMES_PER_EVENT)]
