@@ -22,7 +22,6 @@ from benchmarks.lib.common import SEED, percentile
 from benchmarks.router.decisions import decision_rows, model
 from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import CostModel
-from sglang_ext.engine.events.events import NAMES_PER_EVENT
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
@@ -33,6 +32,7 @@ from sglang_ext.protocol.agent import (
     Stored,
     ToAgent,
 )
+from sglang_ext.radix_global.sync.runs import NAMES_PER_EVENT
 from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.job import Job
