@@ -39,7 +39,7 @@ ROUTER = (
     "endpoints/routes", "app/service",
 )  # fmt: skip
 MODULES = (
-    "cost_model/model", "cost_model/passes", "radix_global/edges", "radix_global/eviction",
+    "cost_model/model", "cost_model/passes", "cost_model/sums", "radix_global/edges", "radix_global/eviction",
     "radix_global/locks", "radix_global/node", "radix_global/tree", "radix_global/sync/replica",
     "radix_global/sync/runs", *(f"router/{name}" for name in ROUTER),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from sglang_ext.cost_model.profile import SCHEMA, Decode, Identity, Profile, Qua
 from sglang_ext.protocol.agent import Load, PlacementEvent, Stored
 from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.dispatch.explain import Choice
+from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.tiers import Tier
 
@@ -76,7 +77,10 @@ class Router(Protocol):
     def take(self, name: str, data: bytes) -> None:
         """A message of an instance's agent."""
 
-    def decide(self, key: bytes) -> Choice:
+    def request(self, key: bytes) -> Flight:
+        """A request with this prompt."""
+
+    def decide(self, request: Flight) -> Choice:
         """Decide on a request."""
 
     def end(self, name: str) -> None:
@@ -139,10 +143,10 @@ def decision_rows(
             gc.freeze()
             for _ in range(decisions):
                 # The index guesses that prompts decided before are held: one without holders begins anew.
-                prompt = (key if holders else b"") + tokens(draw.randint(*NEW_BLOCKS))
+                request = router.request((key if holders else b"") + tokens(draw.randint(*NEW_BLOCKS)))
                 traffic.go_on()
                 began = time.thread_time_ns()
-                placed = router.decide(prompt)
+                placed = router.decide(request)
                 found.append((time.thread_time_ns() - began) / 1e3)
                 reported = len(placed.holders)
                 router.end(placed.instance)

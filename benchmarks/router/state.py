@@ -145,15 +145,18 @@ class Router:
         """A message of an instance's agent."""
         self.index.apply(name, cast(Any, FROM_AGENT.decode(data)))
 
-    def decide(self, key: bytes) -> Choice:
-        """Decide on a request."""
+    def request(self, key: bytes) -> Flight:
+        """A request with this prompt."""
         sent = Sent(b"{}", "/generate", GENERATE)
         prompt = Encoded(NAMESPACE, key, len(key) // 4)
-        flight = Flight(
+        return Flight(
             Admitted(GENERATE, Job(False, (), 1), sent), [prompt], Request("POST", "/generate", "/generate"),
             cast(Responder, None), Record("id", "POST", "/generate", 0.0), sent, prompt.units,
         )  # fmt: skip
-        found = self._chooser.choose(flight, frozenset())
+
+    def decide(self, request: Flight) -> Choice:
+        """Decide on a request."""
+        found = self._chooser.choose(request, frozenset())
         assert found is not None
         return found[1]
 
@@ -163,7 +166,7 @@ class Router:
 
     def choose(self, key: bytes) -> None:
         """Decide on a request, which is then on its way and answered."""
-        self.end(self.decide(key).instance)
+        self.end(self.decide(self.request(key)).instance)
 
 
 class Prompts:

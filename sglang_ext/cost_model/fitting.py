@@ -19,6 +19,7 @@ from sglang_ext.cost_model.batch import Batch
 from sglang_ext.cost_model.fit import non_negative, relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel, features
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Split, Waves
+from sglang_ext.cost_model.sums import products_s
 
 TILE_ROWS = (1, 8, 16, 32, 64, 128, 256)
 TILE_COLUMNS = (16, 64, 128, 256)
@@ -157,7 +158,7 @@ def fit_waves(runs: Sequence[TimedLinear], units: int) -> Waves:
     best: tuple[float, Waves] | None = None
     for tile_rows, tile_columns in itertools.product(TILE_ROWS, TILE_COLUMNS):
         unit = Waves(units, tile_rows, tile_columns, 1.0, 0.0)
-        work = [unit.seconds(Linear(inner, columns, 1), rows) for rows, inner, columns in groups]
+        work = [products_s((Linear(inner, columns, 1),), unit, rows, 1) for rows, inner, columns in groups]
         columns = np.stack([np.ones(len(work)), np.array(work)], axis=1)
         fixed, per_work = non_negative(columns, seconds)
         if per_work <= 0:

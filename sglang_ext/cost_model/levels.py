@@ -20,6 +20,7 @@ from sglang_ext.cost_model.operators import (
     Scaling,
     Waves,
 )
+from sglang_ext.cost_model.sums import adding_products_s, products_s
 from sglang_ext.errors import ConfigError
 
 REDUCTIONS_PER_LAYER = 2
@@ -73,8 +74,10 @@ class OperatorLevel(Part, frozen=True):
     def batch_s(self, batch: Batch) -> float:
         """To the first tokens of prompts that one forward pass computes."""
         new = batch.new
-        seconds = self._linear(new, batch.prompts) + self.attention.seconds(batch) + self.rest.seconds(new)
-        seconds += self._communication(new) + self.outside.seconds(batch)
+        seconds = products_s(self.linears, self.waves, new, batch.prompts) + self.attention.seconds(batch)
+        seconds += self.rest.seconds(new) + self.outside.seconds(batch)
+        if self.tp > 1 or self.pp > 1:
+            seconds += self._communication(new)
         return seconds if self.scaling == AS_PREDICTED else self.scaling.seconds(seconds)
 
     @property
@@ -86,7 +89,7 @@ class OperatorLevel(Part, frozen=True):
         """``batch_s``, by kind of operator."""
         new, prompts = batch.new, batch.prompts
         parts = {
-            "linear": self._linear(new, prompts),
+            "linear": products_s(self.linears, self.waves, new, prompts),
             "attention": self.attention.seconds(batch),
             "rest": self.rest.seconds(new),
             "communication": self._communication(new),
@@ -100,18 +103,12 @@ class OperatorLevel(Part, frozen=True):
     def adding_s(self, batch: Batch) -> float:
         """A lower bound of the time that a prompt adds to passes with a prompt, wherever it is cut."""
         least = _however_cut(batch)
-        seconds = sum(one.count * self.waves.adding_s(one, batch.new) for one in self.linears)
+        seconds = adding_products_s(self.linears, self.waves, batch.new)
         seconds += self.attention.seconds(least) - self.attention.d
         seconds += self.rest.seconds(batch.new) - self.rest.fixed_s
         seconds += self._communication(batch.new) - self._communication(1)
         seconds += self.outside.seconds(batch) - self.outside.fixed_s
         return self.scaling.factor * seconds
-
-    def _linear(self, new: int, prompts: int) -> float:
-        seconds, waves = 0.0, self.waves
-        for one in self.linears:
-            seconds += one.count * waves.seconds(one, new, prompts)
-        return seconds
 
     def _communication(self, new: int) -> float:
         if self.tp == self.pp == 1:

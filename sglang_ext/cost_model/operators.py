@@ -8,7 +8,6 @@ Every coefficient is non-negative, so no function falls when ``new`` or ``contex
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -62,24 +61,6 @@ class Waves(Part, frozen=True):
     """Of all units together, in waves that are full."""
     fixed_s: float = 0.0
     """Of each product besides: its launch."""
-
-    def seconds(self, linear: Linear, new: int, prompts: int = 1) -> float:
-        """Of one run of ``linear`` over all new tokens of so many prompts."""
-        rows = new if linear.rows == "tokens" else prompts
-        tiles = math.ceil(rows / self.tile_rows) * math.ceil(linear.columns / self.tile_columns)
-        return self.fixed_s + math.ceil(tiles / self.units) * self._wave_s(linear)
-
-    def adding_s(self, linear: Linear, new: int) -> float:
-        """A lower bound of what ``new`` tokens add to a run that is made anyway: its tiles and its last wave
-        may have room for a part of them."""
-        if linear.rows != "tokens":
-            return 0.0
-        columns = math.ceil(linear.columns / self.tile_columns)
-        waves = max(0.0, (new / self.tile_rows - 1.0) * columns / self.units - 1.0)
-        return waves * self._wave_s(linear)
-
-    def _wave_s(self, linear: Linear) -> float:
-        return 2.0 * self.tile_rows * self.tile_columns * linear.inner / (self.flops_per_s / self.units)
 
 
 class Attention(Part, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from sglang_ext.cost_model.batch import Batch
@@ -23,6 +24,7 @@ from sglang_ext.cost_model.fitting import (
 )
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Waves
+from sglang_ext.cost_model.sums import products_s
 
 SHAPE = Shape(layers=2, hidden=64, activation_bytes=4)
 TRUTH = OperatorLevel(
@@ -43,11 +45,16 @@ POINTS = [(new, context) for new in (32, 128, 500, 1500) for context in (0, 300,
 UNSEEN = [(70, 0), (333, 150), (900, 700), (2500, 2000)]
 
 
+def once_s(waves: Waves, one: Linear, new: int) -> float:
+    """Of one run of a product."""
+    return products_s((msgspec.structs.replace(one, count=1),), waves, new, 1)
+
+
 def step(new: int, context: int) -> TimedStep:
     """What the truth takes, by operator."""
     parts = TRUTH.parts(Batch.of(new, context))
     runs = tuple(
-        TimedLinear(new if one.rows == "tokens" else 1, one.inner, one.columns, TRUTH.waves.seconds(one, new))
+        TimedLinear(new if one.rows == "tokens" else 1, one.inner, one.columns, once_s(TRUTH.waves, one, new))
         for one in TRUTH.linears
         for _ in range(one.count)
     )
@@ -99,14 +106,15 @@ def test_tiles_are_found(rows, columns, units) -> None:
     truth = Waves(units, rows, columns, 1e12, 1e-6)
     products = [Linear(256, 1000, 1), Linear(1000, 300, 1), Linear(512, 4000, 1)]
     runs = [
-        TimedLinear(r, one.inner, one.columns, truth.seconds(one, r))
+        TimedLinear(r, one.inner, one.columns, once_s(truth, one, r))
         for r in (7, 40, 100, 260, 900, 3000)
         for one in products
     ]
     found = fit_waves(runs, units)
     for rows_unseen in (1, 55, 1234):
         for one in products:
-            assert found.seconds(one, rows_unseen) == pytest.approx(truth.seconds(one, rows_unseen), rel=0.01)
+            expected_s = once_s(truth, one, rows_unseen)
+            assert once_s(found, one, rows_unseen) == pytest.approx(expected_s, rel=0.01)
 
 
 def test_products_know_how_they_are_divided() -> None:

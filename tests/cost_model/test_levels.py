@@ -20,6 +20,7 @@ from sglang_ext.cost_model import (
     Waves,
 )
 from sglang_ext.cost_model.levels import FEATURES
+from sglang_ext.cost_model.sums import products_s
 from sglang_ext.errors import ConfigError
 
 work = st.floats(0, 1e-6, allow_nan=False)
@@ -80,8 +81,9 @@ def test_waves_are_steps() -> None:
     """4 units, tiles of 16 x 16: 32 columns are 2 tiles, so 32 rows fill a wave."""
     device = Waves(units=4, tile_rows=16, tile_columns=16, flops_per_s=4 * 2 * 16 * 16 * 8, fixed_s=0.0)
     product = Linear(inner=8, columns=32, count=1)
-    assert [device.seconds(product, rows) for rows in (1, 16, 32, 33, 64, 65)] == [1, 1, 1, 2, 2, 3]
-    assert device.seconds(Linear(8, 32, 1, "one"), 1000) == 1
+    times = [products_s((product,), device, rows, 1) for rows in (1, 16, 32, 33, 64, 65)]
+    assert times == [1, 1, 1, 2, 2, 3]
+    assert products_s((Linear(8, 32, 1, "one"),), device, 1000, 1) == 1
 
 
 def test_attention_is_the_papers_polynomial() -> None:

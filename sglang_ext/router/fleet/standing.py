@@ -67,7 +67,7 @@ class Standing:
         least = self._instances[self._places[self._by_load[0][-1]]]
         return WholeFleet(
             self._instances, not self._apart, not self._doubted, bool(self._awaited),
-            least, self._by_load[-1][0], self._places, self._counts[:, : len(self._instances)],
+            least, self._by_load[-1][0], self._places, self._by_load, self._counts[:, : len(self._instances)],
         )  # fmt: skip
 
     def _write(self, place: int, instance: Instance) -> None:

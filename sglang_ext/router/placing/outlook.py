@@ -54,11 +54,14 @@ class RouterOutlook(Outlook):
         self.waiting = table[LINED] > 0 if np.count_nonzero(table[LINED]) else None
         step_s = model.decode_s(0)
         per_request_s = model.decode_s(1) - step_s
-        age = now - table[REPORTED]
-        fresh = age < report_s
+        more, others = np.count_nonzero(table[MORE]), np.count_nonzero(table[OTHERS])
+        mixed = any([rows.batchings[kind].mixed for kind in self.kinds])
+        if more or others or mixed:
+            age = now - table[REPORTED]
+            fresh = age < report_s
         running = in_flight - table[COUNT]
         np.maximum(running, 0, out=running)
-        if np.count_nonzero(table[MORE]):
+        if more:
             running += table[MORE] * fresh
             np.maximum(running, 0, out=running)
         seconds = factor * table[GROUP]
@@ -67,13 +70,12 @@ class RouterOutlook(Outlook):
         np.maximum(seconds, 0, out=seconds)
         if self.waiting is not None:
             seconds += factor * table[LINE]
-        if np.count_nonzero(table[OTHERS]):
+        if others:
             seconds += np.where(fresh, np.maximum(factor * table[OTHERS] - age, 0), 0)
         seconds += (running > 0) * step_s
         running *= per_request_s
         seconds += running
         self.queue_s = seconds
-        mixed = any([rows.batchings[kind].mixed for kind in self.kinds])
         self.steps_s = per_request_s * np.where(fresh, table[RUNNING], 0) if mixed else None
         self._disk_factor: Numbers | None = None
         self._fetch_factor: Numbers | None = None

@@ -83,6 +83,8 @@ class WholeFleet(tuple[Instance, ...]):
     most_in_flight: int
     places: dict[str, int]
     """Position of each instance, by name."""
+    by_load: list[tuple[int, int, int, int, str]]
+    """``fleet_queries.load_of`` of each instance, the least loaded first; holds as long as ``counts``."""
     counts: Numbers
     """``in_flight``, ``queued_tokens``, ``cached_tokens`` and ``last_picked`` of each instance: shape (4, n),
     integers. They follow the instances, so they hold while one decision is made."""
@@ -96,12 +98,13 @@ class WholeFleet(tuple[Instance, ...]):
         least: Instance,
         most_in_flight: int,
         places: dict[str, int],
+        by_load: list[tuple[int, int, int, int, str]],
         counts: Numbers,
     ) -> WholeFleet:
         self = tuple.__new__(cls, instances)
         self.colocated, self.trusted, self.awaited = colocated, trusted, awaited
         self.least, self.most_in_flight, self.places = least, most_in_flight, places
-        self.counts = counts
+        self.by_load, self.counts = by_load, counts
         return self
 
 

@@ -7,6 +7,7 @@ while its bound is below the least price.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import cast
@@ -35,6 +36,8 @@ FEW = 16
 """In a fleet of so few instances all are priced, so that the scores have all of them."""
 TRIES = 3
 """Instances that are looked at for the reads of their kind: an agent may be silent, and its kind not know."""
+LOOKS = 64
+"""The least loaded instances, of which one is cheap most of the time, that are looked at one by one."""
 CACHED = 2
 """Row of ``cached_tokens`` in ``WholeFleet.counts``."""
 
@@ -77,7 +80,9 @@ class Search:
             names = {instance.name for instance in candidates}
             self.can_begin = np.array([instance.name in names for instance in fleet], bool)
         cached = self._counts[CACHED]
-        self._emptiest = int((cached if self.can_begin is None else cached[self.can_begin]).min())
+        self._emptiest = 0
+        if self.groups:
+            self._emptiest = int((cached if self.can_begin is None else cached[self.can_begin]).min())
         self._queues: Numbers = options.queue_weight * outlook.queue_s
         self.seconds: Numbers = self._queues + self._of_strangers()
         """Of each instance that was priced; infinite for others."""
@@ -245,9 +250,11 @@ class Search:
         """The first by ``load_of`` of the instances that take at most ``limit``."""
         cheap, fleet = self.seconds <= limit, self._fleet
         if isinstance(fleet, WholeFleet):
-            least = fleet.places[fleet.least.name]
-            if cheap[least]:
-                return least
+            known = fleet.places
+            for load in itertools.islice(fleet.by_load, LOOKS):
+                place = known[load[4]]
+                if cheap[place]:
+                    return place
         places = np.flatnonzero(cheap)
         for counts in self._counts:
             if len(places) == 1:
