@@ -21,7 +21,8 @@ from benchmarks.lib.common import Options, Report, percentile
 from benchmarks.router.decisions import PROFILE
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.estimated import estimated
-from sglang_ext.cost_model.profile import Profile
+from sglang_ext.cost_model.operators import Link
+from sglang_ext.cost_model.profile import Decode, Profile
 from sglang_ext.flags import flag
 from sglang_ext.simulator.run import simulate
 from sglang_ext.simulator.settings import Settings
@@ -35,7 +36,11 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-LOADS = (0.3, 0.6, 0.85)
+FAST = msgspec.structs.replace(
+    PROFILE, tiers={"dram": Link(1e-4, 1 / 40e9)}, transfer=Link(1e-3, 1 / 9e9), decode=Decode(0.007, 1e-4)
+)
+"""The measurement with other links than the defaults have."""
+LOADS = ("0.3", "0.6", "0.85")
 """Shares of the capacity."""
 TRIAL = 2.0
 """Requests a second of an instance in the run that tells the capacity."""
@@ -48,6 +53,10 @@ class EstimateOptions(Options):
     """The flags of this benchmark."""
 
     processes: int = flag(1, "Simulations at a time.")
+    fast_links: bool = flag(False, "Instances move KV as an H100 does, not as the defaults assume.")
+    seeds: int = flag(3, "Loads that are drawn.")
+    cases: tuple[str, ...] = flag(COMPARED, "Policies with costs.", metavar="CASE", several="append")
+    loads: tuple[str, ...] = flag(LOADS, "Shares of the capacity.", metavar="SHARE", several="append")
 
 
 def wrong(profile: Profile, factor: float) -> Profile:
@@ -58,22 +67,22 @@ def wrong(profile: Profile, factor: float) -> Profile:
     return msgspec.structs.replace(profile, arch=arch)
 
 
-def expected(case: str) -> tuple[str, CostModel]:
+def expected(case: str, truth: Profile) -> tuple[str, CostModel]:
     """The policy of a case, and the costs that its router expects."""
     policy, _, costs = case.partition(", ")
     if costs == "defaults":
         return policy, CostModel()
     if costs == "measured":
-        return policy, CostModel(PROFILE)
+        return policy, CostModel(truth)
     profile = estimated(LLAMA_8B, "h100", model="llama-3.1-8b")
     return policy, CostModel(wrong(profile, WRONG.get(case, 1.0)))
 
 
-def measure(requests: int, rate: float, seed: int, case: str) -> dict[str, float]:
-    """Figures of one simulation."""
-    policy, model = expected(case)
+def measure(truth: Profile, requests: int, rate: float, seed: int, case: str) -> dict[str, float]:
+    """Figures of one simulation. truth: the costs of the instances."""
+    policy, model = expected(case, truth)
     settings = Settings(instances=4, requests=requests, seed=seed, policy=policy, rate=rate)
-    outcome = simulate(settings, CostModel(PROFILE), expected=model)
+    outcome = simulate(settings, CostModel(truth), expected=model)
     return {
         "ttft_mean_ms": statistics.fmean(outcome.ttft) * 1e3,
         "ttft_p50_ms": percentile(outcome.ttft, 50) * 1e3,
@@ -87,30 +96,34 @@ def measure(requests: int, rate: float, seed: int, case: str) -> dict[str, float
 def main(argv: Sequence[str] | None = None) -> int:
     options = EstimateOptions.of(argv, NAME, __doc__)
     report = Report(NAME)
-    seeds = options.pick(range(3), quick=range(2), tiny=range(1))
+    truth = FAST if options.fast_links else PROFILE
+    seeds = range(options.pick(options.seeds, quick=2, tiny=1))
     requests = options.pick(1000, quick=400, tiny=20)
     with ProcessPoolExecutor(options.processes) as pool:
-        trial = pool.submit(measure, requests, TRIAL, 0, COMPARED[0]).result()
+        trial = pool.submit(measure, truth, requests, TRIAL, 0, COMPARED[0]).result()
         capacity = TRIAL / max(trial["capacity_used"], 1e-3)
-        for load in options.pick(LOADS, quick=LOADS, tiny=LOADS[:1]):
-            ask = functools.partial(measure, requests, load * capacity)
-            cells = [(seed, case) for case in COMPARED for seed in seeds]
+        for load in options.pick(options.loads, quick=LOADS, tiny=LOADS[:1]):
+            ask = functools.partial(measure, truth, requests, float(load) * capacity)
+            cells = [(seed, case) for case in options.cases for seed in seeds]
             rows = dict(zip(cells, pool.map(ask, *zip(*cells, strict=True)), strict=True))
-            for row in _rows(load, seeds, rows):
+            for row in _rows(load, seeds, options.cases, rows):
                 report.add(**row)
     report.note(
         f"simulated: 4 instances, {requests} requests of the mix, {len(seeds)} seeds; figures are means over "
-        "the seeds, ratios are to prompt-tree with the defaults at the same seed: their mean and extremes"
+        "the seeds, ratios are to the first case at the same seed: their mean and extremes"
     )
     return report.finish(options)
 
 
 def _rows(
-    load: float, seeds: Sequence[int], found: dict[tuple[int, str], dict[str, float]]
+    load: str,
+    seeds: Sequence[int],
+    cases: Sequence[str],
+    found: dict[tuple[int, str], dict[str, float]],
 ) -> Iterator[dict[str, Any]]:
-    for case in COMPARED:
+    for case in cases:
         mine = [found[seed, case] for seed in seeds]
-        first = [found[seed, COMPARED[0]] for seed in seeds]
+        first = [found[seed, cases[0]] for seed in seeds]
         row: dict[str, Any] = {"case": f"{case}, load {load}"}
         for name in mine[0]:
             row[name] = statistics.fmean(each[name] for each in mine)
