@@ -96,11 +96,11 @@ class Arguments(Flagged):
     settings: str = flag(
         "",
         "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance), hbm and "
-        "dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), chunk, running, network (of an "
-        "instance, bytes/s), lag_ms, fetch, hints, tenants, most_running, failures (an hour), restart_s, "
-        "layers; of policies: queue_weight, exec_weight, cache_threshold, balance_abs, balance_rel, "
-        "balance_cache; for agents in a closed loop: crowd (times what HBM holds), seconds, pause_s, "
-        "pause_spread, program_share, learnt_hints.",
+        "dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), prefill and decode (instances), "
+        "pd_caching, chunk, running, network (of an instance, bytes/s), lag_ms, fetch, hints, tenants, "
+        "most_running, failures (an hour), restart_s, layers; of policies: queue_weight, exec_weight, "
+        "cache_threshold, balance_abs, balance_rel, balance_cache; for agents in a closed loop: crowd (times "
+        "what HBM holds), seconds, pause_s, pause_spread, program_share, learnt_hints.",
         metavar="LIST",
     )
     what_if: tuple[str, ...] = flag(
@@ -135,7 +135,7 @@ def run(given: Arguments) -> int:
     """
     logging.getLogger("sglang_ext").setLevel(logging.ERROR)
     trace = None if given.trace is None else _read(given.trace)
-    base = changed(_settings(given, trace), given.settings)
+    base = changed(settings_of(given, trace), given.settings)
     model = CostModel(load(given.cost_profile)) if given.cost_profile else CostModel()
     runs = {"as given": base} | {text: changed(base, text) for text in given.what_if}
     for settings in runs.values():
@@ -166,7 +166,7 @@ def run(given: Arguments) -> int:
     return 0
 
 
-def _settings(given: Arguments, trace: Trace | None) -> Settings:
+def settings_of(given: Arguments, trace: Trace | None) -> Settings:
     """The fleet of the flags; values that they leave out are those of the recording, or the defaults."""
     settings = Settings(seed=given.seed)
     if trace is not None:

@@ -25,9 +25,10 @@ from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Load
 from sglang_ext.radix_global import Node
+from sglang_ext.router.policies.base import Role
 from sglang_ext.simulator.engine import Engine
 from sglang_ext.simulator.links import Network
-from sglang_ext.simulator.peers import Wires
+from sglang_ext.simulator.peers import Arrivals, Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.simulator.workload import Observed
@@ -70,6 +71,8 @@ class Job:
     observed: Observed | None = None
     """The times that it takes, from ``arrived`` on; else the cost model's."""
     arrived: float = 0.0
+    hands_over: bool = False
+    """It ends here with its prompt, whose KV is kept until another instance has it."""
     looked: bool = False
     """The disk was looked at for it."""
 
@@ -119,15 +122,23 @@ class Instance:
         clock: VirtualClock,
         loop: asyncio.AbstractEventLoop,
         network: Network,
-        wires: Wires | None,
+        wires: Wires,
         published: Callable[[], None],
         on_hint: Callable[[PrefetchResult], None],
         on_fetch: Callable[[FetchResult], None],
+        role: Role = Role.COLOCATED,
     ) -> None:
+        self.role = role
+        self._keeps = role is not Role.DECODE or settings.pd_caching > 1
+        self._token_bytes = model.kv_bytes_per_token
+        self.arrivals: Arrivals[Job] = Arrivals(name, wires, self.wake)
+        self._offered: dict[Job, None] = {}
+        """Requests whose KV another instance is to take over."""
         self.name, self._settings, self._model, self._loop = name, settings, model, loop
         self._batching = Batching(chunk=settings.chunk)
+        own = wires if settings.fetch and role is not Role.DECODE else None
         self.engine = Engine(
-            name, epoch, settings, model, clock, loop, network, wires, self.wake, on_hint, on_fetch
+            name, epoch, settings, model, clock, loop, network, own, self.wake, on_hint, on_fetch
         )
         self._published = published
         self._waiting: deque[Job] = deque()
@@ -240,6 +251,46 @@ class Instance:
         for call in calls:
             call(self._loop.time())
 
+    def receive(self, job: Job, source: str) -> None:
+        """A prefill instance has computed the prompt of a request."""
+        self.work.requests += 1
+        self.arrivals.add(job, source)
+
+    def handed_over(self, job: Job) -> None:
+        """Another instance has the KV of a request, or it is not needed any more."""
+        job.hands_over = False
+        if job in self._offered:
+            del self._offered[job]
+            self._end(job)
+            self.wake()
+
+    def _admit_handed(self, job: Job) -> float | None:
+        if not self._admit(job):
+            return None
+        return float((job.tokens - job.computed) * self._token_bytes)
+
+    def _handed(self, job: Job) -> None:
+        """The KV of a request has come: its answer begins with the token that prefill has computed."""
+        if self._dead:
+            return
+        now = self._loop.time()
+        self._generate(now)
+        if not self._running:
+            self._since = now
+        job.computed = job.tokens
+        self._keep(job, job.key, job.tokens)
+        job.first.set_result(None)
+        self._go_on(job)
+        self.wake()
+
+    def _go_on(self, job: Job) -> None:
+        """A request has its first token."""
+        if job.output <= 1:
+            self._end(job)
+        else:
+            entry = (self._step + job.output - 1, next(self._numbers), job)
+            heapq.heappush(self._running, entry)
+
     def load(self) -> Load:
         """As heartbeats report it."""
         queued = [*self._waiting, *([self._cut] if self._cut is not None else ())]
@@ -254,6 +305,7 @@ class Instance:
         if self._turn_at is not None:
             self._turn_at.cancel()
         self.engine.close()
+        self.arrivals.close()
         return [*self._waiting, *([self._cut] if self._cut else ()), *(job for _, _, job in self._running)]
 
     def wake(self) -> None:
@@ -288,6 +340,7 @@ class Instance:
         now = self._loop.time()
         self._generate(now)
         self.engine.each_pass(now)
+        self.arrivals.begin(self._admit_handed, self._handed)
         batch = self._form_batch()
         self._note_queue(now)
         if batch:
@@ -441,18 +494,17 @@ class Instance:
                 continue
             if not job.first.done():
                 job.first.set_result(None)
-            if job.output <= 1:
-                self._end(job)
+            if job.hands_over:
+                self._offered[job] = None
             else:
-                entry = (self._step + job.output - 1, next(self._numbers), job)
-                heapq.heappush(self._running, entry)
+                self._go_on(job)
         self._turn()
 
     def _keep(self, job: Job, key: bytes, tokens: int) -> None:
         """The tree takes over the whole blocks of a request's first tokens (`RequestRows.keep_computed`)."""
         engine = self.engine
         whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS
-        if whole <= job.protected:
+        if whole <= job.protected or not self._keeps:
             return
         result = engine.store.insert(
             Tier.HBM, job.namespace, key[: whole * TOKEN_BYTES], range(whole), priority=job.priority
@@ -482,7 +534,7 @@ class Instance:
         engine = self.engine
         engine.check()
         jobs = [job for _, _, job in self._running] + ([self._cut] if self._cut else [])
-        jobs += self._replaying
+        jobs += [*self._replaying, *self._offered, *self.arrivals.coming]
         if not self._computing:
             owned = sum(job.owned for job in jobs)
             known = engine.slots.available_size() + engine.hbm_tier.total + owned

@@ -1,4 +1,4 @@
-"""Reads of KV between simulated instances: the transfer thread of `engine.peers`, in virtual time.
+"""KV between simulated instances in virtual time: reads, as by `engine.peers`, and hand-overs.
 
 The holder publishes an export under its name; the reader asks for it, and the bytes cross the holder's
 outgoing link and the reader's incoming one, which other reads share (`links`).
@@ -6,12 +6,17 @@ outgoing link and the reader's incoming one, which other reads share (`links`).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.simulator.links import Flow, Network, SharedLink
+
+J = TypeVar("J")
 
 
 @dataclass(eq=False)
@@ -209,3 +214,59 @@ class PeerWires:
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._wires.network.later(seconds, what)
+
+
+class Arrivals(Generic[J]):
+    """Requests of a decode instance whose KV is at prefill instances. A request takes its slots first; then
+    its KV comes, without what decode has itself.
+
+    Args:
+        name: of the decode instance.
+        wires: between all instances.
+        wake: called when a request has come.
+    """
+
+    def __init__(self, name: str, wires: Wires, wake: Callable[[], None]) -> None:
+        self._name, self._wires, self._wake = name, wires, wake
+        self.waiting: deque[tuple[J, str]] = deque()
+        """Without slots, each with its prefill instance."""
+        self.coming: dict[J, Flow] = {}
+
+    def add(self, job: J, source: str) -> None:
+        """A prompt was computed at an instance."""
+        self.waiting.append((job, source))
+        self._wake()
+
+    def begin(self, admit: Callable[[J], float | None], done: Callable[[J], None]) -> None:
+        """Let KV come for the requests that there is room for, in their order.
+
+        Args:
+            admit: gives a request its slots, and returns the bytes that it lacks; None without room.
+            done: called when they are here.
+        """
+        while self.waiting:
+            job, source = self.waiting[0]
+            nbytes = admit(job)
+            if nbytes is None:
+                return
+            self.waiting.popleft()
+            links = (self._wires.link(source, "out"), self._wires.link(self._name, "in"))
+            self.coming[job] = self._wires.network.start(
+                nbytes, links, functools.partial(self._over, job, done)
+            )
+
+    def _over(self, job: J, done: Callable[[J], None]) -> None:
+        del self.coming[job]
+        done(job)
+
+    def jobs(self) -> Iterator[J]:
+        """All that have not come."""
+        yield from (job for job, _ in self.waiting)
+        yield from self.coming
+
+    def close(self) -> None:
+        """The instance ends."""
+        for flow in self.coming.values():
+            self._wires.network.stop(flow)
+        self.coming.clear()
+        self.waiting.clear()

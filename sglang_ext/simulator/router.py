@@ -207,10 +207,12 @@ class SimulatedRouter:
                 break
             await self.chooser.prepared(flight)
             try:
-                await self._attempt(flight, found[0], prompt, turn, arrived)
+                attempt = self._attempt if found[0].decode is None else self._pair
+                await attempt(flight, found[0], prompt, turn, arrived)
             except ConnectionLost:
                 self._outcome.retried += 1
-                excluded |= {found[0].instance}
+                excluded |= {flight.failed or found[0].instance}
+                flight.failed = None
                 continue
             except PromptTooLong:
                 self._outcome.failed["prompt_too_long"] += 1
@@ -253,15 +255,65 @@ class SimulatedRouter:
             with load.until_lost():
                 await job.last
             self.index.confirm(prompt.namespace, job.key + job.answer, name)
+        self._answered(flight, turn, job, name, arrived, first, self._clock.monotonic() + back_s)
+
+    async def _pair(
+        self, flight: Flight, placed: Placement, prompt: Encoded, turn: Turn, arrived: float
+    ) -> None:
+        """Have a prefill and a decode instance answer (`Relay._pair`).
+
+        Raises:
+            ConnectionLost: one of them went away.
+            PromptTooLong: the HBM of one of them cannot hold the prompt.
+        """
+        name, decode, lag_s = placed.instance, placed.decode or "", self._settings.lag_ms / 1e3
+        queued = max(0, flight.units - placed.matched)
+        future = self._loop.create_future
+        _, _, extra_key, salt = prompt.namespace
+        half = Job((0, extra_key, salt), turn.key, turn.answer[:TOKEN_BYTES], future(), future())
+        half.hands_over = True
+        job = Job((0, extra_key, salt), turn.key, turn.answer, future(), future())
+        sending = self.costs.sending(
+            name, queued, placed.matched, streams=True, estimate=flight.record.estimate
+        )
+        first_half = self._instances.get(name)
+        try:
+            with self.fleet.carrying(decode, 0) as load, sending as first_byte:
+                with self.fleet.carrying(name, queued) as before:
+                    flight.failed = name
+                    self._loop.call_later(lag_s, self._submit, name, half)
+                    with before.until_lost():
+                        await half.first
+                flight.failed = decode
+                self._loop.call_later(lag_s, self._receive, decode, job, name)
+                with load.until_lost():
+                    await job.first
+                load.answered()
+                load.prefilled()
+                first_byte()
+                first = self._clock.monotonic() + lag_s
+                flight.record.instance, flight.record.first_byte = decode, self._clock.monotonic()
+                self.index.confirm(prompt.namespace, prompt.key, name)
+                self.index.confirm(prompt.namespace, prompt.key, decode)
+                if first_half is not None:
+                    self._loop.call_later(lag_s, first_half.handed_over, half)
+                    first_half = None
+                with load.until_lost():
+                    await job.last
+                self.index.confirm(prompt.namespace, job.key + job.answer, decode)
+        finally:
+            if first_half is not None:
+                first_half.handed_over(half)
+        flight.failed = None
+        job.hits = half.hits
+        self._answered(flight, turn, job, name, arrived, first, self._clock.monotonic() + lag_s)
+
+    def _answered(
+        self, flight: Flight, turn: Turn, job: Job, name: str, arrived: float, first: float, last: float
+    ) -> None:
+        """A request has its whole answer. name: of the instance that has computed the prompt."""
         self._outcome.answered(
-            arrived,
-            first,
-            self._clock.monotonic() + back_s,
-            job.tokens,
-            job.output,
-            job.hits,
-            name,
-            str(flight.record.reason),
+            arrived, first, last, job.tokens, job.output, job.hits, name, str(flight.record.reason)
         )
         if self._settings.crowd:
             self._note(flight, turn, job, arrived, first)
@@ -302,6 +354,11 @@ class SimulatedRouter:
         settings = self._settings
         blocks = settings.instances * settings.hbm
         return settings.program_share * blocks * BLOCK_TOKENS if settings.program_share else math.inf
+
+    def _receive(self, name: str, job: Job, source: str) -> None:
+        instance = self._instances.get(name)
+        if instance is not None:
+            instance.receive(job, source)
 
     def _submit(self, name: str, job: Job) -> None:
         instance = self._instances.get(name)

@@ -232,9 +232,19 @@ class Simulation:
     def _name(self, number: int) -> str:
         return self._names[number] if number < len(self._names) else url(number)
 
+    def _role(self, number: int) -> Role:
+        if not self.settings.prefill:
+            return Role.COLOCATED
+        return Role.PREFILL if number < self.settings.prefill else Role.DECODE
+
+    def _exports(self, name: str, role: Role) -> bool:
+        """Whether others fetch KV from an instance."""
+        known = not self.kinds or name in self.kinds
+        return self.settings.fetch and known and role is not Role.DECODE
+
     def start(self, number: int) -> None:
         """Start an instance with nothing in its memory, and have the router reach it."""
-        name, epoch = self._name(number), next(self._epochs)
+        name, epoch, role = self._name(number), next(self._epochs), self._role(number)
         send, named = self.router.channels.sender(name)
         agent = Agent(epoch.to_bytes(16, "big"), send)
         named(agent)
@@ -246,10 +256,11 @@ class Simulation:
             self._clock,
             self._loop,
             self._network,
-            self._wires if self.settings.fetch else None,
+            self._wires,
             agent.published,
             agent.on_hint,
             agent.on_fetch,
+            role,
         )
         agent.meet(instance)
         self.instances[name], self._agents[name] = instance, agent
@@ -259,16 +270,17 @@ class Simulation:
             epoch=f"{epoch:032x}",
             agent="tcp://127.0.0.1:1",
             namespace=self.kinds.get(name, "simulated"),
-            endpoints=(name,) if self.settings.fetch and (not self.kinds or name in self.kinds) else (),
+            endpoints=(name,) if self._exports(name, role) else (),
+            role=role.value,
         )
         facts = InstanceFacts(
-            MODEL, "1", str(epoch), "colocated", "", batching=Batching(chunk=self.settings.chunk)
+            MODEL, "1", str(epoch), role.value, "", batching=Batching(chunk=self.settings.chunk)
         )
         fleet = self.router.fleet
         fleet.join(name, registration)
         fleet.learnt(name, facts)
         offset_s = HEARTBEAT_S * (number % 1000) / 1000
-        self.router.channels.connect(name, registration, Role.COLOCATED, agent, offset_s)
+        self.router.channels.connect(name, registration, role, agent, offset_s)
 
     async def _fail(self) -> None:
         """Instances die at random, and start anew."""

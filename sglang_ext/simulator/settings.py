@@ -29,6 +29,12 @@ class Settings:
     disk_read: float = 3e9
     """Bytes a second of an instance's disk."""
     disk_write: float = 1e9
+    prefill: int = 0
+    """Instances that only prefill. With them and `decode`, `instances` is the sum of both."""
+    decode: int = 0
+    """Instances that only decode."""
+    pd_caching: int = 1
+    """See ``--kv-pd-caching``: 2: decode keeps KV for later requests, too."""
     chunk: int = 2048
     """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
     running: int = 256
@@ -122,6 +128,12 @@ def checked(settings: Settings) -> Settings:
     for name in ("disk", "disk_read", "disk_write"):
         if getattr(settings, name) < 0 or (settings.disk and not getattr(settings, name)):
             raise ConfigError(f"{name} must be greater than 0", field=FIELD)
+    if settings.pd_caching not in (1, 2):
+        raise ConfigError("pd_caching is 1 or 2; returns to prefill (3) are not simulated", field=FIELD)
+    if settings.prefill or settings.decode:
+        if settings.prefill < 1 or settings.decode < 1:
+            raise ConfigError("prefill and decode need each other", field=FIELD)
+        settings = dataclasses.replace(settings, instances=settings.prefill + settings.decode)
     if not 0 <= settings.hints <= 1:
         raise ConfigError(f"hints is a share, not {settings.hints}", field=FIELD)
     return settings
