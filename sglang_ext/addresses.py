@@ -315,28 +315,36 @@ class Ports:
                 field="--host" if error.errno != errno.EACCES else flag,
             ) from None
 
-    def free_after(self, port: int, count: int) -> list[int]:
-        """Hold ``count`` ports on loopback, the first free ones above ``port``.
+    def free_after(self, port: int, count: int, *, run: int = 1) -> list[int]:
+        """Hold ports on loopback, the first free ones above ``port``.
+
+        Args:
+            count: how many are returned.
+            run: how many in a row are held from each of these on.
 
         Raises:
             ConfigError: there are not as many.
         """
-        found = list(self._free(port, count))
+        found = list(self._free(port, count, run))
         if len(found) < count:
             raise ConfigError(
-                f"fewer than {count} free ports above {port}", field="--port", hint="Give a lower port"
+                f"fewer than {count * run} free ports above {port}", field="--port", hint="Give a lower port"
             )
         return found
 
-    def _free(self, port: int, count: int) -> Iterator[int]:
-        while count and (port := port + 1) <= LAST_PORT:
+    def _free(self, port: int, count: int, run: int) -> Iterator[int]:
+        while count and port + run <= LAST_PORT:
+            port += 1
+            row = range(port, port + run)
             with contextlib.suppress(OSError):
                 # Without SO_REUSEADDR: a port that another cluster holds is not free.
-                with socket.socket(socket.AF_INET) as probe:
-                    probe.bind((LOOPBACK, port))
-                self._hold(*_addresses(LOOPBACK, port)[0])
-                count -= 1
-                yield port
+                with contextlib.ExitStack() as probes:
+                    for each in row:
+                        probes.enter_context(socket.socket(socket.AF_INET)).bind((LOOPBACK, each))
+                for each in row:
+                    self._hold(*_addresses(LOOPBACK, each)[0])
+                count, port = count - 1, row[-1]
+                yield row[0]
 
     def _hold_all(self, host: str, port: int) -> list[socket.socket]:
         found: list[socket.socket] = []

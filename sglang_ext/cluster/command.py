@@ -22,6 +22,7 @@ from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import host_facts
 from sglang_ext.cluster.plan import Door, HostFacts, Keys, Part, make_plan, speaks_tls, with_environment
 from sglang_ext.cluster.process import environment_of
+from sglang_ext.cluster.ranks import meeting_ports
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
@@ -137,7 +138,9 @@ async def running_cluster(
         return
     with Ports() as ports, made_keys() as keys:
         router_port, door = open_door(config, ports, keys.servers.parent)
-        server_ports = ports.free_after(router_port, config.ports)
+        server_ports = ports.free_after(router_port, config.ports - config.servers)
+        for index in range(config.servers):
+            server_ports += ports.free_after(router_port, 1, run=meeting_ports(config, index))
         parts = make_plan(config, host or host_facts(), router_port, server_ports, keys, door)
         if config.router_args:
             await check_router(parts[-1])

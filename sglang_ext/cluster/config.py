@@ -163,8 +163,8 @@ class ClusterConfig(Flagged):
 
     @property
     def ports(self) -> int:
-        """Ports that the servers need: one each, one more for each that prefills or decodes, and one each for
-        the rendezvous of its ranks."""
+        """Ports that are chosen for the servers: one each, one more for each that prefills or decodes, and
+        one each at which its ranks meet."""
         return 2 * self.servers + self.prefill + self.decode
 
     def role_of(self, index: int) -> tuple[str, int]:

@@ -8,6 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_ext.cluster.config import ClusterConfig, flag_value
+from sglang_ext.cluster.ranks import (
+    ATTENTION_FLAGS,
+    CACHING_FLAG,
+    DP_FLAGS,
+    meeting,
+    ranks,
+    refuse_context,
+    refuse_unknown_replicas,
+)
 from sglang_ext.errors import ConfigError, InternalError
 
 LOOPBACK = "127.0.0.1"
@@ -16,8 +25,6 @@ ROUTER_RESTARTS = 5
 DISK_FLAG = "--kv-disk-path"
 ROUTER_TLS_FLAG = "--tls-cert-file"
 """With it, the servers do not register: they would have to trust a certificate that they do not know."""
-RENDEZVOUS_FLAG = "--nccl-port"
-"""Where the ranks of a server meet through torch, on every device, a single rank too."""
 TRANSFER_FLAG = "--disaggregation-transfer-backend"
 ROUTER_KEY_FLAG = "--cluster-key-file"
 SERVER_KEY_FLAG = "--kv-cluster-key-file"
@@ -31,7 +38,8 @@ BOUND_TO_A_ROLE = (
     ("--speculative-algorithm",),
     ("--pp-size", "--pipeline-parallel-size", "--pp"),
     ("--ep-size", "--expert-parallel-size", "--ep"),
-    ("--enable-dp-attention",),
+    DP_FLAGS,
+    ATTENTION_FLAGS,
     ("--moe-a2a-backend",),
     ("--dcp-size", "--decode-context-parallel-size"),
     ("--disaggregation-decode-host-receive-threshold",),
@@ -45,16 +53,10 @@ CACHE_VARIABLES = {
 }
 """Settings that servers read from the environment, but that differ per server or that the router needs."""
 ROLE_VARIABLES = {
-    "SGLANG_EXT_KV_PD_CACHING": "--kv-pd-caching",
+    "SGLANG_EXT_KV_PD_CACHING": CACHING_FLAG,
     "SGLANG_EXT_KV_TRANSFER_MODE": "--kv-transfer-mode",
 }
 """Settings that servers read from the environment, and that bind them to a role or choose their cache."""
-REPLICA_FLAGS = (
-    (("--dp-size", "--data-parallel-size", "--dp"), "Give --colocated N instead: a server for each replica"),
-    (("--attn-dp-size",), "Give --colocated N instead: a server for each replica"),
-    (("--attn-cp-size", "--attention-context-parallel-size"), "Give --tp-size instead"),
-)
-"""Flags that give one server several schedulers, each with a tree: all their names, and the way out."""
 ENVIRONMENT = {
     # `python -m` would look for modules in the current folder first, and take any folder named router there.
     "PYTHONSAFEPATH": "1",
@@ -156,8 +158,8 @@ def make_plan(
     """The servers, then the routers.
 
     Args:
-        server_ports: one per server, then one more per server that prefills or decodes, then one per server
-            for torch's rendezvous.
+        server_ports: one per server, then one more per server that prefills or decodes, then per server the
+            first of those at which its ranks meet (``ranks.meeting_ports``).
         keys: made for the cluster, used unless the user has named others.
         door: sockets and ports that the router inherits; without it, the router binds ``router_port`` itself.
         address: address at which the servers listen.
@@ -405,10 +407,7 @@ def _server(
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", address, "--port", str(port)]
-    if flag_value(flags, RENDEZVOUS_FLAG) is None:
-        # SGLang would pick a port that the kernel also gives to connections, and listen on it only seconds
-        # later: a connection that gets the port in between ends the server at its start.
-        ours += [RENDEZVOUS_FLAG, str(rendezvous_port)]
+    ours += meeting(flags, rendezvous_port, LOOPBACK)
     if role != "colocated":
         ours += ["--disaggregation-mode", role]
         if flag_value(flags, TRANSFER_FLAG) is None:
@@ -424,12 +423,14 @@ def _server(
     # With our transfer backend, --kv-pd-caching chooses the cache.
     keeps = ("1", "2", "3") if role == "prefill" else ("2", "3")
     is_global = (
-        (flag_value(flags, "--kv-pd-caching") or "3") in keeps
+        (flag_value(flags, CACHING_FLAG) or "3") in keeps
         if hands_over
         else flag_value((*ours, *flags), CACHE_FLAGS[0]) == "global"
     )
     if is_global or hands_over:
-        _refuse_replicas(flags)
+        refuse_context(flags)
+        routed = registers_with is not None or flag_value(flags, "--kv-router") is not None
+        refuse_unknown_replicas(flags, keeps=is_global, registers=routed)
     if is_global and registers_with is not None and flag_value(flags, "--kv-router") is None:
         ours += ["--kv-router", registers_with]
     # A server that hands KV over requires it too, also without a cache.
@@ -464,8 +465,8 @@ def fixed_roles(config: ClusterConfig) -> str:
         sizes.add(ranks(flags))
         if (flag_value(flags, TRANSFER_FLAG) or "global") != "global":
             return f"{TRANSFER_FLAG} {flag_value(flags, TRANSFER_FLAG)}"
-        if (caching := flag_value(flags, "--kv-pd-caching") or "3") not in ("2", "3"):
-            return f"--kv-pd-caching {caching} does not keep what both roles have"
+        if (caching := flag_value(flags, CACHING_FLAG) or "3") not in ("2", "3"):
+            return f"{CACHING_FLAG} {caching} does not keep what both roles have"
         if flag_value(flags, "--kv-transfer-mode") == "push-by-layer":
             return "--kv-transfer-mode push-by-layer"
         for names in BOUND_TO_A_ROLE:
@@ -485,14 +486,6 @@ def _refuse_workers(router_args: Sequence[str]) -> None:
         )
 
 
-def _refuse_replicas(flags: Sequence[str]) -> None:
-    """Refuse flags before any server starts that ``patches/adapter/admission.py`` refuses in each server."""
-    for names, hint in REPLICA_FLAGS:
-        value = flag_value(flags, *names)
-        if value is not None and value.strip() not in ("", "1"):
-            raise ConfigError(f"{value} does not go with the shared cache", field=names[0], hint=hint)
-
-
 def _own_disk(flags: Sequence[str], name: str) -> list[str]:
     """A folder of its own in the disk tier's directory, the same at every start; the last value counts."""
     path = flag_value(flags, DISK_FLAG)
@@ -501,22 +494,6 @@ def _own_disk(flags: Sequence[str], name: str) -> list[str]:
 
 def _on_cpu(config: ClusterConfig, host: HostFacts, index: int) -> bool:
     return host.accelerators == 0 or flag_value(config.flags_of(index), "--device") == "cpu"
-
-
-def ranks(flags: Sequence[str]) -> int:
-    """Scheduler processes of a server, each with its device or its share of the cores."""
-    count = 1
-    for names in (
-        ("--tp-size", "--tensor-parallel-size", "--tp"),
-        ("--pp-size", "--pipeline-parallel-size", "--pp"),
-    ):
-        value = flag_value(flags, *names)
-        if value is None:
-            continue
-        if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{value!r} is not a number of ranks", field=names[0])
-        count *= int(value)
-    return count
 
 
 def _devices(config: ClusterConfig, host: HostFacts, index: int) -> list[str]:

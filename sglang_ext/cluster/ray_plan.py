@@ -15,9 +15,9 @@ from sglang_ext.cluster.plan import (
     Keys,
     Part,
     make_plan,
-    ranks,
     speaks_tls,
 )
+from sglang_ext.cluster.ranks import ranks
 from sglang_ext.errors import ConfigError
 
 NODES_FLAG = "--nnodes"

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.addresses import Ports
-from sglang_ext.cluster.plan import LOOPBACK, Part
+from sglang_ext.cluster.plan import Part
 from sglang_ext.cluster.process import PartProcess
+from sglang_ext.cluster.ranks import MEETING_PORTS
 from sglang_ext.cluster.ray_plan import Place
 from sglang_ext.folders import open_own
 from sglang_ext.patches.environment import prepare, require_temporary
@@ -50,8 +51,8 @@ class Runner:
             ConfigError: one is in use.
         """
         ports = [self._ports.take(address, port, "--port") for port in wanted]
-        if len(ports) > 1:  # the rendezvous of a server's ranks is on loopback
-            ports[2] = self._ports.take(LOOPBACK, 0, "--port")
+        if len(ports) > 1:  # a server's ranks meet on loopback
+            ports[2:3] = self._ports.free_after(ports[2], 1, run=MEETING_PORTS)
         return Place(address, tuple(ports), str(self._folder))
 
     async def run(self, part: Part, grace_s: float) -> tuple[int, bytes]:

@@ -40,6 +40,14 @@ def test_ports_are_free_again_afterwards(free_port: Callable[[], int]) -> None:
         assert ports.free_after(taken[0] - 1, 1) == [taken[0]]
 
 
+def test_ports_in_a_row_are_held(free_port: Callable[[], int]) -> None:
+    with Ports() as ports, Ports() as others:
+        first, second = ports.free_after(free_port(), 2, run=3)
+        assert second >= first + 3
+        for port in range(first, first + 3):
+            assert others.free_after(port - 1, 1)[0] > first + 2
+
+
 def test_a_port_in_use_is_named_with_its_flag(free_port: Callable[[], int]) -> None:
     port = free_port()
     with listen(port), Ports() as ports, pytest.raises(ConfigError, match=f"port {port} .* in use") as caught:

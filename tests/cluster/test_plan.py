@@ -16,6 +16,7 @@ from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_keys, running
 from sglang_ext.cluster.config import ClusterConfig, flag_value
 from sglang_ext.cluster.plan import Door, HostFacts, Keys, Part, given_key, make_plan, with_environment
 from sglang_ext.cluster.process import environment_of
+from sglang_ext.cluster.ranks import MEETING_PORTS, meeting_ports
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.errors import ConfigError
 
@@ -75,29 +76,81 @@ def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str
     assert flag_value(plan(server_args=flags)[0].command, "--radix-cache-backend") == backend
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--dp-size", "2"),
-        ("--dp-size=2", "--enable-dp-attention"),
-        ("--data-parallel-size", "2"),
-        ("--dp", "2"),
-        ("--attn-dp-size", "2"),
-        ("--attn-cp-size", "2"),
-        ("--attention-context-parallel-size=2",),
-    ],
-)
-def test_replicas_in_one_server_are_refused_before_anything_starts(flags: tuple[str, ...]) -> None:
-    named = flags[0].partition("=")[0]
-    hint = "--tp-size" if "context" in named or "-cp-" in named else "--colocated N"
-    with pytest.raises(ConfigError, match=f"does not go with the shared cache.*{hint}"):
-        plan(server_args=flags)
-    with pytest.raises(ConfigError, match="does not go with the shared cache"):
-        plan(instance_args={1: flags})
-    with pytest.raises(ConfigError, match="does not go with the shared cache"):
-        plan(colocated=0, prefill=1, decode=1, server_args=(*flags, "--kv-pd-caching", "basic"))
+@pytest.mark.parametrize("flags", [("--attn-cp-size", "2"), ("--attention-context-parallel-size=2",)])
+def test_context_parallelism_is_refused_before_anything_starts(flags: tuple[str, ...]) -> None:
+    for given in (
+        {"server_args": flags},
+        {"instance_args": {1: flags}},
+        {"colocated": 0, "prefill": 1, "decode": 1, "server_args": (*flags, "--kv-pd-caching", "basic")},
+    ):
+        with pytest.raises(ConfigError, match=r"does not go with the shared cache.*--tp-size"):
+            plan(**given)
     plan(server_args=(*flags, "--disable-radix-cache"))
-    plan(server_args=(named, "1"))
+    plan(server_args=(flags[0].partition("=")[0], "1"))
+
+
+REPLICAS = [
+    ("--dp-size", "2"),
+    ("--data-parallel-size=2",),
+    ("--dp", "2"),
+]
+ATTENTION = [
+    ("--tp-size", "2", "--dp-size=2", "--enable-dp-attention"),
+    ("--tp-size", "2", "--attn-dp-size", "2"),
+    ("--tp-size", "2", "--attention-data-parallel-size", "2"),
+]
+
+
+@pytest.mark.parametrize("flags", [*REPLICAS, *ATTENTION])
+@pytest.mark.parametrize("roles", [{"colocated": 2}, {"colocated": 0, "prefill": 1, "decode": 1}])
+def test_servers_have_replicas(flags: tuple[str, ...], roles: dict[str, int]) -> None:
+    """They register with the router, have cores of their own, and keep their roles."""
+    *servers, _ = plan(server_args=flags, **roles)
+    for part, cores in zip(servers, ("0,1|2,3", "4,5|6,7"), strict=True):
+        assert flag_value(part.command, "--kv-router") == "http://127.0.0.1:30000"
+        assert flag_value(part.command, "--enable-pd-role-switch") is None
+        assert part.environment["SGLANG_CPU_OMP_THREADS_BIND"] == cores
+
+
+@pytest.mark.parametrize("flags", REPLICAS)
+def test_the_ranks_of_each_replica_meet_where_sglang_has_them_meet(flags: tuple[str, ...]) -> None:
+    """One port for all of them would end the server: each replica binds it."""
+    for cache in ((), ("--disable-radix-cache",)):
+        for part in plan(server_args=(*flags, *cache))[:-1]:
+            assert flag_value(part.command, "--nccl-port", "--dist-init-addr") is None
+
+
+@pytest.mark.parametrize("flags", ATTENTION)
+def test_servers_with_dp_attention_meet_at_ports_of_their_own(flags: tuple[str, ...]) -> None:
+    """SGLang takes them at fixed distances from the server's port, where the next server's would be."""
+    config = ClusterConfig(model_path="m", colocated=2, server_args=flags)
+    assert [meeting_ports(config, index) for index in range(2)] == [MEETING_PORTS] * 2
+    *servers, _ = plan(server_args=flags, instance_args={1: ("--dist-init-addr", "127.0.0.1:7")})
+    assert [flag_value(part.command, "--nccl-port") for part in servers] == [None, None]
+    assert [flag_value(part.command, "--dist-init-addr") for part in servers] == [
+        "127.0.0.1:30003",
+        "127.0.0.1:7",
+    ]
+    assert meeting_ports(ClusterConfig(model_path="m", colocated=1), 0) == 1
+
+
+@pytest.mark.parametrize("flags", [*REPLICAS, *ATTENTION])
+def test_replicas_that_the_router_would_not_know_are_refused(flags: tuple[str, ...]) -> None:
+    pair = {"colocated": 0, "prefill": 1, "decode": 1}
+    for caching in ("basic", "1"):
+        with pytest.raises(ConfigError, match=rf"--kv-pd-caching {caching}.*2 or 3"):
+            plan(server_args=(*flags, "--kv-pd-caching", caching), **pair)
+    with pytest.raises(ConfigError, match="speaks TLS"):
+        plan(server_args=flags, router_args=("--tls-cert-file", "c", "--tls-key-file", "k"))
+    plan(server_args=(*flags, "--disable-radix-cache"))
+
+
+def test_each_replica_has_a_gpu() -> None:
+    two = HostFacts(cores=8, accelerators=4)
+    assert gpu_ids(plan(two, server_args=("--dp-size", "2"))) == ["0", "2"]
+    assert gpu_ids(plan(two, server_args=ATTENTION[0])) == ["0", "2"]
+    with pytest.raises(ConfigError, match="GPUs"):
+        plan(two, server_args=("--dp-size", "2", "--tp-size", "2"))
 
 
 def test_the_users_key_is_the_clusters() -> None:
@@ -219,7 +272,8 @@ def test_prefill_and_decode_apart() -> None:
         ({"server_args": ("--kv-transfer-mode=push-by-layer",)}, "push-by-layer"),
         ({"server_args": ("--disaggregation-transfer-backend", "mooncake")}, "backend mooncake"),
         ({"server_args": ("--speculative-algorithm", "EAGLE")}, "--speculative-algorithm EAGLE"),
-        ({"server_args": ("--enable-dp-attention",)}, "--enable-dp-attention"),
+        ({"server_args": ("--dp-size", "2")}, "--dp-size"),
+        ({"server_args": ATTENTION[1]}, "--attn-dp-size"),
         ({"instance_args": {1: ("--pp", "2")}}, "--pp-size 2"),
         ({"instance_args": {1: ("--tp", "2")}}, "different numbers of ranks"),
     ],
