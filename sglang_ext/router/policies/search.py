@@ -36,8 +36,8 @@ FEW = 16
 """In a fleet of so few instances all are priced, so that the scores have all of them."""
 TRIES = 3
 """Instances that are looked at for the reads of their kind: an agent may be silent, and its kind not know."""
-LOOKS = 64
-"""The least loaded instances, of which one is cheap most of the time, that are looked at one by one."""
+MANY, LOOKS = 8, 64
+"""Where one of so many instances is cheap, so many of the least loaded are looked at one by one."""
 CACHED = 2
 """Row of ``cached_tokens`` in ``WholeFleet.counts``."""
 
@@ -249,13 +249,13 @@ class Search:
     def _least_loaded(self, limit: float) -> int:
         """The first by ``load_of`` of the instances that take at most ``limit``."""
         cheap, fleet = self.seconds <= limit, self._fleet
-        if isinstance(fleet, WholeFleet):
+        places = np.flatnonzero(cheap)
+        if isinstance(fleet, WholeFleet) and len(places) * MANY >= len(fleet):
             known = fleet.places
             for load in itertools.islice(fleet.by_load, LOOKS):
                 place = known[load[4]]
                 if cheap[place]:
                     return place
-        places = np.flatnonzero(cheap)
         for counts in self._counts:
             if len(places) == 1:
                 break
