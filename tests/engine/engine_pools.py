@@ -156,6 +156,8 @@ class PoolKind:
 class Pools:
     """The pools of one rank, as SGLang's scheduler makes them, and the oracle's view of them."""
 
+    device = torch.device("cpu")
+
     def __init__(self, kind: PoolKind, tokens: int, *, block: int, rows: int, context: int) -> None:
         self.kind = kind
         self.tokens = tokens

@@ -121,6 +121,9 @@ class Scenario:
     stretch: int = 1
     """How many times longer than other traffic's the prompts are."""
     make_scheduler: type[SimulatedScheduler] = SimulatedScheduler
+    make_pools: type[Pools] = Pools
+    make_mover: Callable[[Pools, DramArena], Mover] | None = None
+    """Makes the mover of a device; None for those of host memory."""
 
     def __str__(self) -> str:
         return self.name
@@ -178,7 +181,7 @@ class Rank:
         self._settings = ExitStack()
         if issubclass(scenario.make_scheduler, VerifyingScheduler):
             self._settings.enter_context(speculation(scenario.kind))
-        self.pools = Pools(
+        self.pools = scenario.make_pools(
             scenario.kind,
             scenario.hbm_tokens,
             block=scenario.block,
@@ -221,7 +224,9 @@ class Rank:
             )
             assert self.arena.n_blocks == scenario.dram_blocks
             copier = PoolCopier(geometry, self.arena)
-            if scenario.threaded:
+            if scenario.make_mover is not None:
+                self.mover = scenario.make_mover(self.pools, self.arena)
+            elif scenario.threaded:
                 self.mover = ThreadMover(copier, geometry.n_layers)
             else:
                 self.mover = HandMover(copier, geometry.n_layers, pace)
@@ -278,7 +283,7 @@ class Rank:
         moved_by = None if transfers is None else transfers(self)
         peer_kv = None if peers is None or moved_by is None else peers(self, moved_by)
         hbm_tier = HbmTier(
-            self.store.ledger, self.hbm, self.pools.allocator, slot_ops(torch.device("cpu")), self.write_down
+            self.store.ledger, self.hbm, self.pools.allocator, slot_ops(self.pools.device), self.write_down
         )
         loading = None
         bringing: tuple[Planner | None, ...] = ()

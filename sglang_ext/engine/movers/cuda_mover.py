@@ -5,10 +5,10 @@ into a staging buffer and its scatter into the pool, and records an event; the f
 layer by making its stream wait for the event. A write gathers whole blocks into a staging buffer on the
 device, in the arena's layout, and copies runs of neighbouring blocks to the host in one transfer each.
 
-Ordering with the engine's streams: a load starts after all work queued on the forward stream so far, because
-a batch under way may still write to slots that were freed and have now been given to the load. A write starts
-after all work queued on the scheduler's stream so far; by then the forward pass whose KV it reads has
-reported its result.
+Ordering with the engine's streams: every copy starts after all work queued so far on the forward stream and
+on the scheduler's. A batch under way may still write to slots that were freed and have now been given to a
+load; and it may be writing the last token of a request whose end the batch before it has reported, while the
+scheduler's stream follows a graph only until it has read its inputs. The scheduler's stream makes the slots.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ class CudaMover:
         copied: Copied | None = None,
     ) -> int:
         assert source is None, "this mover does not stream"
-        self._write_stream.wait_stream(torch.cuda.current_stream(self._device))
-        slots.record_stream(self._write_stream)
+        self._follow_engine(self._write_stream, slots)
         step = max(1, STAGING_BYTES // self._arena.block_bytes)
         tokens = self._layout.block_tokens
         with torch.cuda.stream(self._write_stream):
@@ -176,7 +175,8 @@ class CudaMover:
         return self._rate.bytes_per_second
 
     def _follow_engine(self, stream: torch.cuda.Stream, slots: torch.Tensor) -> None:
-        """Make later work on a stream wait for the passes that may still write to these slots."""
+        """Make later work on a stream wait for the passes that may still write to these slots, and for the
+        slots themselves."""
         stream.wait_stream(self._forward_stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         slots.record_stream(stream)

@@ -1,0 +1,345 @@
+"""The real cache, tiers and CUDA mover over fakes of torch.cuda, under transcriptions of SGLang's loops.
+
+Real are SGLang's pool, allocator, table of requests, requests and batches (`engine_scheduler`), all of our
+cache, and `CudaMover`. A pass is recorded layer by layer on the forward stream: it reads the slots of
+prefixes and writes those of new tokens. Passes that decode are replayed graphs: they call no Python of the
+pool, so that nothing waits for a layer in them.
+
+The loops differ in how the scheduler's stream follows a pass (`Scheduler._apply_war_barrier`):
+
+- ``normal``: passes run on the scheduler's own stream, and its results are read at once;
+- ``overlap``: as soon as a pass is launched, the scheduler's stream waits for it;
+- ``graphs``: after a graph that decodes, it waits only until the pass has read what the scheduler shares
+  with it (`shared_read_done_event`): the KV of the pass is written later;
+- ``prefill``: `event_loop_overlap_disagg_prefill` waits for the pass once the result before it is processed;
+  requests end with their prompts;
+- ``decode``: as ``graphs``; slots are filled by a NIC, behind the product's own fence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from engine_pools import MHATokenToKVPool, Oracle, PoolKind, Pools, TokenToKVPoolAllocator
+from engine_pools import ReqToTokenPool as Table
+from engine_scheduler import Computed, Settings, SimulatedScheduler, token_at
+from engine_simulation import Rank, Scenario, Traffic
+from fake_cuda import DEVICE, DeviceTensor, FakeCuda, FakeEvent, FakeStream
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from stream_trace import Access
+
+from sglang_ext.engine.forward_fence import ForwardFence
+from sglang_ext.engine.movers import cuda_mover
+from sglang_ext.engine.movers.copies import Copies
+from sglang_ext.engine.movers.mover import BlockIds, Mover
+from sglang_ext.patches.adapter.hbm import pool_planes
+from sglang_ext.patches.seams import current
+from sglang_ext.tiered_store.dram.arena import DramArena
+
+LAYERS, HEADS, WIDTH = 3, 2, 4
+BLOCK = 4
+FAST, SLOW = 0.7, 0.05
+"""Shares of queries that find a copy complete."""
+
+
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a device tensor, unseen by the trace."""
+    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
+
+
+class DevicePools(Pools):
+    """SGLang's pool, allocator and table on the fake device."""
+
+    device = DEVICE
+
+    def __init__(self, kind: PoolKind, tokens: int, *, block: int, rows: int, context: int) -> None:
+        self.kind, self.tokens, self.block, self.drafts = kind, tokens, block, []
+        self.kvcache = MHATokenToKVPool(
+            size=tokens,
+            page_size=1,
+            dtype=torch.float32,
+            head_num=HEADS,
+            head_dim=WIDTH,
+            layer_num=kind.layers,
+            device=str(DEVICE),
+            enable_memory_saver=False,
+        )
+        self.allocator = TokenToKVPoolAllocator(tokens, torch.float32, str(DEVICE), self.kvcache, False)
+        self.requests = Table(rows, context, str(DEVICE), enable_memory_saver=False)
+        self.tensors = pool_planes(self.kvcache)
+        for plane in (plane for layer in self.tensors for plane in layer):
+            of_rows(plane)
+        of_rows(self.requests.req_to_token)
+        self.oracle = Oracle([[bytes_in(plane) for plane in layer] for layer in self.tensors])
+
+    def access(self, layer: int, slots: np.ndarray) -> list[Access]:
+        """One layer of some slots, as a pass reads or writes it."""
+        found = []
+        for plane in self.tensors[layer]:
+            memory = plane.lives.memory
+            row = plane.inner.stride(0) * plane.inner.element_size()
+            first = plane.inner.data_ptr() - memory.address
+            found.append((memory, memory.cells[first + slots * row].astype(np.int64)))
+        return found
+
+
+def of_rows(plane: DeviceTensor) -> None:
+    """Let each row of memory be a cell."""
+    row = plane.inner.stride(0) * plane.inner.element_size()
+    memory = plane.lives.memory
+    if memory.cells is None:
+        memory.cells = np.repeat(np.arange(memory.nbytes // row, dtype=np.int32), row)
+        memory.last_write.clear()
+
+
+class PinnedArena:
+    """The arena, as `cudaHostRegister` would have left it."""
+
+    pinned = True
+
+    def __init__(self, arena: DramArena, cuda: FakeCuda) -> None:
+        self._arena = arena
+        layout = arena.layout
+        layer = np.zeros(arena.block_bytes, np.int32)
+        for number in range(layout.n_layers):
+            layer[layout.layer_offsets[number] : layout.layer_offsets[number + 1]] = number
+        blocks = np.arange(arena.n_blocks, dtype=np.int32)[:, None] * layout.n_layers
+        self.memory = cuda.register(
+            torch.from_numpy(arena.blocks), "arena", (blocks + layer).ravel(), pinned=True
+        )
+
+    def access(self, blocks: BlockIds) -> Access:
+        layers = self._arena.layout.n_layers
+        return self.memory, (np.asarray(blocks)[:, None] * layers + np.arange(layers)).ravel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+
+class ReadOnceWritten(Copies):
+    """The disk: as soon as a write is known to be complete, the host reads the blocks."""
+
+    cuda: FakeCuda
+    arena: PinnedArena
+
+    def write(self, slots: Any, blocks: BlockIds, done: Callable[[], None]) -> None:
+        def written() -> None:
+            done()
+            trace = self.cuda.trace
+            trace.run(trace.host, "write to disk", reads=[self.arena.access(blocks)])
+
+        super().write(slots, blocks, written)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One of SGLang's scheduling loops. See the module's docstring."""
+
+    name: str
+    overlap: bool = True
+    graphs: bool = False
+    deferred: bool = False
+    nic: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LOOPS = (
+    Loop("normal", overlap=False),
+    Loop("overlap"),
+    Loop("graphs", graphs=True),
+    Loop("prefill", deferred=True),
+    Loop("decode", graphs=True, nic=True),
+)
+
+
+class StreamScheduler(SimulatedScheduler):
+    """A loop that launches passes on a stream. ``cuda`` and ``loop`` are set by `stream_rank`."""
+
+    cuda: FakeCuda
+    loop: Loop
+    forward: FakeStream
+    fence_class: Any = ForwardFence
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._done: deque[FakeEvent] = deque()
+        self._barrier_pending = False
+        self._nic = self.cuda.trace.timeline("nic")
+        self._transfer = self.cuda.trace.timeline("transfer thread")
+        self._arriving: list[np.ndarray] = []
+
+    def submit(self, tokens: list[int], *, new_tokens: int, **about: Any) -> Any:
+        return super().submit(tokens, new_tokens=1 if self.loop.deferred else new_tokens, **about)
+
+    def step(self) -> None:
+        super().step()
+        if self._barrier_pending:
+            self._follow_pass()
+
+    def _forward(self, batch: ScheduleBatch) -> list[int]:
+        if self.loop.nic:
+            self._receive()
+        scheduler = self.cuda.default
+        stream = self.forward if self.loop.overlap else scheduler
+        if self.loop.overlap:
+            stream.wait_stream(scheduler)
+        with torch.cuda.stream(stream):
+            if self.gate is not None:
+                self.gate.set_consumer(batch.hicache_consumer_index)
+            work = self._rows_of(batch)
+            table = self.pools.requests.req_to_token
+            rows = [self.cuda.access(table[each.req.kv.req_pool_idx]) for each in work]
+            self.cuda.launch("pass, inputs", lambda: None, rows)
+            read_done = torch.cuda.Event()
+            read_done.record()
+            for layer in range(self.pools.oracle.layers):
+                if batch.forward_mode.is_extend():  # a graph is replayed without Python
+                    self.pools.read(layer)
+                self._layer(work, layer)
+            done = torch.cuda.Event()
+            done.record()
+        self._done.append(done)
+        self._barrier_pending = self.loop.deferred
+        if self.loop.graphs and batch.forward_mode.is_decode():
+            scheduler.wait_event(read_done)
+        elif self.loop.overlap and not self.loop.deferred:
+            self._follow_pass()
+        return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    def _follow_pass(self) -> None:
+        self.cuda.default.wait_stream(self.forward)
+        self._barrier_pending = False
+
+    def _layer(self, work: Sequence[Computed], layer: int) -> None:
+        oracle = self.pools.oracle
+
+        def attend() -> None:
+            for each in work:
+                what = f"prefix of {each.req.rid} in forward"
+                oracle.compare(each.row[: each.start], each.chain[: each.start], layer, what)
+                oracle.write(each.row[each.start :], each.chain[each.start :], layer)
+
+        access = self.pools.access
+        reads = [part for e in work for part in access(layer, e.row[: e.start])]
+        writes = [part for e in work for part in access(layer, e.row[e.start :])]
+        self.cuda.launch(f"pass, layer {layer}", attend, reads, writes)
+
+    def _rows_of(self, batch: ScheduleBatch) -> list[Computed]:
+        """As the simulation's; the table is looked at unseen, since only the device reads it."""
+        table = bytes_in(self.pools.requests.req_to_token)
+        work: list[Computed] = []
+        for i, req in enumerate(batch.reqs):
+            end = int(batch.seq_lens_cpu[i])
+            if batch.forward_mode.is_extend() and req not in (batch.decoding_reqs or ()):
+                tokens, start = req.get_fill_ids(), current.prefix_tokens(req)
+            else:
+                tokens, start = [*req.origin_input_ids, *req.output_ids], end - 1
+                if len(tokens) < end:  # with overlap, only the model has the newest token
+                    tokens.append(token_at(req, start))
+            chain = self._chain(req, tokens[:end], start)
+            row = table[req.kv.req_pool_idx, :end].numpy().astype(np.int64)
+            work.append(Computed(req, row, chain, start))
+        return work
+
+    def _process(self, batch: ScheduleBatch, tokens: list[int]) -> None:
+        # SGLang waits for the result of each pass: `copy_done.synchronize()`.
+        self.cuda.trace.wait(self._done.popleft().clock, "scheduler.py:result")
+        super()._process(batch, tokens)
+
+    def _receive(self) -> None:
+        """Slots are allocated for a hand-over, and a NIC fills them once the fence has passed."""
+        trace = self.cuda.trace
+        for slots in self._arriving:
+            self.pools.allocator.free_segment(torch.tensor(slots, device=DEVICE), start_pos=0)
+        self._arriving = []
+        slots = self.pools.allocator.alloc(2) if self.pools.allocator.available_size() > 40 else None
+        if slots is None:
+            return
+        row = bytes_in(slots).numpy().copy()
+        passed = self.fence_class(torch.cuda, (self.forward,))()
+        self._transfer = trace.timeline("transfer thread", [trace.host])
+        host, trace.host = trace.host, self._transfer
+        try:
+            while not passed():
+                pass
+            nic = trace.timeline("nic", [trace.host])
+            parts = [p for layer in range(LAYERS) for p in self.pools.access(layer, row)]
+            trace.run(nic, "write by a peer", writes=parts)
+        finally:
+            trace.host = host
+        # The transfer thread reports that the KV is there.
+        trace.wait(nic.clock, "scheduler.py:hand-over")
+        self._arriving.append(row)
+
+
+class StreamRank(Rank):
+    """A rank whose invariants are looked at unseen by the trace."""
+
+    def check(self) -> None:
+        pass
+
+
+@contextmanager
+def stream_rank(
+    loop: Loop,
+    *,
+    seed: int = 0,
+    pace: float = 0.3,
+    module: Any = cuda_mover,
+    fence_class: Any = ForwardFence,
+    **about: Any,
+) -> Iterator[tuple[StreamRank, FakeCuda]]:
+    """A rank on the fake device. module: with the `CudaMover` under test."""
+    cuda = FakeCuda(seed, pace)
+    forward = cuda.stream(name="forward")
+    kept: dict[str, Any] = {}
+
+    def mover(pools: Pools, arena: DramArena) -> Mover:
+        pinned = PinnedArena(arena, cuda)
+        kept["arena"] = pinned
+        made: Mover = module.CudaMover(pools.tensors, pinned, forward)
+        return made
+
+    names = {"cuda": cuda, "loop": loop, "forward": forward, "fence_class": fence_class}
+    scheduler = type("Scheduler", (StreamScheduler,), names)
+    copies = type("Disk", (ReadOnceWritten,), {"cuda": cuda})
+    scenario = Scenario(
+        loop.name,
+        kind=PoolKind(layers=LAYERS),
+        block=BLOCK,
+        settings=Settings(overlap=loop.overlap, chunk=24, new_token_ratio=0.05),
+        make_scheduler=scheduler,
+        make_pools=DevicePools,
+        make_mover=mover,
+    )
+    scenario = replace(
+        scenario, **{"hbm_tokens": 130, "dram_blocks": 150, "memory": 30, "tenants": False, **about}
+    )
+    memcpy, module._memcpy_2d = module._memcpy_2d, cuda.copy_2d
+    try:
+        with cuda.installed():
+            rank = StreamRank(scenario, copies_class=copies)
+            copies.arena = kept["arena"]
+            cuda.trace.synchronizations.clear()
+            cuda.launches.clear()
+            yield rank, cuda
+            rank.close()
+    finally:
+        module._memcpy_2d = memcpy
+
+
+def serve(rank: StreamRank, seed: int, steps: int) -> Traffic:
+    """Traffic for so many passes of the loop."""
+    traffic = Traffic(rank.scenario, seed, rank.scenario.stretch)
+    for _ in range(steps):
+        traffic.act(rank.scheduler)
+        rank.scheduler.step()
+    return traffic
