@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from engine_movers import HandMover
 from engine_pools import PoolKind, Pools, WrongKvError, node_chains
 from engine_scheduler import Settings, SimulatedScheduler, token_at

@@ -167,8 +167,11 @@ class FakeEvent:
         assert self.timing, "an event was made without timing"
         assert other.timing, "an event was made without timing"
         for event in (self, other):
+            if not event.clock:
+                raise RuntimeError("invalid resource handle")
             if not precedes(event.clock, self._cuda.trace.host.clock):
                 raise RuntimeError("device not ready")
+        assert not precedes(other.clock, self.clock), "the beginning was recorded after the end"
         return 1.0
 
 
@@ -330,7 +333,8 @@ class FakeCuda:
     ) -> None:
         """Work that no operator of torch does: a kernel, a pass, a replayed graph."""
         self.launches.append(name)
-        self.trace.run((stream or self.current).timeline, name, reads=reads, writes=writes, action=action)
+        timeline = (stream or self.current).timeline
+        self.trace.run(timeline, name, reads=reads, writes=writes, action=_outside(action))
 
     def copy_2d(self) -> Callable[..., int]:
         """``cudaMemcpy2DAsync``, of registered memory."""
