@@ -19,7 +19,8 @@ from sglang_ext.disagg.errors import (
     TransferDeadlineError,
     TransferError,
 )
-from sglang_ext.disagg.handover import CONNECT_SECONDS
+from sglang_ext.disagg.handover import CONNECT_SECONDS, LEASE_SECONDS
+from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.link import Link
@@ -157,12 +158,21 @@ class PrefillPeer:
         the hand-over is over at the others too: they get an `Abort`. The refusing rank gets none, since it
         may have another's request by that number.
         """
+        offers: list[Offer] = []
+
+        async def ask_for_offers(link: Link, message: Join | Push) -> Ready:
+            ready = await link.ask_for(Ready, message, None)
+            offers.extend(ready.offers)
+            return ready
+
         asks = [
-            asyncio.ensure_future(link.ask_for(Ready, message, None))
+            asyncio.ensure_future(ask_for_offers(link, message))
             for link, message in zip(self.instance.links, messages, strict=True)
         ]
         try:
-            return await asyncio.gather(*asks)
+            # A rank may answer long before another: the first stage of a pipeline before the last one.
+            async with self.instance.keeping(offers, LEASE_SECONDS):
+                return await asyncio.gather(*asks)
         except BaseException as error:
             for ask in asks:
                 ask.cancel()

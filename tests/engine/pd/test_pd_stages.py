@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from pd_rig import LAYERS, METADATA, Rig, rig
 
 from sglang_ext.disagg.handover import ReceiverState, SenderState
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.transfer.instance import RENEWALS, Instance
+from sglang_ext.engine.pd import offering, peers
 from sglang_ext.engine.pd.landing import Wanted
 
 STAGES = (range(1), range(1, LAYERS))
@@ -47,3 +53,54 @@ def test_every_layer_comes_from_its_stage(decode: int, late: int) -> None:
                 expected = servers.prefill[stage].planes[layer, kind][rows(FROM, servers.page), heads]
                 assert np.array_equal(plane[rows(TO, servers.page)], expected), (layer, kind)
         servers.check()
+
+
+SHORT_LEASE = 2.0
+
+
+@pytest.fixture
+def renewals(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each rank's lease was renewed. Leases end soon."""
+    for module in (offering, peers):
+        monkeypatch.setattr(module, "LEASE_SECONDS", SHORT_LEASE)
+    found: Counter[int] = Counter()
+    renew = Instance.renew
+
+    async def counted(self: Instance, offer: Offer, seconds: float) -> bool:
+        kept = await renew(self, offer, seconds)
+        found[offer.rank] += kept
+        return kept
+
+    monkeypatch.setattr(Instance, "renew", counted)
+    return found
+
+
+def test_the_first_stage_waits_for_the_last_one_longer_than_a_lease_lives(renewals: Counter[int]) -> None:
+    with rig(prefill=len(STAGES), stages=STAGES) as servers:
+        taken = servers.decode[0].agent.receiver.open(servers.address, 5)
+        given = [side.agent.sender.open(5) for side in servers.prefill]
+        servers.prefill[0].agent.sender.complete(given[0], np.array(FROM), bytes(METADATA))
+        servers.wait(lambda: renewals[0] > 1.5 * RENEWALS, "renewals for longer than a lease", seconds=60)
+        servers.prefill[1].agent.sender.complete(given[1], np.array(FROM), bytes(METADATA))
+        servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
+        servers.decode[0].agent.receiver.read(taken, Wanted(np.array(TO), 0, 1))
+        servers.wait(lambda: taken.over, "the KV")
+        assert taken.state is ReceiverState.HELD, taken.reason
+
+
+def test_without_renewals_the_first_stage_gives_up(
+    renewals: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin."""
+    monkeypatch.setattr(Instance, "keeping", lambda *_: nullcontext())
+    with rig(prefill=len(STAGES), stages=STAGES) as servers:
+        taken = servers.decode[0].agent.receiver.open(servers.address, 5)
+        given = [side.agent.sender.open(5) for side in servers.prefill]
+        servers.prefill[0].agent.sender.complete(given[0], np.array(FROM), bytes(METADATA))
+        servers.wait(lambda: given[0].state is SenderState.LOST, "the end of the lease")
+        servers.prefill[1].agent.sender.complete(given[1], np.array(FROM), bytes(METADATA))
+        servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
+        servers.decode[0].agent.receiver.read(taken, Wanted(np.array(TO), 0, 1))
+        servers.wait(lambda: taken.over, "the end")
+        assert (taken.state, not renewals) == (ReceiverState.FAILED, True)
+        assert "3 of 3 blocks have another generation now" in taken.reason
