@@ -6,7 +6,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -153,24 +153,35 @@ def conversations_are_answered_alike(
     pd.wait_idle()
 
 
-def one_side_is_updated_first(pd: PdServers, truth: ServerProcess | Outside, folder: Path) -> None:
+def one_side_is_updated_first(
+    pd: PdServers,
+    truth: ServerProcess | Outside,
+    folder: Path,
+    model_name: str = "tiny",
+    updated: Callable[[], None] = lambda: None,
+) -> None:
     """Weights that differ in one layer end requests, and both servers report the reason; when both have them
     they answer again, and the answers of the first weights are back with these.
+
+    Args:
+        updated: waits until all of a server goes by its new weights.
     """
     prompt = prompt_of(70, 150)
     expected = truth.generate(prompt, max_new_tokens=ANSWER_TOKENS)
-    fine_tune = tuned(model_path("tiny"), folder / "tuned")
+    first_model = model_path(model_name)
+    fine_tune = tuned(first_model, folder / "tuned")
 
     def update(server: ServerProcess, model: Path) -> None:
         server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})
 
-    for model in (fine_tune, model_path("tiny")):
+    for model in (fine_tune, first_model):
         pd.wait_idle()
         update(pd.decode[0], model)
         for answer in pd.start(prompt, max_new_tokens=ANSWER_TOKENS):
             assert_failed(answer, "the weights differ")
         pd.wait_idle()
         update(pd.prefill[0].server, model)
+        updated()
         answered = pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
         if model is fine_tune:
             # The twin: it is the new weights that answer.

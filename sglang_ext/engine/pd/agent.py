@@ -127,8 +127,8 @@ class Agent:
         self._return_sender = return_sender
 
     def weights_changed(self, weights: Weights) -> None:
-        """From now on this rank computes with these; KV of other weights that is on its way is given up. In
-        the scheduler's thread, on all ranks alike.
+        """From now on this rank computes with these; KV of other weights that is on its way is given up. On
+        all ranks alike. By one thread at a time.
         """
         self.weights = weights
         self.sender.weights_changed(weights)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.transfer.instance import RENEWALS, Instance
 from sglang_ext.engine.pd import offering, peers
 from sglang_ext.engine.pd.landing import Wanted
+from sglang_ext.patches.adapter.pd import pd_setup
+from sglang_ext.testing.waiting import wait_until
 
 STAGES = (range(1), range(1, LAYERS))
 FROM, TO = [3, 9, 4], [20, 7, 31]
@@ -104,3 +108,59 @@ def test_without_renewals_the_first_stage_gives_up(
         servers.wait(lambda: taken.over, "the end")
         assert (taken.state, not renewals) == (ReceiverState.FAILED, True)
         assert "3 of 3 blocks have another generation now" in taken.reason
+
+
+class Stages:
+    """Stages that load new weights one after the other. in_use: the digest by which each goes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.in_use = ["old", "old"]
+        self.compared = 0
+        self._parts: dict[int, bytes] = {}
+        self._meet = threading.Barrier(len(STAGES))
+        monkeypatch.setattr(pd_setup, "part_of_weights", lambda part: part)
+        monkeypatch.setattr(pd_setup, "on_all_ranks", self._on_all_ranks)
+        monkeypatch.setattr(pd_setup, "digest_of", lambda parts: "+".join(each.decode() for each in parts))
+
+    def stage(self, at: int, part: bytes) -> pd_setup.InUse:
+        def use(digest: str) -> None:
+            self.in_use[at] = digest
+
+        return pd_setup.InUse(part, at, use)
+
+    def _on_all_ranks(self, part: bytes, at: Any) -> list[bytes]:
+        self._parts[at] = part
+        self._meet.wait(20)
+        found = [self._parts[each] for each in sorted(self._parts)]
+        self.compared += self._meet.wait(20) == 0
+        return found
+
+
+def test_stages_go_by_new_weights_once_all_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = Stages(monkeypatch)
+    first, second = stages.stage(0, b"one"), stages.stage(1, b"two")
+    first.changing()
+    first.changed()
+    assert stages.in_use == ["", "old"]
+    second.changing()
+    assert stages.in_use == ["", ""]
+    second.changed()
+    wait_until(lambda: stages.in_use == ["one+two"] * 2, seconds=20, what="one digest")
+
+
+def test_stages_do_not_go_by_weights_that_change_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage changes again before the second has changed once."""
+    stages = Stages(monkeypatch)
+    first, second = stages.stage(0, b"one"), stages.stage(1, b"two")
+    first.changing()
+    first.changed()
+    first.changing()
+    second.changing()
+    second.changed()
+    wait_until(lambda: stages.in_use[1], seconds=20, what="a comparison")
+    assert (stages.compared, stages.in_use[0]) == (1, "")
+    second.changing()
+    first.changed()
+    second.changed()
+    wait_until(lambda: stages.in_use == ["one+two"] * 2, seconds=20, what="one digest")
+    assert stages.compared == 2

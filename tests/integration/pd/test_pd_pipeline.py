@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 from hooked_server import FOLDER
-from pd_fleet import ANSWER_TOKENS, COMMON, TRUTH, FaultySpec, fault, nothing_is_left, prompt_of
+from pd_fleet import (
+    ANSWER_TOKENS,
+    COMMON,
+    TRUTH,
+    FaultySpec,
+    fault,
+    nothing_is_left,
+    one_side_is_updated_first,
+    prompt_of,
+    why_it_failed,
+)
 
+from sglang_ext.testing.waiting import wait_until
 from tests.support.compare import assert_same, random_conversations
 from tests.support.servers.pd_servers import PdServers, pd_servers
 from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
@@ -91,3 +102,17 @@ def test_one_damaged_bit_is_another_answer(pd: PdServers, truth: ServerProcess, 
     pd.wait_idle()
     for server in pd.servers:
         server.flush()
+
+
+def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
+    pd: PdServers, truth: ServerProcess, tmp_path: Path
+) -> None:
+    """A stage loads them when the one before it has: until then requests end as well."""
+
+    def answers() -> bool:
+        both = pd.start(prompt_of(72, 40), max_new_tokens=1)
+        return [why_it_failed(each) for each in both] == [None, None]
+
+    one_side_is_updated_first(
+        pd, truth, tmp_path, MODEL, lambda: wait_until(answers, seconds=60, what="all stages' new weights")
+    )

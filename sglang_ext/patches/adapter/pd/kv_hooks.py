@@ -10,9 +10,6 @@ from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.pd.kv_manager import GlobalKVManager, poller_of
 from sglang_ext.patches.adapter.pd.kv_requests import GlobalKVSender
-from sglang_ext.patches.adapter.pd.pd_setup import (
-    weights_of,
-)
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.patches.seams import current
@@ -42,13 +39,13 @@ def weights_changing(scheduler: Any) -> None:
     """The weights are about to change, and may until ``weights_changed``: until then KV of ours is like no
     other."""
     if PROCESS.manager is not None and scheduler is PROCESS.scheduler:
-        PROCESS.manager.agent.weights_changed("")
+        PROCESS.manager.weights.changing()
 
 
 def weights_changed(scheduler: Any) -> None:
-    """The weights stay as they are now. On all ranks at once."""
+    """The weights stay as they are now. On all ranks of a stage at once."""
     if PROCESS.manager is not None and scheduler is PROCESS.scheduler:
-        PROCESS.manager.agent.weights_changed(weights_of(scheduler))
+        PROCESS.manager.weights.changed()
 
 
 def bring_ahead(queue: Any) -> None:

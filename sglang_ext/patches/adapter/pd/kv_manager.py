@@ -11,6 +11,7 @@ import logging
 from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
     BaseKVManager,
@@ -41,6 +42,7 @@ from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.handed_over import REQUEST
 from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW
 from sglang_ext.patches.adapter.pd.pd_setup import (
+    InUse,
     MetadataBuffers,
     instance_group,
     keys_of,
@@ -130,6 +132,10 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self._kinds = [kind.value for kind in args.state_types] if self._components else []
         require_pools(self._kinds, self._components)
         self.agent = self._take_part(scheduler, cache, config, prefill=prefill)
+        staged = get_parallel().pp_size > 1
+        # Of our own: a comparison in the background must not meet SGLang's collectives.
+        group = torch.distributed.new_group(backend="gloo") if staged else None
+        self.weights = InUse(scheduler, group, self.agent.weights_changed)
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
             first, layers, *_ = self.agent.endpoint.pools[HBM_POOL].meta.shard
@@ -201,9 +207,10 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
 
     @property
     def supports_role_switch(self) -> bool:
-        """Whether the server can change between prefill and decode: the pool's layers are not watched, and
-        decode could keep what prefill has cached."""
-        return PROCESS.settings().transfer_mode != "push-by-layer" and not self._components
+        """Whether the server can change between prefill and decode: the pool's layers are not watched,
+        decode could keep what prefill has cached, and all ranks change at once, as stages do not."""
+        watched = PROCESS.settings().transfer_mode == "push-by-layer"
+        return not (watched or self._components or get_parallel().pp_size > 1)
 
     def teardown(self) -> None:
         """The server changes its role, and is idle, or ends: end connections and hand-overs. The cache stays

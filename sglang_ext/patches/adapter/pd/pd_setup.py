@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -132,15 +133,18 @@ def settings_of(model_config: Any, kvcache: Any, drafts: Drafts) -> dict[str, st
 
 
 def weights_of(scheduler: Any) -> str:
-    """The digest of the weights of the whole model, and of its draft models, as they are now. Called in all
-    ranks at once, and never raises: empty where a rank cannot read its part.
+    """The digest of the weights of the whole model, and of its draft models, as they are now; empty where a
+    rank cannot read its part. Called in all ranks at once, and never raises.
     """
+    # With DP attention, replicas share all layers but attention.
     parallel = get_parallel()
-    pipelined, tied = parallel.pp_size > 1, scheduler.model_config.hf_config.tie_word_embeddings
-    if pipelined and PROCESS.manager is not None:
-        # The other stages get the request that changes weights when this one has answered it.
-        log.error("KV of new weights is not handed over with --pp-size above 1; start this server anew")
-        return ""
+    group = parallel.tp_group.cpu_group if parallel.attn_dp_size > 1 else instance_group(scheduler)
+    return digest_of(on_all_ranks(part_of_weights(scheduler), group))
+
+
+def part_of_weights(scheduler: Any) -> bytes:
+    """What a rank sends to the others about its weights, as they are now. Never raises."""
+    pipelined, tied = get_parallel().pp_size > 1, scheduler.model_config.hf_config.tie_word_embeddings
     try:
         sums = dict(element_sums(scheduler.tp_worker.model_runner.model))
         if pipelined and tied:
@@ -151,13 +155,68 @@ def weights_of(scheduler: Any) -> str:
     except Exception:
         log.exception("the weights cannot be read; no KV is exchanged until they are updated")
         sums = {}
-    data = msgspec.json.encode({name: [str(part) for part in sum_] for name, sum_ in sums.items()})
-    # With DP attention, replicas share all layers but attention.
-    group = parallel.tp_group.cpu_group if parallel.attn_dp_size > 1 else instance_group(scheduler)
-    ranks = [msgspec.json.decode(each) for each in on_all_ranks(data, group)]
+    return msgspec.json.encode({name: [str(part) for part in sum_] for name, sum_ in sums.items()})
+
+
+def digest_of(parts: Sequence[bytes]) -> str:
+    """The digest of the weights of a model of which each rank has sent its part."""
+    ranks = [msgspec.json.decode(each) for each in parts]
     if not all(ranks):
         return ""
     return model_digest([{name: (int(s), int(n)) for name, (s, n) in rank.items()} for rank in ranks])
+
+
+class InUse:
+    """The weights that hand-overs of this rank go by, which may change. In the scheduler's thread.
+
+    Stages of a pipeline load new weights one after the other: the others get the request that changes them
+    when this one has answered it. So these compare their parts in the background.
+
+    Args:
+        group: of the stages' ranks, for this only; None without stages, whose ranks change all at once.
+        use: takes the digest; empty while weights change, or the stages have not compared them.
+    """
+
+    def __init__(self, scheduler: Any, group: Any, use: Callable[[str], None]) -> None:
+        self._scheduler = scheduler
+        self._group = group
+        self._use = use
+        self._lock = threading.Lock()
+        self._changes = 0
+        self._comparing: threading.Thread | None = None
+
+    def changing(self) -> None:
+        """The weights are about to change, and may until `changed`."""
+        with self._lock:
+            self._changes += 1
+            self._use("")
+
+    def changed(self) -> None:
+        """The weights stay as they are now. On all ranks, as often and in the same order."""
+        if self._group is None:
+            self._use(weights_of(self._scheduler))
+            return
+        self._comparing = threading.Thread(
+            target=self._compare,
+            args=(self._comparing, self._changes, part_of_weights(self._scheduler)),
+            name="kv-pd-weights",
+            daemon=True,
+        )
+        self._comparing.start()
+
+    def _compare(self, earlier: threading.Thread | None, changes: int, part: bytes) -> None:
+        if earlier is not None:
+            earlier.join()
+        try:
+            digest = digest_of(on_all_ranks(part, self._group))
+        except Exception:
+            log.exception(
+                "the stages cannot compare their weights; no KV is exchanged until they are updated"
+            )
+            return
+        with self._lock:
+            if changes == self._changes:
+                self._use(digest)
 
 
 def instance_group(scheduler: Any) -> Any:
