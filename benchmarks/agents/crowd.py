@@ -53,7 +53,9 @@ WAYS = {
     "unhinted": Way("ours without admission, without hints", UNHINTED, ("--tenant-limits", "learnt-hints=0")),
     "ours": Way("ours without admission", UNHINTED, LEARNT),
     "admission": Way(
-        "ours with admission", UNHINTED, (*LEARNT, *PATIENT, "--max-concurrent-requests", "program-share=0.9")
+        "ours with admission",
+        UNHINTED,
+        ("--tenant-limits", "learnt-hints=0", *PATIENT, "--max-concurrent-requests", "program-share=2"),
     ),
 }
 
