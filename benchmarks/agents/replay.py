@@ -5,8 +5,11 @@ at once. Eviction, priorities and hints follow the rules of the engine and the r
 of ``router.clients.pauses``. The figures do not depend on the machine. Times to first token are measured by
 ``benchmarks.agents.pauses``.
 
-``best guess`` is a bound for all that knows past pauses only: at each turn, the sessions that most probably
-return within the next 50 ms are in HBM, and moving them costs nothing.
+Bounds for all that knows past pauses only: ``best guess`` has in HBM, at each turn, the sessions that most
+probably return within the next 50 ms, and moving them costs nothing. ``guessed swaps`` does the same where an
+absent session is four times as likely to return as those that go for it, and counts the moves. ``guessed
+order`` gives up first whatever returns with the least probability within half a second, and brings nothing
+back. ``certain order`` knows the pauses, gives up what returns last, and brings nothing back.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +38,9 @@ LEAD_S = 0.15
 AHEAD_S = 1.0
 """How long before its turn a client's hint comes."""
 SOON_S = 0.05
+ORDER_S = 0.5
+SWAP = 4.0
+"""A session is brought if it is so many times as likely to return as those that go for it."""
 TOOL = "tool"
 KINDS = ("no hints", "learnt hints", "learnt hints, tools not seen", "explicit hints")
 CROWDS = ((8, 12_288), (14, 12_288), (14, 20_000))
@@ -85,13 +92,14 @@ class Memory:
         self.sizes: dict[str, int] = {}
         self.hints: dict[str, Expected] = {}
         self.running: set[str] = set()
+        self.order = self._in_order
         self._brought: dict[str, int] = {}
 
     def add(self, name: str, now: float) -> None:
         """A session's turn runs."""
         self._brought.pop(name, None)
         self.used.pop(name, None)
-        self._make_room(self.sizes[name], self._in_order(now))
+        self._make_room(self.sizes[name], self.order(now))
         self.used[name] = now
 
     def bring(self, name: str, hint: Expected, now: float) -> None:
@@ -101,6 +109,15 @@ class Memory:
         unused, deferred, announced = self._parts(now)
         order = [other for other in unused if self.used[other] < hint.since] + deferred
         order += [other for other in announced if self.hints[other].priority < hint.priority]
+        self.swap(name, order, now)
+
+    def swap(self, name: str, order: Sequence[str], now: float) -> None:
+        """Bring a session in place of others, in this order, if that makes room enough."""
+        filled = sum(self.sizes[other] for other in self.used)
+        going = sum(self.sizes[other] for other in order if other not in self.running)
+        if filled - going + self.sizes[name] > self._tokens:
+            return
+        order = [other for other in order if other not in self.running]
         if self._make_room(self.sizes[name], order):
             self.used[name] = now
             self._brought[name] = self.sizes[name]
@@ -248,10 +265,10 @@ class Guess:
                 bisect.insort(guess.pauses[step.tool], step.pause_s)
         return guess
 
-    def soon(self, tool: bool, paused_s: float) -> float:
-        """The probability that a session returns within ``SOON_S``, after it has paused for so long."""
+    def soon(self, tool: bool, paused_s: float, within_s: float = SOON_S) -> float:
+        """The probability that a session returns so soon, after it has paused for so long."""
         known = self.pauses[tool]
-        start, end = bisect.bisect_left(known, paused_s), bisect.bisect_left(known, paused_s + SOON_S)
+        start, end = bisect.bisect_left(known, paused_s), bisect.bisect_left(known, paused_s + within_s)
         return (end - start) / max(1, len(known) - start)
 
 
@@ -265,23 +282,73 @@ class GuessedReplay(Replay):
         self._idle: dict[str, tuple[float, bool]] = {}
 
     def _turn(self, agent: Agent, now: float) -> None:
-        memory, name = self._memory, agent.name
         if agent.at:
-            left = self._tokens - sum(memory.sizes[other] for other in memory.running)
-            likely = {other: self._guess.soon(tool, now - at) for other, (at, tool) in self._idle.items()}
-            memory.used = {}
-            for other in sorted(likely, key=lambda other: -likely[other]):
-                left -= memory.sizes[other]
-                if left < 0:
-                    break
-                memory.used[other] = now
-        self._idle.pop(name, None)
+            self._prepare(now)
+        self._idle.pop(agent.name, None)
         super()._turn(agent, now)
+
+    def _likely(self, now: float, within_s: float = SOON_S) -> dict[str, float]:
+        """How probably each paused session returns within so many seconds."""
+        guess = self._guess
+        return {other: guess.soon(tool, now - at, within_s) for other, (at, tool) in self._idle.items()}
+
+    def _prepare(self, now: float) -> None:
+        """Have the most likely sessions in HBM before a turn."""
+        memory, likely = self._memory, self._likely(now)
+        left = self._tokens - sum(memory.sizes[other] for other in memory.running)
+        memory.used = {}
+        for other in sorted(likely, key=lambda other: -likely[other]):
+            left -= memory.sizes[other]
+            if left < 0:
+                break
+            memory.used[other] = now
+
+    def _end(self, agent: Agent, now: float) -> None:
+        before = agent.at
+        super()._end(agent, now)
+        if agent.at > before:  # else the session has ended
+            self._idle[agent.name] = (now, agent.program.steps[agent.at - 1].tool)
+
+
+class SwappedReplay(GuessedReplay):
+    """A replay in which more likely sessions are brought in place of others."""
+
+    def _prepare(self, now: float) -> None:
+        likely, used = self._likely(now), self._memory.used
+        for other in sorted((other for other in likely if other not in used), key=lambda name: -likely[name]):
+            weaker = [name for name in used if SWAP * likely.get(name, 0.0) < likely[other]]
+            self._memory.swap(other, sorted(weaker, key=lambda name: likely.get(name, 0.0)), now)
+
+
+class OrderedReplay(GuessedReplay):
+    """A replay that brings nothing, and evicts in an order of its own.
+
+    Args:
+        certain: what returns last goes first; else what returns least probably.
+    """
+
+    def __init__(self, found: Sequence[Program], agents: int, tokens: int, *, certain: bool) -> None:
+        super().__init__(found, agents, tokens)
+        self._certain = certain
+        self._returns: dict[str, float] = {}
+        self._memory.order = self._order
+
+    def _prepare(self, now: float) -> None:
+        pass
+
+    def _order(self, now: float) -> list[str]:
+        memory = self._memory
+        free = [name for name in memory.used if name not in memory.running]
+        if self._certain:
+            return sorted(free, key=lambda name: -self._returns.get(name, math.inf))
+        likely = self._likely(now, ORDER_S)
+        return sorted(free, key=lambda name: (likely.get(name, 0.0), memory.used[name]))
 
     def _end(self, agent: Agent, now: float) -> None:
         super()._end(agent, now)
-        if agent.at and agent.ended == now and agent.at <= len(agent.program.steps):
-            self._idle[agent.name] = (now, agent.program.steps[agent.at - 1].tool)
+        self._returns.pop(agent.name, None)
+        if agent.name in self._idle:
+            self._returns[agent.name] = now + agent.program.steps[agent.at - 1].pause_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,6 +368,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for agents, tokens in CROWDS:
         counts = {kind: Replay(found, agents, tokens, kind).run(seconds) for kind in KINDS}
         counts["best guess"] = GuessedReplay(found, agents, tokens).run(seconds)
+        counts["guessed swaps"] = SwappedReplay(found, agents, tokens).run(seconds)
+        counts["guessed order"] = OrderedReplay(found, agents, tokens, certain=False).run(seconds)
+        counts["certain order"] = OrderedReplay(found, agents, tokens, certain=True).run(seconds)
         for kind, each in counts.items():
             report.add(
                 kind,

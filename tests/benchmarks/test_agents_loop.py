@@ -11,7 +11,16 @@ import pytest
 
 from benchmarks.agents.loop import Load, Served, lines_of
 from benchmarks.agents.recorded import FILE, LONGEST_PAUSE_S, held_out, programs, tokens
-from benchmarks.agents.replay import KINDS, Counts, Expected, GuessedReplay, Memory, Replay
+from benchmarks.agents.replay import (
+    KINDS,
+    Counts,
+    Expected,
+    GuessedReplay,
+    Memory,
+    OrderedReplay,
+    Replay,
+    SwappedReplay,
+)
 
 
 def request(t: float, tokens_in: int, out: int, stop: str = "tool_use") -> dict[str, Any]:
@@ -92,13 +101,22 @@ def test_certain_hints_find_more_than_none_and_a_guess_lies_between(folder: Path
     """All pauses of these sessions are alike, so that learnt hints are nearly certain, too."""
     found = programs(folder, held=False, steps=6, pace=4.0, most_tokens=10_000)
     fits = 3 * max(each.tokens for each in found)
-    counts = {kind: Replay(found, 12, fits, kind).run(400.0) for kind in KINDS}
-    guess = GuessedReplay(found, 12, fits).run(400.0)
+    counts = {kind: Replay(found, 12, fits, kind).run(150.0) for kind in KINDS}
+    guess = GuessedReplay(found, 12, fits).run(150.0)
     none, explicit = counts["no hints"], counts["explicit hints"]
     assert none.moved == 0
     assert none.share < explicit.share
     assert guess.share > none.share
     assert 0 <= explicit.vain <= explicit.moved
+    certain, guessed = (
+        OrderedReplay(found, 12, fits, certain=certain).run(150.0) for certain in (True, False)
+    )
+    assert certain.moved == guessed.moved == 0
+    assert none.share < certain.share
+    assert guessed.share <= certain.share
+    swaps = SwappedReplay(found, 12, fits).run(150.0)
+    assert none.share < swaps.share
+    assert swaps.moved > 0
 
 
 def test_deferred_sessions_go_before_those_used_since_and_the_latest_first() -> None:
