@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.router import Router, RouterConfig
-from tests.support.servers import preloaded
+from tests.support.servers.programs import run_program
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
@@ -61,30 +59,6 @@ async def sglang_program(kind: str, name: str, *arguments: str, cwd: Path, secon
         kind: ``module`` or ``script``.
     """
     words = [*(("-m",) if kind == "module" else ()), name, *arguments]
-    return await asyncio.to_thread(_printed, words, cwd, seconds)
-
-
-def _printed(words: list[str], folder: Path, seconds: float) -> str:
-    parent = preloaded.current({})
-    assert parent is not None, "programs of SGLang are forked: SGLANG_EXT_TESTS_PRELOAD is 0"
-    watch, end = os.pipe()
-    log = folder / "printed"
-    try:
-        with log.open("wb") as file:
-            process = parent.launch(
-                [sys.executable, *words],
-                environment={**os.environ, "HF_HUB_OFFLINE": "1"},
-                folder=folder,
-                log=file.fileno(),
-                watch=watch,
-                grace_s=1.0,
-            )
-    finally:
-        os.close(watch)
-    try:
-        code = process.wait(seconds)
-    finally:
-        os.close(end)
-        process.wait()
-    assert code == 0, log.read_text()[-4000:]
-    return log.read_text()
+    code, printed = await asyncio.to_thread(run_program, words, cwd, seconds)
+    assert code == 0, printed[-4000:]
+    return printed

@@ -94,15 +94,15 @@ async def test_long_work_leaves_a_thread_to_short(two: FairPool) -> None:
     held[0].let_go()
     await first
     await until(held[1].begun.is_set)
-    short = await begin(two, "a", LONG - 1, Held())
+    held.append(Held())
+    short = await begin(two, "a", LONG - 1, held[-1])
     other = asyncio.create_task(two.run("d", 1, noting(order, "d")))
     await until(lambda: len(two._short) == 1)
     assert order == ["d"]
     for each in held:
         each.let_go()
-    await asyncio.gather(*more, other)
+    await asyncio.gather(*more, other, short)
     assert order == ["d", "d"]
-    short.cancel()
 
 
 async def test_what_is_not_waited_for_any_more_is_not_begun(one: FairPool) -> None:

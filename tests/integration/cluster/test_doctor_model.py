@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.testing.models import RECIPES
+from tests.support.servers.programs import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -88,15 +89,11 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
 ]  # fmt: skip
 
 
-def doctor(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_ext.cli", "doctor", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+@pytest.fixture
+def doctor(preloaded_servers: None, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Runs the command; returns its exit code and all that it printed."""
+    (tmp_path / "cwd").mkdir()
+    return lambda *words: run_program(["-m", "sglang_ext.cli", "doctor", *words], tmp_path / "cwd")
 
 
 @pytest.mark.parametrize(
@@ -108,11 +105,13 @@ def test_a_folder_with_a_configuration_alone_is_enough(
     status: int,
     says: dict[str, tuple[str, str]],
     tmp_path: Path,
+    doctor: Callable[..., tuple[int, str]],
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    done = doctor("--model-path", str(tmp_path), *flags, "--json")
-    assert done.returncode == status, done.stdout + done.stderr
-    found = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
+    code, printed = doctor("--model-path", str(tmp_path), *flags, "--json")
+    assert code == status, printed
+    answer, _ = json.JSONDecoder().raw_decode(printed, printed.index("{"))
+    found = {finding["subject"]: finding for finding in answer["findings"]}
     for subject, (level, text) in says.items():
         assert found[subject]["level"] == level, found
         assert text in found[subject]["text"]
@@ -120,14 +119,21 @@ def test_a_folder_with_a_configuration_alone_is_enough(
 
 
 def test_a_model_that_is_not_there_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
-    done = doctor(f"--model-path={tmp_path / 'none'}")
+    """Started afresh: with the imports in the command's own order."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_ext.cli", "doctor", f"--model-path={tmp_path / 'none'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 1
     assert "cannot be read" in done.stdout
     assert "config.json" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_flag_that_no_server_has_is_refused() -> None:
-    done = doctor("--model-path", "x", "--no-such-flag")
-    assert done.returncode == 2
-    assert "--no-such-flag" in done.stderr
+def test_a_flag_that_no_server_has_is_refused(doctor: Callable[..., tuple[int, str]]) -> None:
+    code, printed = doctor("--model-path", "x", "--no-such-flag")
+    assert code == 2
+    assert "--no-such-flag" in printed
