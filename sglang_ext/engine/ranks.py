@@ -186,6 +186,9 @@ class Ranks:
             OutOfStepError: another rank has other parts or numbers.
         """
         self.passes += 1
+        if self._least is None:
+            self._act_alone()
+            return
         if self._round is not None:
             if self.passes < self._round.due:
                 return
@@ -194,9 +197,7 @@ class Ranks:
         parts, measured = self._parts, tuple(self._measured)
         said = [part.propose() for part in parts]
         compares, self._compares_next = self._compares_next or self._check or any(said), False
-        if self._least is None:
-            self._act(parts, measured, [*said, *(each.read() for each in measured)])
-        elif not compares:
+        if not compares:
             self._act(parts, (), said)
         else:
             said += [each.read() for each in measured]
@@ -211,6 +212,16 @@ class Ranks:
                     return self._agreed(begun(), lengths)
 
                 self._round = _Round(parts, measured, lengths, result, due)
+
+    def _act_alone(self) -> None:
+        """One rank agrees with itself. Servers of one GPU do this in each pass."""
+        parts = self._parts
+        said = [part.propose() for part in parts]
+        for each in self._measured:
+            each.compared(each.read())
+        for part, numbers in zip(parts, said, strict=True):
+            if parts is self._parts or part in self._parts:
+                part.act(numbers)
 
     def _act(
         self, parts: Sequence[Part], measured: Sequence[Measured], agreed: Sequence[Sequence[int]]
