@@ -52,10 +52,10 @@ from sglang_ext.tiers import Tier
 
 MAX_RETRIES = 5
 """Of a request whose instance went away, as `--max-retries` has it."""
-INDEX_BYTES = 2048
-"""Memory of the index for each block of the fleet. More than a block takes, so that the index forgets nothing
-for lack of memory; its history of evictions takes a sixteenth of it."""
-LEAST_INDEX_BYTES = 1 << 28
+INDEX_BYTES, NAME_BYTES, LEAST_INDEX_BYTES = 2048, 256, 1 << 28
+"""Memory of the index for each block of HBM and DRAM of the fleet, for each one on disk, and at least. More
+than blocks take, so that the index forgets nothing for lack of memory; the history of evictions takes a
+sixteenth of it."""
 SENT = Sent(b"{}", "/generate", GENERATE)
 REQUEST = Request("POST", "/generate", "/generate")
 MOST_WAITING = 1 << 20
@@ -88,9 +88,9 @@ class SimulatedRouter:
         self._settings, self._clock, self._loop = settings, clock, loop
         self._instances, self._outcome, self._model = instances, outcome, model
         self.metrics = metrics = RouterMetrics()
-        blocks = settings.instances * (settings.hbm + settings.dram)
+        each = INDEX_BYTES * (settings.hbm + settings.dram) + NAME_BYTES * settings.disk
         self.index = Index(
-            clock, block_size=BLOCK_TOKENS, max_bytes=max(LEAST_INDEX_BYTES, INDEX_BYTES * blocks)
+            clock, block_size=BLOCK_TOKENS, max_bytes=max(LEAST_INDEX_BYTES, each * settings.instances)
         )
         self.fleet = Fleet(
             view=self.index.holdings_of, changed=self.index.take_changed, pairs=True, now=clock.monotonic

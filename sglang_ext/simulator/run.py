@@ -371,6 +371,8 @@ class Simulation:
         self.router.fleet.check()
         self.router.advisor.check()
         self.router.admission.check()
+        index = self.router.index
+        assert index.given_up_blocks + index.evicted_blocks == 0, "the index has no room"
         for instance in self.instances.values():
             instance.check()
 
