@@ -68,8 +68,8 @@ def cost_model_for(
 
     Args:
         model: its served name.
-        instances: registrations of instances that serve it; stock servers have none. The first one that names
-            a known device counts, and corrections tell the others from it.
+        instances: registrations of instances that serve it; stock servers have none. The first known device
+            counts, and each instance's correction has its difference from it.
         folder: where profiles are kept, instead of the user's.
     """
     kept = [load(path) for path in find(model, folder=folder)]
