@@ -76,6 +76,10 @@ COMMANDS: Mapping[str, Command] = {
         "sglang_ext.cluster.doctor.command",
         "check this machine, or the way to another one, and say what to do",
     ),
+    "gpu-check": Command(
+        "sglang_ext.gpu_check.command",
+        "check this machine's GPU in five minutes: link, copies, a server's answers from each tier",
+    ),
     "diverge": Command(
         "sglang_ext.router.diverge", "say which turns in a log of requests defeat prefix caches, and why"
     ),

@@ -268,8 +268,8 @@ def test_each_removed_name_is_refused_with_its_replacement(command, old, new, ca
 
 def test_the_commands_have_as_many_flags_as_a_user_can_survey() -> None:
     """At most 60 common ones for serve, router and cluster, and 130 over all commands, of which four share
-    the flags that say how a router is reached. The offline commands have 24 of their own: they read files and
-    run no cluster, so that operators of a cluster need not survey their flags."""
+    the flags that say how a router is reached. The offline commands have 24 of their own: they read files, or
+    try a GPU, and run no cluster, so that operators of a cluster need not survey their flags."""
     shown = {
         name: [one for one in flags.options() if not one.internal and not one.positional]
         for name, command in COMMANDS.items()
@@ -278,6 +278,6 @@ def test_the_commands_have_as_many_flags_as_a_user_can_survey() -> None:
     common = [one for name in ("serve", "router", "cluster") for one in shown[name] if one.common]
     assert sum(1 + one.file for one in common) <= 60
     of = {name: sum(1 + one.file for one in some) for name, some in shown.items()}
-    offline = of.keys() & {"diverge", "estimate", "simulate"}
+    offline = of.keys() & {"diverge", "estimate", "gpu-check", "simulate"}
     assert sum(of[name] for name in offline) <= 24
     assert sum(of[name] for name in of.keys() - offline) <= 130

@@ -108,10 +108,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     **ROUTER,
     "cluster": {*PATCHES, *PARTS, "protocol"},
     "simulator": {*ENGINE, *PARTS, "cost_model", "mempool", "protocol", *ROUTER} - {"router.app"},
+    "gpu_check": {*ENGINE, *PARTS, *PATCHES, "cluster", "testing"},
     "cli": {"calibration", "cluster", "patches.environment", *ROUTER},
     "testing.transfer": {*PARTS, "mempool", "testing"},
     "testing": {*PARTS, "mempool"},
-    "tests": {*PARTS, "protocol", "cluster", "engine", "engine.events", "testing", *PATCHES},
+    "tests": {*PARTS, "protocol", "cluster", "engine", "engine.events", "testing", *PATCHES, "gpu_check"},
     "scripts": {"patches.contract", "patches.versions"},
     "examples": {"cluster", "patches.environment", "testing"},
     "benchmarks": {"*"},
@@ -122,7 +123,7 @@ own modules and its folders are parts of their own."""
 SGLANG_PARTS = {*PATCHES, "launch_server", "benchmarks"}
 """Parts that may import sglang."""
 
-TORCH_PARTS = {*SGLANG_PARTS, *ENGINE}
+TORCH_PARTS = {*SGLANG_PARTS, *ENGINE, "gpu_check"}
 LAZY_TORCH_PARTS = {"calibration", "tiered_store.dram", "cluster", "testing", "tests"}
 """Parts that may import torch, and those that may do so inside a function only."""
 

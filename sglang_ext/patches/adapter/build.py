@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from sglang_ext.addresses import of_replica
 from sglang_ext.config import KvConfig, check_block_size
+from sglang_ext.disagg.transports.select import reasons
+from sglang_ext.engine import gpu_link
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.events.agent import AgentFacts
@@ -377,6 +379,7 @@ def _mover_for(ctx: TreeCacheBuildContext, pool: EnginePool, arena: DramArena) -
         warmup()
         return ThreadMover(PoolCopier(pool.geometry, arena), pool.geometry.n_layers)
     if device.type == "cuda":
+        gpu_link.report(reasons, pinned=arena.pinned)
         return CudaMover(pool.planes, arena, ctx.tp_worker.model_runner.forward_stream)
     raise ConfigError(
         f"the DRAM tier does not support KV pools on {device.type}",

@@ -1,0 +1,99 @@
+"""Changes to modules of SGLang and of the product, made when they are imported: the places where tensors in
+host memory and a runtime without CUDA would show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fake_gpu import runtime_kernels, torch_cuda
+
+
+def _copies_2d() -> Callable[..., int]:
+    """In place of ``cuda_mover``'s ``cudaMemcpy2DAsync``: the same arguments, done when it returns."""
+
+    def copy(
+        target: Any, target_pitch: Any, source: Any, pitch: Any, width: Any, height: Any, *_rest: Any
+    ) -> int:
+        for row in range(height.value):
+            to, at = target.value + row * target_pitch.value, source.value + row * pitch.value
+            ctypes.memmove(to, at, width.value)
+        return 0
+
+    return copy
+
+
+def _on_cuda_mover(module: Any) -> None:
+    module._memcpy_2d = _copies_2d
+
+
+def _on_hbm(module: Any) -> None:
+    module.EnginePool.device = property(lambda self: torch.device("cuda", torch_cuda.current_device()))
+
+
+def _on_loader(module: Any) -> None:
+    module.load_jit = runtime_kernels.load_jit
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "sglang.kernels.jit.utils.compile.loader": _on_loader,
+    "sglang_ext.patches.adapter.hbm": _on_hbm,
+    "sglang_ext.engine.movers.cuda_mover": _on_cuda_mover,
+}
+
+
+_CUTE = "sglang.kernels.ops.gemm.cutedsl_dual_gemm"
+_SITE = Path(__file__).parents[2] / "scripts" / "gpu" / "site"
+
+
+class _Finder:
+    """Finds modules as the others do, and changes some after their import."""
+
+    def __init__(self) -> None:
+        self._finding: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        change = _CHANGES.get(name)
+        if change is None or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _without_cutlass() -> None:
+    """A module that SGLang imports for every Llama and Qwen on CUDA, and that imports cutlass for a kernel of
+    SM100, as the archive for GPU machines replaces it."""
+    spec = importlib.util.spec_from_file_location(_CUTE, _SITE / "cutedsl_dual_gemm.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[_CUTE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def install() -> None:
+    """Watch for imports; modules that are there already are changed at once."""
+    _without_cutlass()
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+    sys.meta_path.insert(0, _Finder())

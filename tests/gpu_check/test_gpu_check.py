@@ -1,0 +1,99 @@
+"""``gpu-check`` on this machine without a GPU, and its logic on an emulated one. The emulator says nothing of
+speed or order: that these rows are there, and judge, is tested; their words on a GPU are not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.gpu_check.command import main
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("emulated.py")
+
+
+@cache
+def everything() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def emulated(change: str = "all") -> dict[str, Any]:
+    found: dict[str, Any] = everything()[change]
+    return found
+
+
+def rows(found: dict[str, Any], subject: str) -> list[dict[str, str]]:
+    return [row for row in found["findings"] if row["subject"] == subject]
+
+
+def test_a_machine_without_a_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["findings"]
+    assert row["level"] == "problem"
+    assert "no GPU" in row["text"]
+    assert "sglang-ext doctor" in row["advice"]
+
+
+@pytest.mark.timeout(1700)
+def test_each_step_has_its_rows() -> None:
+    found = emulated()
+    subjects = {row["subject"] for row in found["findings"]}
+    assert subjects >= {"GPU", "libraries", "locked memory", "DRAM tier", "prefill/decode", "limits"}
+    assert "H100" in rows(found, "GPU")[0]["text"]
+    assert [row["level"] for row in rows(found, "bytes")] == ["ok"] * 4
+    assert len(rows(found, "order")) == 2
+    assert {row["text"].partition(":")[0] for row in rows(found, "speed")} == {
+        *("load in order", "load scattered", "write in order", "write scattered"),
+    }
+
+
+def test_a_pair_without_rdma_is_refused_with_the_way_out() -> None:
+    (row,) = rows(emulated(), "prefill/decode")
+    if "verbs" in row["text"] and row["level"] == "warning":
+        assert "shm: a pool is in cuda memory" in row["text"]
+        assert "nvidia-peermem" in row["advice"]
+
+
+def test_a_twin_that_does_not_break_is_no_proof_of_order() -> None:
+    """Nothing runs beside anything in the emulator."""
+    levels = {row["level"] for row in rows(emulated(), "order")}
+    assert levels <= {"warning", "problem"}
+
+
+def test_a_step_that_ends_is_a_problem_and_the_others_go_on() -> None:
+    (row,) = rows(emulated(), "gpu-check")
+    assert "ZeroDivisionError" in row["text"]
+    assert emulated()["problems"] >= 1
+
+
+def test_damaged_copies_are_problems() -> None:
+    levels = [row["level"] for row in rows(emulated("damage"), "bytes")]
+    assert levels == ["problem"] * 4
+
+
+def test_slow_copies_are_warnings_with_what_they_cost() -> None:
+    slow = [row for row in rows(emulated("slow"), "speed") if row["text"].startswith("load")]
+    assert [row["level"] for row in slow] == ["warning"] * 2
+    assert all("hits in DRAM" in row["advice"] for row in slow)
+
+
+def test_a_start_says_in_one_line_what_it_found() -> None:
+    line = everything()["line"]
+    assert "H100" in line
+    assert "DRAM tier pinned" in line
+    assert "travels by shm (verbs: no RDMA device)" in line
+    assert "\n" not in line
