@@ -15,7 +15,7 @@ from sglang_ext.testing.waiting import wait_until
 from tests.support.compare import Answer, assert_same
 from tests.support.servers.server import ServerProcess, ServerSpec
 
-pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(3 * START_S)]
+pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(5 * START_S)]
 
 TURN = 200
 CONVERSATIONS = 6
@@ -62,7 +62,7 @@ def running(
             )
         ) as cluster,
     ):
-        url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
+        url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", 3 * START_S)[1]
         yield fleet, url, truth
 
 
