@@ -421,7 +421,9 @@ class Instance:
         node = in_hbm[-1] if in_hbm else tree.root
         held = sum(each.blocks for each in in_hbm) * BLOCK_TOKENS
         tree.lock(node, hbm)
-        if tier.free + tier.total - tier.protected < job.tokens + job.output - held:
+        # SGLang admits a request before its answer has room, and a replay follows it.
+        answer = 0 if job.observed is not None else job.output
+        if tier.free + tier.total - tier.protected < job.tokens + answer - held:
             tree.unlock(node, hbm)
             return False
         job.hits[Tier.HBM] = held
@@ -434,7 +436,7 @@ class Instance:
                 node = last
                 job.hits[Tier.DRAM] = promised
                 held += promised
-        wanted = job.tokens + job.output - held
+        wanted = job.tokens + answer - held
         if tier.allocate(wanted) is None:
             tree.unlock(node, hbm)
             job.hits.clear()
@@ -520,7 +522,11 @@ class Instance:
 
     def _end(self, job: Job) -> None:
         """A request has its last token, of which there is no KV."""
-        self._keep(job, job.key + job.answer, job.tokens + job.output - 1)
+        has_room = True
+        if job.observed is not None:
+            has_room = self.engine.hbm_tier.allocate(job.output) is not None
+            job.owned += job.output if has_room else 0
+        self._keep(job, job.key + job.answer, job.tokens + (job.output - 1 if has_room else 0))
         assert job.node is not None
         self.engine.tree.unlock(job.node, self.engine.hbm)
         self.engine.slots.free_segment(range(job.owned), start_pos=0)
