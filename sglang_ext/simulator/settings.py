@@ -73,7 +73,7 @@ class Settings:
     most_running: int = 0
     """Requests that the router sends an instance at a time (``--max-running-per-instance``)."""
     failures: float = 0.0
-    """Of an instance an hour. It is away for `restart_s`, and comes back with nothing in memory and on disk."""
+    """Of an instance an hour. It is away for `restart_s`, and comes back with nothing cached."""
     restart_s: float = 60.0
 
 
