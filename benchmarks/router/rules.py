@@ -45,7 +45,7 @@ WAYS = ("auto", "off")
 
 def measure_rules(options: Options, report: Report) -> None:
     """Rows of CPU time per request with the rules and without, and the worst ratio of the two."""
-    seconds, rounds, warm_s = options.pick((2.0, 12, 1.5), quick=(1.0, 4, 1.0), tiny=(0.1, 1, 0.05))
+    seconds, rounds, warm_s = options.pick((0.3, 80, 1.5), quick=(0.3, 12, 1.0), tiny=(0.1, 1, 0.05))
     router_core, other_core = two_cores()
     with tempfile.TemporaryDirectory(prefix="router-rules-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
