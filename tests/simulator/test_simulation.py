@@ -229,3 +229,16 @@ def test_an_error_of_a_session_ends_the_simulation() -> None:
 
     with pytest.raises(KeyError, match="broken"):
         simulated("instances=1,requests=5", iter((Broken(()),)))
+
+
+def test_the_index_does_not_keep_expired_guesses() -> None:
+    """A router removes them at once. A simulation that does not gets slower with every request."""
+    loop = VirtualLoop()
+    try:
+        settings = changed(Settings(), "instances=8,requests=150,rate=3")
+        run = Simulation(settings, CostModel(), loop, mixed(settings))
+        loop.run_until_complete(run.run())
+        assert run.outcome.requests == 150
+        assert len(run.router.index._dead) <= 4 * 8, "guesses of one round of a second"
+    finally:
+        loop.close()
