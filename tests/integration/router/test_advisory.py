@@ -218,7 +218,7 @@ async def test_kv_of_a_session_that_pauses_is_back_before_its_next_turn(
 
 @pytest.mark.parametrize("share", [0.5, 0.0], ids=["admitted as a whole", "not"])
 async def test_sessions_that_do_not_fit_together_take_turns(share: float, port, server, client, rng) -> None:
-    """Both turns come at once. The second waits until the first session pauses for long."""
+    """Both turns come at once. The second waits until the first session's long pause begins."""
     async with routing(port, server, learnt_hints=0.0, program_share=share) as router:
         for _ in range(8):
             router.pausing.pauses.learn(Turned("", "Python", "another"), 600.0)
@@ -231,7 +231,8 @@ async def test_sessions_that_do_not_fit_together_take_turns(share: float, port, 
         while not all(turn.done() for turn in turns):
             most = max(most, programs.working)
             await asyncio.sleep(0.005)
-        assert (most, programs.retired, programs.waiting) == ((1, 1, 0) if share else (0, 0, 0))
+        assert most == (1 if share else 0)
+        assert programs.waiting == 0
         for prompt, turn in zip(prompts, turns, strict=True):
             assert_same(await cold(client, server, prompt), (await turn)[0])
 
