@@ -75,7 +75,7 @@ def after(session: Session) -> Session | None:
 
 
 def alone(settings: Settings) -> Settings:
-    """The same with one agent whose tools take no time: for the unloaded time to first token."""
+    """The same with one agent whose tools are fast: for the unloaded time to first token."""
     return dataclasses.replace(
         settings, instances=1, crowd=1e-9, program_share=0.0, learnt_hints=0.0, pause_s=0.3, seconds=100.0
     )
