@@ -188,6 +188,15 @@ class CudaMover:
         self._follow_engine(stream, slots)
         runs, count = list(runs_of_blocks(blocks)), len(blocks)
         within = {layer: (parts, far) for layer, parts, far in rest_of(near, count)}
+        uploaded: dict[bytes, torch.Tensor] = {}
+
+        def slots_at(positions: BlockIds) -> torch.Tensor:
+            """Of these blocks; layers with the same ones share an upload."""
+            key = positions.tobytes()
+            if key not in uploaded:
+                uploaded[key] = of_blocks(slots, self._on_device(positions), count)
+            return uploaded[key]
+
         last = self._layout.n_layers - 1
         load = _Load(0, torch.cuda.Event(enable_timing=True), [])
         with torch.cuda.stream(stream):
@@ -199,14 +208,13 @@ class CudaMover:
                         self._planes[part.place],
                         self._planes[layer],
                         part.slots,
-                        of_blocks(slots, self._on_device(part.positions), count),
+                        slots_at(part.positions),
                     )
                 if layer not in within:
                     load.nbytes += self._copy_layer(stream, slots, runs, count, layer, layer)
                 elif far is not None:
-                    some = of_blocks(slots, self._on_device(far), count)
                     rest = list(runs_of_blocks(blocks[far]))
-                    load.nbytes += self._copy_layer(stream, some, rest, len(far), layer, layer)
+                    load.nbytes += self._copy_layer(stream, slots_at(far), rest, len(far), layer, layer)
                 event = torch.cuda.Event(enable_timing=layer == last)
                 event.record(stream)
                 load.events.append(event)

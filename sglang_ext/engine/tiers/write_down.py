@@ -12,7 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
+
+from sglang_ext.engine.movers.mover import BlockIds
+from sglang_ext.engine.movers.slots import joined
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.mempool.ledger import Call
@@ -46,7 +52,7 @@ class WriteDown(Planner):
         # Has no placements. Its locks mark the nodes that are being copied, also after nodes are split.
         self._copying = Holder.of(f"{self._dram.instance} DRAM writes", self._dram.epoch, self._dram.tier)
         self._pending: deque[tuple[Node, int]] = deque()
-        """The last node of each copy to DRAM under way, and its blocks when it was submitted."""
+        """The nodes of copies to DRAM under way, each with its blocks when it was submitted."""
         self._observer = observer
         self._enabled = enabled
         self.skipped = 0
@@ -76,23 +82,31 @@ class WriteDown(Planner):
         """
         if not self._enabled and not always:
             return False
-        before = len(self._pending)
         missing: list[Node] = []
         while node.parent is not None and self._dram not in node.placements:
             missing.append(node)
             node = node.parent
+        slots: list[Any] = []
+        places: list[BlockIds] = []
         # The copy's parent must not be evicted to make room for it.
         self._tree.lock(node, self._dram)
         try:
-            while missing and self._write(missing[-1]):
+            while missing and self._place(missing[-1], slots, places):
                 missing.pop()
         finally:
             self._tree.unlock(node, self._dram)
+            if places:  # one copy for all: on a GPU each has its own kernels
+                written = partial(self._written, len(places))
+                self.dram.copies.write(joined(slots), np.concatenate(places), written)
         self.skipped += sum(left.blocks for left in missing)
-        return len(self._pending) > before
+        return bool(places)
 
-    def _write(self, node: Node) -> bool:
-        """Submit one node, or as much of its beginning as fits. True when all of it was submitted."""
+    def _place(self, node: Node, slots: list[Any], places: list[BlockIds]) -> bool:
+        """Enter one node, or as much of its beginning as fits, in DRAM, and add it to a copy.
+
+        Returns:
+            Whether all of it was entered.
+        """
         blocks = self.dram.take(node.blocks)
         fits = len(blocks)
         if fits == 0:
@@ -102,18 +116,20 @@ class WriteDown(Planner):
         self._tree.place(part, self._dram, blocks)
         self._tree.lock(part, self._dram)
         self._tree.lock(part, self._copying)
-        self.dram.copies.write(part.placements[self._hbm], blocks, self._written)
+        slots.append(part.placements[self._hbm])
+        places.append(blocks)
         self._pending.append((part, fits))
         return part is node
 
-    def _written(self) -> None:
-        """The oldest copy to DRAM is complete on every rank."""
-        node, blocks = self._pending.popleft()
-        self._tree.unlock(node, self._copying)
-        self._observer.copy_ended(node, blocks, self._dram)
-        if self.to_disk(node, blocks):
-            self._ledger.calls[Call.SWAP_OUT] += 1
-        self._tree.unlock(node, self._dram)
+    def _written(self, nodes: int) -> None:
+        """The oldest copy to DRAM, of so many nodes, is complete on every rank."""
+        for _ in range(nodes):
+            node, blocks = self._pending.popleft()
+            self._tree.unlock(node, self._copying)
+            self._observer.copy_ended(node, blocks, self._dram)
+            if self.to_disk(node, blocks):
+                self._ledger.calls[Call.SWAP_OUT] += 1
+            self._tree.unlock(node, self._dram)
 
     # -- DRAM to disk -------------------------------------------------------------------------------
 

@@ -381,7 +381,7 @@ def caller() -> str:
         if "/torch/" not in path and path != __file__ and not path.endswith("stream_trace.py"):
             place = f"{path.rpartition('/')[2]}:{frame.f_code.co_name}"
             if "/sglang_ext/" in path:
-                return place
+                return f"ours: {place}"
             nearest = nearest or place
         frame = frame.f_back
     return nearest

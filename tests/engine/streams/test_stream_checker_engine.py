@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from stream_engine import FAST, LOOPS, SLOW, Loop, StreamRank, serve, stream_rank
+from stream_drill import Drill
+from stream_engine import FAST, LAYERS, LOOPS, SLOW, Loop, StreamRank, serve, stream_rank
 
 from sglang_ext.engine.movers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.mover import Near
+from sglang_ext.radix_global import Node
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -52,3 +56,59 @@ def outcomes(rank: StreamRank, cuda: FakeCuda, orders: int) -> set[bytes]:
         assert rank.arena is not None
         found.add(rank.arena.blocks.tobytes())
     return found
+
+
+WAITS = {"ours: cuda_mover.py:wait_writes", "ours: cuda_mover.py:settle"}
+"""HBM is short, and what it may give up is being copied."""
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["room", "short"])
+@pytest.mark.parametrize("loop", LOOPS, ids=str)
+def test_the_host_waits_for_the_device_only_where_memory_is_short(loop: Loop, room: bool) -> None:
+    with stream_rank(loop, pace=SLOW, **({"hbm_tokens": 4000, "rows": 30} if room else {})) as (rank, cuda):
+        serve(rank, 3, 30)
+        ours = {site for site in cuda.trace.synchronizations if site.startswith("ours: ")}
+        assert ours <= (set() if room else WAITS)
+        assert bool(ours) is not room
+
+
+def test_a_request_is_one_write_however_many_nodes_it_has() -> None:
+    """Prompts part one after the other while DRAM is not written; then the longest is copied."""
+    with stream_rank(LOOPS[1], pace=FAST, hbm_tokens=400) as (rank, cuda):
+        down = rank.write_down
+        assert down is not None
+        down._enabled = False
+        for tail in range(4):
+            prompt = [7] * 8 * (tail + 1) + [tail] * 9
+            rank.serve(prompt)
+        end = max(rank.tree.nodes(), key=lambda node: (depth(node), node.blocks))
+        assert depth(end) > 3
+        cuda.launches.clear()
+        down.to_dram(end, always=True)
+        assert len(rank.cache.dram.copies._writes.pending) == 1
+        assert cuda.launches.count("index_select") == 2 * LAYERS
+        rank.settle()
+        assert all(rank.dram_holder in node.placements for node in path(end))
+
+
+def path(node: Node) -> list[Node]:
+    found = []
+    while node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found
+
+
+def depth(node: Node) -> int:
+    return len(path(node))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_with_the_same_near_blocks_share_an_upload(layers: int) -> None:
+    drill = Drill(1.0)
+    with drill.started():
+        blocks, positions = np.array([3, 4, 9, 2]), np.array([0, 2])
+        near = [Near(layer, 2, drill.slots(84, 2), positions) for layer in range(layers)]
+        drill.mover.load(drill.slots(30, 4), blocks, near=near)
+        assert drill.cuda.launches.count("_to_copy") == 2
+        assert not drill.cuda.trace.synchronizations
