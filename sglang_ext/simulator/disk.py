@@ -1,8 +1,8 @@
 """A disk without bytes: a tier of blocks by name, in segments of runs, as `DiskTier` lays them out.
 
 A put of blocks is a run, runs follow each other in a segment, and the disk drops whole segments. The real
-disk's own function chooses them (`reclaim.choose_victims`). What is not here: files, checksums, an index on
-the medium, and their faults.
+disk's own function chooses them (`reclaim.choose_victims`). It has no files, no checksums, no index on the
+medium, and no faults.
 """
 
 from __future__ import annotations

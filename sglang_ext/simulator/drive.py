@@ -71,7 +71,7 @@ class TimedLoader(Loader):
         return load
 
     def cancel(self, load: Load) -> None:
-        """As a loader; its reads under way end now, since nobody could wait for them."""
+        """As a loader; its reads under way end now, since a single thread cannot wait for them."""
         super().cancel(load)
         for task in [task for task in self._flows if task.request is load]:
             self._network.stop(self._flows.pop(task))

@@ -153,7 +153,7 @@ class Instance:
         self._computing = False
         self._after_pass: list[Callable[[float], None]] = []
         self._replayed: dict[Job, None] = {}
-        """Of the requests that take the observed times, those whose prompts are computed now."""
+        """Requests with observed times whose prompts are being computed."""
         self._turn_at: asyncio.TimerHandle | asyncio.Handle | None = None
         self._due = 0.0
         self._replaying: dict[Job, None] = {}

@@ -57,7 +57,7 @@ class Wires:
         self.network, self._bytes_per_s, self.latency_s = network, bytes_per_s, latency_s
         self.ends: dict[str, PeerWires] = {}
         self.took: dict[str, float] = {}
-        """Observed seconds of reads, by export; infinite for one that did not come."""
+        """Observed seconds of reads, by export; infinite for a failed one."""
         self._links: dict[tuple[str, str], SharedLink] = {}
 
     def link(self, name: str, way: str) -> SharedLink:
