@@ -114,7 +114,7 @@ MOST_RIDDLES = {
             *(f"sglang_ext/{name}" for name in ("calibration", "client", "cluster", "cost_model", "disagg")),
             *(
                 f"sglang_ext/{name}"
-                for name in ("engine", "flags", "mempool", "migrate", "patches", "protocol")
+                for name in ("engine", "flags", "gpu_check", "mempool", "migrate", "patches", "protocol")
             ),
             *(
                 f"sglang_ext/{name}"

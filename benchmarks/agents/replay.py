@@ -324,7 +324,7 @@ class OrderedReplay(GuessedReplay):
     """A replay that brings nothing, and evicts in an order of its own.
 
     Args:
-        certain: what returns last goes first; else what returns least probably.
+        certain: evict the session that returns last; else the session that returns with the least probability.
     """
 
     def __init__(self, found: Sequence[Program], agents: int, tokens: int, *, certain: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 Reasons = Mapping[Any, str | None]
-"""The reason against each transport, by its name; None for one that can be used."""
+"""The reason against each transport, by its name; None for a usable one."""
 COPY_BYTES = 64 << 20
 """Of one copy: a millisecond, so that its start hardly counts; a start has little GPU memory left."""
 
@@ -87,7 +87,7 @@ def line(name: str, link: Link, *, pinned: bool, transports: Reasons) -> str:
     Args:
         name: of the card.
         pinned: whether the DRAM tier is.
-        transports: the reason against each transport; None for one that can be used.
+        transports: the reason against each transport; None for a usable one.
     """
     usable = ", ".join(name for name, reason in transports.items() if reason is None) or "nothing"
     others = "; ".join(f"{name}: {reason}" for name, reason in transports.items() if reason is not None)

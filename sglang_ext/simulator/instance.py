@@ -171,11 +171,11 @@ class Instance:
             self._replaying[job] = None
             self._loop.call_at(job.arrived + job.observed.began_s, self._replay, job)
             return
-        room = self._settings.hbm * BLOCK_TOKENS - job.tokens
-        if room <= 0:
+        left = self._settings.hbm * BLOCK_TOKENS - job.tokens
+        if left <= 0:
             job.first.set_exception(PromptTooLong())
             return
-        job.answer = job.answer[: room * TOKEN_BYTES]
+        job.answer = job.answer[: left * TOKEN_BYTES]
         self._waiting.append(job)
         self._look(job)
         self.wake()

@@ -83,7 +83,7 @@ def by_side(instance: str, reasons: Mapping[TransportName, str] | Mapping[str, s
 
 
 def way_out(regions: Iterable[Region | RegionMeta]) -> str | None:
-    """What to do about regions in a GPU's memory that no transport carries; None where all are the host's."""
+    """The advice for regions in a GPU's memory that no transport carries; None where all are the host's."""
     if all(region.kind is MemoryKind.HOST for region in regions):
         return None
     return (
@@ -94,9 +94,9 @@ def way_out(regions: Iterable[Region | RegionMeta]) -> str | None:
 
 
 def require_transport(reasons: Mapping[TransportName, str | None], regions: RegionTable) -> None:
-    """Refuse an endpoint that can use no transport, for its host or its regions, whoever the peer.
+    """Refuse an endpoint that can use no transport with any peer, for its host or its regions.
 
-    reasons: against each transport that is allowed; None for one that can be used.
+    reasons: against each transport that is allowed; None for a usable one.
 
     Raises:
         TransportUnavailableError: with each reason, and the way out.

@@ -7,7 +7,7 @@ end of a turn, after ``quantum`` turns. It waits at the end of the line when its
 first come, first served, so that all programs wait alike.
 
 How many programs can work depends on more than HBM: on how fast KV comes back from DRAM, on how much of the
-device's time turns take, on how long tools run. ``Room`` finds it out from whether turns are in time.
+device's time turns take, on how long tools run. ``Budget`` finds it out from whether turns are in time.
 
 A program that pauses for long does not count meanwhile, as its KV goes to DRAM; when it returns, it goes on
 without waiting. No I/O; ``now`` is seconds of any clock that does not go back.
@@ -32,29 +32,29 @@ GROWTH = 0.1
 FIRST_GROWTH = 1.0
 """until the first turn that is late,"""
 SHRINKAGE = 0.5
-"""and by which a late one takes room away: at one late turn in six, the room stays as it is."""
+"""and by which a late one shrinks it: at one late turn in six, the budget stays as it is."""
 LEAST = 0.5
-"""The room is never smaller than this share of the first one."""
+"""The budget is never smaller than this share of the first one."""
 OUTGROWN = 1.25
-"""Beyond so many times the room, programs give their places up before their quantum has ended."""
+"""Beyond so many times the budget, programs give their places up before their quantum has ended."""
 SPARE = 1.5
-"""The room does not grow beyond so many times the tokens of the programs at work."""
+"""The budget does not grow beyond so many times the tokens of the programs at work."""
 
 
-class Room:
+class Budget:
     """The tokens that programs at work may have together. It begins with what HBM holds, grows with turns
     that are in time while others wait, and shrinks with turns that are late."""
 
     def __init__(self) -> None:
         self._factor = 1.0
-        """Of the first room."""
+        """Of the first budget."""
         self._growth = FIRST_GROWTH
 
     def tokens(self, first: float) -> float:
-        """The present room.
+        """The present budget.
 
         Args:
-            first: tokens of the room that it begins with.
+            first: tokens of the budget that it begins with.
         """
         return self._factor * first
 
@@ -62,7 +62,7 @@ class Room:
         """A turn of a program with so many tokens has got its first token.
 
         Args:
-            most: up to which tokens the room may grow.
+            most: up to which tokens the budget may grow.
         """
         share = tokens / first
         if late:
@@ -72,7 +72,7 @@ class Room:
             self._factor += self._growth * share
 
     def __repr__(self) -> str:
-        return f"Room({self._factor:.2f} of the first)"
+        return f"Budget({self._factor:.2f} of the first)"
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +117,7 @@ class Programs:
         self._working: dict[str, Program] = {}
         self._line: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """Waiting program -> (tokens, its waiting requests), in the order in which they came."""
-        self.room = Room()
+        self.budget = Budget()
         self.tokens = 0
         """Of the programs that count."""
         self.retired = 0
@@ -128,7 +128,7 @@ class Programs:
         ``admissible`` names it, or it ``leaves``.
 
         Args:
-            first: tokens of the room that the programs began with.
+            first: tokens of the budget that the programs began with.
         """
         program = self._working.get(name)
         if program is not None:
@@ -166,13 +166,13 @@ class Programs:
         program.idle_since = now
         self._resize(program, turn.tokens)
         if turn.late is not None:
-            self.room.learn(turn.tokens, first, late=turn.late, most=max(first, SPARE * self.tokens))
+            self.budget.learn(turn.tokens, first, late=turn.late, most=max(first, SPARE * self.tokens))
         if program.running or not self._line:
             return False
         if turn.pause_s is not None and turn.pause_s > self._long_pause_s:
             self._leave(program)
             return False
-        outgrown = self.tokens > OUTGROWN * self.room.tokens(first) and self.tokens > program.tokens
+        outgrown = self.tokens > OUTGROWN * self.budget.tokens(first) and self.tokens > program.tokens
         if program.turns >= self._quantum or outgrown:
             self._drop(name)
             self.retired += 1
@@ -227,7 +227,7 @@ class Programs:
             self.tokens += program.tokens
 
     def _fits(self, tokens: int, first: float) -> bool:
-        return not self.tokens or self.tokens + tokens <= self.room.tokens(first)
+        return not self.tokens or self.tokens + tokens <= self.budget.tokens(first)
 
     def _admit(self, name: str, tokens: int, requests: int) -> None:
         self._working[name] = Program(tokens, running=requests)
@@ -243,9 +243,7 @@ class Programs:
             self.tokens -= program.tokens
 
     def __repr__(self) -> str:
-        return (
-            f"Programs({self.working} at work with {self.tokens} tokens, {self.waiting} waiting, {self.room})"
-        )
+        return f"Programs({self.working} at work with {self.tokens} tokens, {self.waiting} waiting, {self.budget})"
 
     def check(self) -> None:
         """Verify every counter.

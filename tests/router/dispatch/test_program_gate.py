@@ -120,9 +120,9 @@ async def test_turns_that_go_on_show_how_many_sessions_are_served_in_time(took_s
         flight.record.first_byte = rig.clock.monotonic()
         rig.gate.ends(flight, 1.0)
         if tokens == 60:
-            assert rig.gate.programs.room.tokens(100.0) == 100.0, "the first turn brings its KV with it"
-    room = rig.gate.programs.room.tokens(100.0)
-    assert (room < 100.0) is late
+            assert rig.gate.programs.budget.tokens(100.0) == 100.0, "the first turn brings its KV with it"
+    budget = rig.gate.programs.budget.tokens(100.0)
+    assert (budget < 100.0) is late
     rig.gate.check()
 
 
@@ -135,4 +135,4 @@ async def test_an_answer_in_one_piece_shows_nothing() -> None:
         rig.clock.advance(5.0)
         flight.record.first_byte = rig.clock.monotonic()
         rig.gate.ends(flight, 1.0)
-    assert rig.gate.programs.room.tokens(100.0) == 100.0
+    assert rig.gate.programs.budget.tokens(100.0) == 100.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.dispatch.programs import LEAST, LONG_PAUSE_S, OUTGROWN, Ended, Programs, Room
+from sglang_ext.router.dispatch.programs import LEAST, LONG_PAUSE_S, OUTGROWN, Budget, Ended, Programs
 
 CAPACITY = 100.0
 
@@ -81,31 +81,31 @@ def test_one_that_returns_after_a_long_pause_gives_its_place_up_where_it_has_bec
     assert not programs.ends("b", Ended(50), 1.0, CAPACITY), "the others fit"
 
 
-# -- the room ------------------------------------------------------------------------------------------
+# -- the budget ----------------------------------------------------------------------------------------
 
 
 def test_the_room_grows_with_turns_in_time_and_shrinks_with_late_ones() -> None:
-    room = Room()
-    room.learn(20, CAPACITY, late=False, most=1000.0)
-    assert room.tokens(CAPACITY) == pytest.approx(120), "as fast as programs are served, at first"
-    room.learn(20, CAPACITY, late=True, most=1000.0)
-    assert room.tokens(CAPACITY) == pytest.approx(110)
-    room.learn(20, CAPACITY, late=False, most=1000.0)
-    assert room.tokens(CAPACITY) == pytest.approx(112), "slowly, once a turn was late"
+    budget = Budget()
+    budget.learn(20, CAPACITY, late=False, most=1000.0)
+    assert budget.tokens(CAPACITY) == pytest.approx(120), "as fast as programs are served, at first"
+    budget.learn(20, CAPACITY, late=True, most=1000.0)
+    assert budget.tokens(CAPACITY) == pytest.approx(110)
+    budget.learn(20, CAPACITY, late=False, most=1000.0)
+    assert budget.tokens(CAPACITY) == pytest.approx(112), "slowly, once a turn was late"
     for _ in range(5):
-        room.learn(20, CAPACITY, late=False, most=1000.0)
-    room.learn(20, CAPACITY, late=True, most=1000.0)
-    assert room.tokens(CAPACITY) == pytest.approx(112), "the same with one late turn in six"
+        budget.learn(20, CAPACITY, late=False, most=1000.0)
+    budget.learn(20, CAPACITY, late=True, most=1000.0)
+    assert budget.tokens(CAPACITY) == pytest.approx(112), "the same with one late turn in six"
 
 
 def test_the_room_has_bounds() -> None:
-    room = Room()
+    budget = Budget()
     for _ in range(100):
-        room.learn(50, CAPACITY, late=True, most=1000.0)
-    assert room.tokens(CAPACITY) == LEAST * CAPACITY
+        budget.learn(50, CAPACITY, late=True, most=1000.0)
+    assert budget.tokens(CAPACITY) == LEAST * CAPACITY
     for _ in range(10_000):
-        room.learn(50, CAPACITY, late=False, most=300.0)
-    assert 300 <= room.tokens(CAPACITY) <= 350
+        budget.learn(50, CAPACITY, late=False, most=300.0)
+    assert 300 <= budget.tokens(CAPACITY) <= 350
 
 
 def test_a_program_is_admitted_where_turns_in_time_have_made_room() -> None:
@@ -113,7 +113,7 @@ def test_a_program_is_admitted_where_turns_in_time_have_made_room() -> None:
     assert programs.arrives("a", 90, CAPACITY)
     assert not programs.arrives("b", 50, CAPACITY)
     programs.ends("a", Ended(90, late=False), 0.0, CAPACITY)
-    assert programs.room.tokens(CAPACITY) > CAPACITY
+    assert programs.budget.tokens(CAPACITY) > CAPACITY
     assert programs.admissible(0.0, CAPACITY) == ["b"]
 
 
@@ -121,7 +121,7 @@ def test_turns_of_which_nothing_is_known_leave_the_room_alone() -> None:
     programs = Programs()
     assert programs.arrives("a", 90, CAPACITY)
     programs.ends("a", Ended(90, late=None), 0.0, CAPACITY)
-    assert programs.room.tokens(CAPACITY) == CAPACITY
+    assert programs.budget.tokens(CAPACITY) == CAPACITY
 
 
 def test_nobody_overtakes_and_those_that_leave_hold_up_nobody() -> None:

@@ -143,7 +143,7 @@ def weights_of(scheduler: Any) -> str:
 
 
 def part_of_weights(scheduler: Any) -> bytes:
-    """What a rank sends to the others about its weights, as they are now. Never raises."""
+    """A rank's message to the others about its present weights. Never raises."""
     pipelined, tied = get_parallel().pp_size > 1, scheduler.model_config.hf_config.tie_word_embeddings
     try:
         sums = dict(element_sums(scheduler.tp_worker.model_runner.model))
