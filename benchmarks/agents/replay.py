@@ -324,7 +324,7 @@ class OrderedReplay(GuessedReplay):
     """A replay that brings nothing, and evicts in an order of its own.
 
     Args:
-        certain: evict the session that returns last; else the session that returns with the least probability.
+        certain: evict the session that returns last; else the session that returns least probably.
     """
 
     def __init__(self, found: Sequence[Program], agents: int, tokens: int, *, certain: bool) -> None:

@@ -190,8 +190,8 @@ class NamedDisk(BlockTier):
             for segment in self._segments.values()
         ]
         # The real disk begins to reclaim a quarter of a segment before it is full, and moves runs there.
-        room = self._segment_blocks // 4
-        for victim in choose_victims(facts, blocks, self._wall(), room_for_moves=room):
+        left = self._segment_blocks // 4
+        for victim in choose_victims(facts, blocks, self._wall(), room_for_moves=left):
             self._drop_segment(victim)
 
     def _drop_segment(self, victim: Victim) -> None:

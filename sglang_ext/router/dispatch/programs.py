@@ -243,7 +243,8 @@ class Programs:
             self.tokens -= program.tokens
 
     def __repr__(self) -> str:
-        return f"Programs({self.working} at work with {self.tokens} tokens, {self.waiting} waiting, {self.budget})"
+        at_work = f"{self.working} at work with {self.tokens} tokens"
+        return f"Programs({at_work}, {self.waiting} waiting, {self.budget})"
 
     def check(self) -> None:
         """Verify every counter.
