@@ -70,7 +70,9 @@ def _driver() -> str:
     fields = "driver_version,pcie.link.gen.max,pcie.link.width.max"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        found = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", timeout=10, check=True
+        ).stdout
         driver, generation, width = (part.strip() for part in found.splitlines()[0].split(","))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return "nvidia-smi does not answer"

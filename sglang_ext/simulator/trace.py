@@ -38,7 +38,7 @@ _SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "--cache-threshold": ("cache_threshold", float),
     "--balance-abs-threshold": ("balance_abs", int),
     "--balance-rel-threshold": ("balance_rel", float),
-    "--balance-cache-factor": ("balance_cache", float),
+    "SGLANG_EXT_ROUTER_BALANCE_CACHE_FACTOR": ("balance_cache", float),
     "queue-weight": ("queue_weight", float),
     "exec-weight": ("exec_weight", float),
     "--max-running-per-instance": ("most_running", int),

@@ -43,6 +43,7 @@ OTHERS = {
         "--ignore-installed",
         "--no-index",
         "--python",
+        *("--implementation", "--no-cache-dir", "--only-binary", "--platform", "--python-version"),
     },
     "git": {"--cached", "--exclude-standard", "--others"},
     "helm, systemctl": {"--set", "--now"},
@@ -57,7 +58,7 @@ OTHERS = {
     "venv": {"--system-site-packages", "--clear", "--without-pip"},
     "pytest": {"--durations"},
     "docker": {"--shm-size", "--ulimit"},
-    "nvidia-smi": {"--query-gpu", "--format"},
+    "nvidia-smi": {"--query-gpu", "--format", "--id"},
     "redis-server": {"--appendonly", "--requirepass", "--save", "--unixsocket"},
     "fio": {
         *("--bs", "--direct", "--filename", "--invalidate", "--ioengine", "--name", "--numjobs"),

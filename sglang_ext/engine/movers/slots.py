@@ -52,13 +52,6 @@ class DeviceSlots:
         return torch.cat(list(parts)) if parts else self._none
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Kept runs, of which there is at least one, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
-
-
 def slot_ops(device: torch.device) -> SlotOps:
     """The way to keep slots for a pool on ``device``."""
     return HostSlots() if device.type == "cpu" else DeviceSlots(device)

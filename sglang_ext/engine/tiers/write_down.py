@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.engine.movers.mover import BlockIds
-from sglang_ext.engine.movers.slots import joined
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.mempool.ledger import Call
@@ -97,7 +96,7 @@ class WriteDown(Planner):
             self._tree.unlock(node, self._dram)
             if places:  # one copy for all: on a GPU each has its own kernels
                 written = partial(self._written, len(places))
-                self.dram.copies.write(joined(slots), np.concatenate(places), written)
+                self.dram.copies.write(_joined(slots), np.concatenate(places), written)
         self.skipped += sum(left.blocks for left in missing)
         return bool(places)
 
@@ -191,3 +190,14 @@ class WriteDown(Planner):
                 blocks -= node.blocks
                 node = node.parent
         return found
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Kept runs of slots, of which there is at least one, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], (np.ndarray, range)):
+        return np.concatenate(parts)
+    import torch  # a simulated instance, which has no tensors, does without it
+
+    return torch.cat(list(parts))

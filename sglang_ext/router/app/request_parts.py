@@ -111,7 +111,7 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         "--balance-rel-threshold": config.balance_rel_threshold,
         "queue-weight": config.queue_weight,
         "exec-weight": config.exec_weight,
-        "--balance-cache-factor": config.balance_cache_factor,
+        "SGLANG_EXT_ROUTER_BALANCE_CACHE_FACTOR": config.balance_cache_factor,
         "--max-running-per-instance": config.max_running_per_instance,
         "--spill-above": config.spill_above,
         "--index": config.index,
