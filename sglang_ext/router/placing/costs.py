@@ -66,6 +66,8 @@ OUTLIER = 8.0
 """An answer counts as at most this many times its expected time."""
 REPORT_S = 5.0
 """Lifetime of an instance's load report; reports come every second."""
+LEAST_LEARNT_S = 1e-9
+"""No computing takes less; a quotient by less may overflow."""
 LEAST_COMPARED_S = 1e-3
 """Smaller estimates are not compared: a ratio to almost zero means nothing."""
 MOST_OTHERS = 32
@@ -522,7 +524,7 @@ class RouterCosts:
         Args:
             expected_s: by its cost model, uncorrected.
         """
-        if expected_s <= 0:
+        if expected_s < LEAST_LEARNT_S:
             return
         factor = self.factor(name)
         self._compare(name, "exec", factor * expected_s, observed_s)

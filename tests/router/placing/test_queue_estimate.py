@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plain_queue_estimate import PlainQueueEstimate
 from router_costs import router_costs
@@ -441,6 +441,7 @@ def test_answers_that_do_not_stream_teach_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e6)), max_size=40))
+@example([(1e-320, 1e6), (0.0, 1.0)])
 def test_corrections_stay_within_their_bounds(answers) -> None:
     costs = router_costs(CostModel(), Clock())
     for number, (expected, observed) in enumerate(answers):
