@@ -147,6 +147,38 @@ KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
+    "tiny-mimo": (
+        "MiMo-V2, sliding windows with sinks and more heads than the other layers, values of another size",
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        {
+            **_WINDOWS,
+            **_SCORED,
+            **_UNTIED,
+            "n_shared_experts": 0,
+            "head_dim": 48,
+            "v_head_dim": 32,
+            "num_key_value_heads": 2,
+            "sliding_window": 32,
+            # SGLang counts the tokens before a token, transformers the token too.
+            "sliding_window_size": 31,
+            "hybrid_layer_pattern": [1, 0] * 2,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 48,
+            "swa_v_head_dim": 32,
+            "swa_rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            # By layer in transformers, see `Reference`; SGLang takes the fields above.
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "attention_value_scale": 0.707,
+            "layernorm_epsilon": 1e-6,
+            "moe_layer_freq": [0, 1, 1, 1],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
 }
 """Name: summary, architecture, model type, and the fields of config.json that other models lack."""
 
@@ -175,6 +207,13 @@ def norms(config: dict[str, Any], prefix: str) -> Shapes:
         yield f"{prefix}{name}.weight", (config["hidden_size"],)
 
 
+def of_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    """The configuration with the heads of a layer."""
+    if "swa_num_key_value_heads" in config and config["layer_types"][layer] == "sliding_attention":
+        return {**config, "num_key_value_heads": config["swa_num_key_value_heads"], "sinks": True}
+    return config
+
+
 _HEAD_NORMS = ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text", "qwen3_next", "lfm2")
 
 
@@ -194,6 +233,18 @@ def spark_attention(config: dict[str, Any], prefix: str) -> Shapes:
     yield prefix + "q_k_v_proj.weight", ((heads + 2 * config["num_key_value_heads"]) * head, hidden)
     yield prefix + "g_proj.weight", (heads, hidden)
     yield prefix + "out_proj.weight", (hidden, heads * head)
+
+
+def mimo_attention(config: dict[str, Any], prefix: str) -> Shapes:
+    """Weights of an attention whose values have a size of their own, with a sink for each head in windows."""
+    hidden, heads, keys = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head, value = config["head_dim"], config["v_head_dim"]
+    yield prefix + "q_proj.weight", (heads * head, hidden)
+    yield prefix + "k_proj.weight", (keys * head, hidden)
+    yield prefix + "v_proj.weight", (keys * value, hidden)
+    yield prefix + "o_proj.weight", (hidden, heads * value)
+    if config.get("sinks"):
+        yield prefix + "attention_sink_bias", (heads,)
 
 
 def _dense(prefix: str, hidden: int, inner: int, names: tuple[str, str, str]) -> Shapes:

@@ -40,7 +40,9 @@ from sglang_ext.testing.model_kinds import (
     KINDS,
     feed_forward,
     head_norms,
+    mimo_attention,
     norms,
+    of_layer,
     sinks_attention,
     spark_attention,
 )
@@ -92,12 +94,13 @@ class Recipe:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers of the KV pool that one token takes, all layers together."""
-        layers = sum(has_attention(self.config, layer) for layer in range(self.config["num_hidden_layers"]))
-        if "kv_lora_rank" in self.config:
-            latent: int = self.config["kv_lora_rank"] + self.config["qk_rope_head_dim"]
-            return layers * latent
-        per_head: int = self.config["num_key_value_heads"] * self.config["head_dim"]
-        return layers * 2 * per_head
+        config = self.config
+        layers = [layer for layer in range(config["num_hidden_layers"]) if has_attention(config, layer)]
+        if "kv_lora_rank" in config:
+            latent: int = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            return len(layers) * latent
+        head: int = config["head_dim"] + config.get("v_head_dim", config["head_dim"])
+        return sum(head * int(of_layer(config, layer)["num_key_value_heads"]) for layer in layers)
 
 
 _COMMON: dict[str, Any] = {
@@ -361,11 +364,17 @@ def _mla_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, t
     yield prefix + "o_proj.weight", (hidden, heads * value)
 
 
+_ATTENTIONS: dict[str, Callable[..., Iterator[tuple[str, tuple[int, ...]]]]] = {
+    "gpt_oss": sinks_attention,
+    "mimo_v2_flash": mimo_attention,
+    "spark2_5": spark_attention,
+}
+"""Model type: the weights of its attention, where they are not Llama's or MLA's."""
+
+
 def _attention(config: dict[str, Any]) -> Callable[..., Iterator[tuple[str, tuple[int, ...]]]]:
-    if config["model_type"] == "spark2_5":
-        return spark_attention
-    if config["model_type"] == "gpt_oss":
-        return sinks_attention
+    if config["model_type"] in _ATTENTIONS:
+        return _ATTENTIONS[config["model_type"]]
     return _mla_attention if "kv_lora_rank" in config else _llama_attention
 
 
@@ -388,7 +397,7 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
         shapes.update(norms(config, prefix))
         shapes.update(state_layer(config, layer, prefix))
         if has_attention(config, layer):
-            shapes.update(attention(config, prefix + "self_attn."))
+            shapes.update(attention(of_layer(config, layer), prefix + "self_attn."))
         shapes.update(feed_forward(config, layer, prefix))
     shapes[FINAL_NORMS.get(config["model_type"], "model.norm") + ".weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
@@ -408,7 +417,7 @@ def parameter_count(recipe: Recipe) -> int:
 def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     if name.endswith("A_log"):  # states that fade over some tokens to some hundreds, head by head
         return np.linspace(-6.0, 0.0, math.prod(shape), dtype=np.float32).reshape(shape)
-    if name.endswith("sinks"):  # SGLang keeps them in bfloat16, which has these
+    if name.endswith(("sinks", "sink_bias")):  # SGLang keeps them in bfloat16, which has these
         return np.linspace(-1.0, 1.0, math.prod(shape) + 1, dtype=np.float32)[1:]
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)

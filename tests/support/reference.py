@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from sglang_ext.testing.models import model_path
 
@@ -24,9 +27,8 @@ class Reference:
 
         logging.disable_progress_bar()
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_path(name, "float32"), dtype="float32"
-        ).eval()
+        path = model_path(name, "float32")
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype="float32", **_changes(path)).eval()
 
     @property
     def parameters(self) -> int:
@@ -57,3 +59,12 @@ class Reference:
                     return tokens, logprobs
                 last = self._torch.tensor([tokens[-1:]])
                 out = self._model(last, past_key_values=out.past_key_values, use_cache=True)
+
+
+def _changes(path: Path) -> dict[str, Any]:
+    """Changes of a model's configuration: MiMo-V2's rotary embeddings, which transformers takes by layer."""
+    config = json.loads((path / "config.json").read_text())
+    if config["model_type"] != "mimo_v2_flash":
+        return {}
+    rotary = {**config["rope_parameters"], "partial_rotary_factor": config["partial_rotary_factor"]}
+    return {"rope_parameters": dict.fromkeys(config["layer_types"], rotary)}

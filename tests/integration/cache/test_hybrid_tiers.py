@@ -38,6 +38,8 @@ STATES = (
     *("--max-mamba-cache-size", "16"),
 )
 WINDOWS = ("--page-size", "16", "--swa-full-tokens-ratio", "0.5")
+LISTED = ("--attention-backend", "intel_amx")
+"""SGLang starts some models with the backends of a list only. Without AMX, this one is `torch_native`."""
 TWO_RANKS = ("--tp", "2")
 MODELS = {
     "tiny-gdn": (STATES, "state"),
@@ -45,6 +47,7 @@ MODELS = {
     "tiny-kda": (STATES, "state"),
     "tiny-lfm2": (STATES, "state"),
     "tiny-spark": (WINDOWS, "window"),
+    "tiny-mimo": ((*WINDOWS, *LISTED), "window"),
     "tiny-gdn-tp2": ((*STATES, *TWO_RANKS), "state"),
     "tiny-spark-tp2": ((*WINDOWS, *TWO_RANKS), "window"),
 }

@@ -25,6 +25,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "tiny": (),
     "tiny-mla": (),
     "tiny-gpt-oss": WINDOWS,
+    "tiny-mimo": WINDOWS,
 }
 SHORT = ("tiny", "tiny-mla")
 of_each_model = pytest.mark.parametrize(
