@@ -154,8 +154,9 @@ async def routing(
     pair: Pair, port: int, policy: str, *, verdict_s: float = 20.0, **flags: Any
 ) -> AsyncIterator[Router]:
     """A router. verdict_s: after which a silent server is taken for dead; long where none dies, because on a
-    busy machine a live one may get no core for seconds."""
-    options = {**pair.place.router_options, **flags}
+    busy machine a live one may get no core for seconds. Decisions are those of the default costs: estimates
+    of this machine's would depend on its cores."""
+    options = {"cost_profile": "none", **pair.place.router_options, **flags}
     config = RouterConfig(port=port, policy=policy, explain_routing=True, **options)
     async with Router(config) as router:
         urls = [server.url for server in pair.servers.values()]
