@@ -1,0 +1,175 @@
+"""Servers on an emulated GPU (``tests.fake_gpu``): SGLang's CUDA branches, and ``CudaMover``, find
+the computed answer in HBM, DRAM and, after a restart, on disk; with a damaged bit it is another one.
+
+Nothing is said of speed, of races (streams and events do nothing in the emulator), of CUDA graphs, or of the
+bytes that real kernels write: tests/gpu and ``sglang-ext gpu-check`` are for a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disk_damage import damage_last_layer, runs
+from dram_damage import arena_files, flip_bit, snapshot
+
+from sglang_ext.testing.waiting import wait_until
+from tests import fake_gpu
+from tests.support.compare import Answer, assert_same
+from tests.support.servers.server import ServerProcess, ServerSpec
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+SERVER = Path(__file__).parents[1] / "servers" / "gpu_server.py"
+HBM_TOKENS = 640
+PROMPT_TOKENS = 20 * 16 + 4
+ANSWER_TOKENS = 4
+
+
+def spec(disk: Path, *flags: str, page: int = 1) -> ServerSpec:
+    return ServerSpec(
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-dram-size", "64MiB", "--kv-load-policy", "always"),
+            *("--kv-disk-path", str(disk), "--kv-disk-size", "1GB", "--kv-check"),
+            *("--max-total-tokens", str(HBM_TOKENS), "--page-size", str(page), "--skip-server-warmup"),
+            *flags,
+        ),
+        # Not forked from a process that has imported SGLang for a CPU.
+        environment=fake_gpu.ENVIRONMENT,
+        run=(str(SERVER),),
+    )
+
+
+def prompt(seed: int = 3, tokens: int = PROMPT_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 30_000) for _ in range(tokens)]
+
+
+def ask(server: ServerProcess, ids: Sequence[int]) -> Answer:
+    return server.generate(ids, max_new_tokens=ANSWER_TOKENS)
+
+
+def fill(server: ServerProcess) -> None:
+    """Other prompts, so that HBM has nothing else."""
+    for seed in range(100, 103):
+        server.generate(prompt(seed, 300), max_new_tokens=1)
+
+
+def on_disk(disk: Path) -> bool:
+    """Whether the disk tier has written, and writes no more."""
+    before = runs(disk)
+    return bool(before) and runs(disk) == before
+
+
+def damaged(server: ServerProcess, ids: Sequence[int]) -> Answer:
+    """The answer from a DRAM of which one bit of each block's end is other; whole again behind it."""
+    arena = arena_files(server.pid)[0]
+    full = snapshot(arena)
+    # Of float32 values, the highest bit of the exponent where it is clear.
+    places = [at for at in range(3, full.size, 4096) if full[at] and not full[at] & 1 << 6]
+    for at in places:
+        flip_bit(arena, at, bit=6)
+    try:
+        return ask(server, ids)
+    finally:
+        for at in places:
+            flip_bit(arena, at, bit=6)
+
+
+@pytest.mark.parametrize(
+    ("page", "flags"),
+    [
+        pytest.param(1, (), id="page-1"),
+        pytest.param(16, (), id="page-16", marks=pytest.mark.long),
+        pytest.param(1, ("--tp", "2"), id="two-ranks", marks=pytest.mark.long),
+    ],
+)
+def test_each_tier_gives_the_computed_answer_and_damage_is_seen(
+    page: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    wanted = spec(tmp_path, *flags, page=page)
+    with ServerProcess(wanted) as server:
+        assert server.server_info()["device"] == "cuda"
+        assert "NVIDIA H100" in server.log.read_text(encoding="utf-8"), "the start says what the link reaches"
+        cold = ask(server, prompt())
+        assert cold.cached_tokens == 0
+        hbm = ask(server, prompt())
+        assert hbm.hbm_tokens > PROMPT_TOKENS / 2
+        fill(server)
+        dram = ask(server, prompt())
+        assert dram.dram_tokens > PROMPT_TOKENS / 2
+        fill(server)
+        other = damaged(server, prompt())
+        assert other.dram_tokens > PROMPT_TOKENS / 2
+        wait_until(lambda: on_disk(tmp_path), seconds=60, what="writes to disk")
+    with ServerProcess(wanted) as server:
+        disk = ask(server, prompt())
+        assert disk.disk_tokens > PROMPT_TOKENS / 2
+    for found in (hbm, dram, disk):
+        assert_same(cold, found, atol=1e-3)
+    with pytest.raises(AssertionError):
+        assert_same(cold, other, atol=1e-3)
+
+
+@pytest.mark.long
+def test_a_damaged_disk_is_seen(tmp_path: Path) -> None:
+    """The twin of disk, with checksums that fit."""
+    with ServerProcess(spec(tmp_path)) as server:
+        cold = ask(server, prompt())
+        wait_until(lambda: on_disk(tmp_path), seconds=60, what="writes to disk")
+
+    def invert(part: bytearray) -> None:
+        for at in range(3, len(part), 512):
+            part[at] ^= 1 << 6
+
+    damage_last_layer(runs(tmp_path), invert, forge=True)
+    with ServerProcess(spec(tmp_path)) as server:
+        disk = ask(server, prompt())
+    if disk.disk_tokens:
+        with pytest.raises(AssertionError):
+            assert_same(cold, disk, atol=1e-3)
+    else:
+        pytest.fail("nothing was read from disk")
+
+
+@pytest.mark.long
+def test_new_weights_share_nothing_with_old_ones(tmp_path: Path) -> None:
+    with ServerProcess(spec(tmp_path)) as server:
+        ask(server, prompt())
+        path = server.server_info()["model_path"]
+        assert server.post("/update_weights_from_disk", {"model_path": path})["success"]
+        ask(server, prompt())
+        assert ask(server, prompt()).hbm_tokens > PROMPT_TOKENS / 2
+
+
+@pytest.mark.long
+def test_stock_sglang_computes_the_same_answer(tmp_path: Path) -> None:
+    """Stock SGLang beside it. HiCache's host pool is copied by kernels that are compiled for a GPU, so that
+    only answers that stock SGLang computes can be compared here."""
+    stock = ServerSpec(
+        flags=("--max-total-tokens", str(HBM_TOKENS), "--page-size", "1", "--skip-server-warmup"),
+        environment=fake_gpu.ENVIRONMENT,
+        run=(str(SERVER),),
+    )
+    with ServerProcess(stock) as server:
+        cold = ask(server, prompt())
+    with ServerProcess(spec(tmp_path)) as server:
+        assert_same(cold, ask(server, prompt()), atol=1e-4)
+
+
+def test_other_processes_do_not_take_the_cpu_for_one_with_amx() -> None:
+    """SGLang recognises Intel AMX by an operator; the emulator defines operators in its own process."""
+    asked = (
+        "import torch\n"
+        "from tests import fake_gpu\n"
+        "fake_gpu.install()\n"
+        "assert hasattr(torch.ops.sgl_kernel, 'rmsnorm')\n"
+        "print(hasattr(torch.ops.sgl_kernel, 'convert_weight_packed'))\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "False"
