@@ -2,7 +2,7 @@
 
 The instances take the times of a made-up measurement (`benchmarks.router.decisions`). The router expects the
 estimate of its model and device (`sglang_ext.cost_model.estimated`), the same with computing times that are
-wrong by 0.5 or 2, the defaults, or the measurement itself; it corrects all of them by what it observes.
+wrong by 0.5 or 2, the defaults, or the measurement itself; it corrects all of them by observed times.
 """
 
 from __future__ import annotations

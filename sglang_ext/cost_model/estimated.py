@@ -27,7 +27,7 @@ USUAL_CONTEXT: Final = 2048
 """Tokens of a request that generates."""
 LONGEST: Final = 8192
 NUMBER_BYTES: Final = {"float32": 4, "float8": 1, "fp8": 1}
-"""Bytes of a number, by what the name of its type contains; of others, ``USUAL_BYTES``."""
+"""Bytes of a number, by a part of its type's name; of others, ``USUAL_BYTES``."""
 USUAL_BYTES: Final = 2
 
 

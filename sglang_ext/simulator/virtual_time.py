@@ -24,7 +24,7 @@ EPOCH_S: Final = 1_700_000_000.0
 
 
 class Call(asyncio.TimerHandle):
-    """A call that is due, now or later. Only what a simulation needs of its base is set."""
+    """A call that is due, now or later. Of its base, it sets the fields that a simulation needs."""
 
     __slots__ = ()
     _when: float

@@ -63,7 +63,7 @@ def cost_model_for(
     model: str, instances: Iterable[Registration] = (), folder: Path | None = None
 ) -> CostModel:
     """The cost model of a model: of the one profile that is kept for it, or for it and the device of an
-    instance; else estimated from what an instance reports of its device and its model's configuration; else
+    instance; else estimated from the device and the model's configuration that an instance reports; else
     defaults.
 
     Args:
@@ -99,7 +99,7 @@ def cost_model_for(
 
 
 def _estimated(model: str, instance: Registration) -> CostModel | None:
-    """The estimate from what an instance reports; None if its device is of no known class, or the
+    """The estimate from an instance's report; None if its device is of no known class, or the
     configuration of its model lacks a size."""
     if rates_of(instance.device) is None:
         return None

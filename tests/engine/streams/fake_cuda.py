@@ -1,12 +1,12 @@
 """torch.cuda on a CPU for the stream checker: device tensors, streams, events, reuse of freed memory.
 
 Every operation on a device tensor is carried out when it is called, in program order, and is recorded on
-the current stream with the cells that it reads and writes. What only the order of the program keeps right
-shows as a race in the trace.
+the current stream with the cells that it reads and writes. An access that is right by the order of
+the program alone shows as a race in the trace.
 
 The caching allocator gives freed memory to later work of the stream on which it was allocated: freeing is
-recorded as a write there. For a tensor with `record_stream`, the write comes after what those streams had
-been given by then. Pinned memory is freed after the copies that read it. An event's `query` may be true or
+recorded as a write there. For a tensor with `record_stream`, the write comes after the earlier work of
+those streams. Pinned memory is freed after the copies that read it. An event's `query` may be true or
 false while its work is under way: a draw decides, and true is an order.
 """
 
@@ -143,7 +143,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """``torch.cuda.Event``. One that was never recorded is complete."""
+    """``torch.cuda.Event``. An event that was never recorded is complete."""
 
     def __init__(self, cuda: FakeCuda, enable_timing: bool = False) -> None:
         self._cuda, self.timing = cuda, enable_timing
@@ -212,7 +212,7 @@ class FakeCuda:
         return FakeEvent(self, enable_timing)
 
     def has_ended(self, clock: Clock) -> bool:
-        """A query's answer. What has ended is before everything that the host does next."""
+        """A query's answer. Work that has ended is before all later work of the host."""
         if not precedes(clock, self.trace.host.clock):
             if self._rng.random() >= self.pace:
                 return False
@@ -226,7 +226,7 @@ class FakeCuda:
 
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
-        """Be torch.cuda, and record what is done with device tensors in this thread."""
+        """Stand for torch.cuda, and record the operations on device tensors of this thread."""
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {
                 "Stream": self.stream,
@@ -496,7 +496,7 @@ class _Mode(TorchDispatchMode):
         return DeviceTensor(leaf, owner.lives) if isinstance(owner, DeviceTensor) else leaf
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: list[Any], timeline: Timeline) -> None:
-        """The allocator of pinned memory keeps what a copy reads until the copy has ended."""
+        """The allocator of pinned memory keeps the source of a copy until the copy has ended."""
         for each in tensors if name in ("copy_", "_to_copy") else ():
             if isinstance(each, DeviceTensor) and each.lives.memory.pinned:
                 each.lives.streams.add(timeline)

@@ -1,4 +1,4 @@
-"""Every operation of the CUDA mover, with what its contract promises: what mutants of it must not survive."""
+"""Every operation of the CUDA mover, with the promises of its contract, which its mutants must break."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Drill:
         self._loads(blocks)
         self._near(blocks)
         self._fence()
-        # A write for which the host waits, and one that is under way at the end.
+        # A write for which the host waits, and a write that is under way at the end.
         self.compute(self.rows(4, 2), 30.0)
         mover.write(self.slots(4, 2), np.array([6, 7]))
         mover.wait_writes(4)

@@ -1,7 +1,7 @@
 """A trace of device work in program order, and the order that the program enforces, as vector clocks.
 
-Each operation belongs to a timeline (a stream, a thread of the host, a NIC) and follows what was before it
-there; waits, events and synchronizations add order between timelines. Two accesses to one cell of memory,
+Each operation belongs to a timeline (a stream, a thread of the host, a NIC) and follows the operations before
+it there; waits, events and synchronizations add order between timelines. Two accesses to one cell of memory,
 one of them a write, must be ordered. One run covers all interleavings of its trace, because an order that
 only the moment enforces is in no clock.
 """
@@ -34,7 +34,7 @@ class Timeline:
     number: int
     name: str
     clock: Clock = field(default_factory=dict)
-    """What its next operation follows."""
+    """The operations that its next one follows."""
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Trace:
         """Where the host has waited for a device."""
 
     def timeline(self, name: str, after: Sequence[Timeline] = ()) -> Timeline:
-        """A new timeline, which begins after what is now before others."""
+        """A new timeline, which begins after the present operations of others."""
         made = Timeline(len(self.timelines), name)
         for other in after:
             join(made.clock, other.clock)

@@ -49,7 +49,7 @@ def test_a_write_that_follows_the_scheduler_alone_reads_the_last_token_too_early
 
 
 def outcomes(rank: StreamRank, cuda: FakeCuda, orders: int) -> set[bytes]:
-    """What DRAM holds after random orders. Each pass compares the rows that it reads with the oracle's."""
+    """The contents of DRAM after random orders. Each pass compares its rows with the oracle's."""
     found = set()
     for seed in range(orders):
         cuda.replay(seed)
@@ -59,7 +59,7 @@ def outcomes(rank: StreamRank, cuda: FakeCuda, orders: int) -> set[bytes]:
 
 
 WAITS = {"ours: cuda_mover.py:wait_writes", "ours: cuda_mover.py:settle"}
-"""HBM is short, and what it may give up is being copied."""
+"""HBM is short, and the blocks that it may evict are being copied."""
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["room", "short"])

@@ -22,7 +22,7 @@ ELSEWHERE = {
     "engine/pd/returns/return_receiver.py": "tests/engine/pd/test_pd_returns.py, whose twin has no fence",
     "gpu_check/copies.py": "times copies and compares them in a process of its own; no cache is there",
 }
-"""Sites that the drill does not reach, and what holds them."""
+"""Sites that the drill does not reach, and their tests."""
 
 NOTHING_BETWEEN = "no work is queued between the two statements"
 SAME_EVENT = "the list has the event itself, and the event is not read between"

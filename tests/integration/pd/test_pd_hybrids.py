@@ -267,7 +267,7 @@ async def test_a_hint_brings_a_conversation_that_is_handed_over(
     prefill, decode = rig.pd.prefill[0].server, rig.pd.decode[0]
     (first, expected), (second, expected_second) = rig.turns[-1], rig.second[-1]
     before = len(first) - rig.kind.resumed
-    prefill.flush()  # what other tests have used often stays in DRAM for long
+    prefill.flush()  # blocks that other tests have used often stay in DRAM for long
     async with routing(rig, 2, policy="prompt-tree") as router:
         answer, headers = await generate(client, router.url, first, session="s")
         assert headers["x-kv-instance"] == decode.url

@@ -145,7 +145,7 @@ async def test_a_recorded_session_finds_what_it_repeats(
 
 
 def reused(path: Path, found: list[Turn]) -> None:
-    """Verify that each turn has found what it repeats, and print the sums."""
+    """Verify that each turn has found the tokens that it repeats, and print the sums."""
     shared = cached = repeated = 0
     for number, turn in enumerate(found):
         most = max((turn.repeats(before) for before in found[:number]), default=0)

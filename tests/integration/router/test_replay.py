@@ -187,7 +187,7 @@ def test_the_simulator_decides_as_the_router_did(recorded: Recorded) -> None:
         shown[str(change)] = dict(other.agreement)
     print(json.dumps(shown, indent=1))
     assert found["requests"] == recorded.requests
-    # The aims are 0.99 of the instances and 0.95 of the hits; docs/simulate.md has what is missing.
+    # The aims are 0.99 of the instances and 0.95 of the hits; docs/simulate.md lists the differences.
     assert found["instance"] >= 0.7
     assert found["exact_hits"] >= 0.55
     for title, figures in shown.items():
