@@ -91,7 +91,8 @@ def server(running: Running) -> ServerProcess:
 
 @pytest.fixture
 async def router(port: int, key_file: Path) -> AsyncIterator[Router]:
-    config = RouterConfig(port=port, cluster_key_file=str(key_file), policy="prompt-tree")
+    key = str(key_file)
+    config = RouterConfig(port=port, cluster_key_file=key, policy="prompt-tree", cost_profile="none")
     async with Router(config) as router:
         yield router
         router.check()
