@@ -80,7 +80,7 @@ def fleet(
 @asynccontextmanager
 async def routing(fleet: Fleet, *, verdict_s: float = 20.0) -> AsyncIterator[Router]:
     """A router that sends each turn to the prefill server that caches less, so to the other one."""
-    config = RouterConfig(port=fleet.port, policy="least-load", explain_routing=True)
+    config = RouterConfig(port=fleet.port, policy="least-load", explain_routing=True, cost_profile="none")
     async with Router(config) as router:
         servers = fleet.pd.servers
         await until(lambda: all(router.trees.trusted(server.url) for server in servers), 60, "all servers")
