@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import resource
 import subprocess
 import sys
@@ -22,10 +21,11 @@ from sglang_ext.engine.gpu_link import Reasons
 LEAST_FREE_BYTES = 8 << 30
 """Of the GPU's memory, for the pools and the server of this command."""
 _PEER = (
-    "import pickle, sys\n"
+    "import ast, sys\n"
     "import torch\n"
-    "build, args = pickle.loads(sys.stdin.buffer.read())\n"
-    "print(int(build(*args).sum()))\n"
+    "torch.cuda.init()\n"
+    "storage = torch.UntypedStorage._new_shared_cuda(*ast.literal_eval(sys.stdin.read()))\n"
+    "print(int(torch.empty(0, dtype=torch.int32, device='cuda').set_(storage).sum()))\n"
 )
 
 
@@ -121,18 +121,17 @@ def _memory_lock() -> Iterator[Finding]:
 
 def _sharing() -> Finding:
     """Whether another process can map this one's GPU memory."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
     try:
         shared = torch.ones(1 << 16, dtype=torch.int32, device="cuda")
-        data = pickle.dumps(reduce_tensor(shared))
+        handle = repr(shared.untyped_storage()._share_cuda_())  # numbers and bytes
         done = subprocess.run(
-            [sys.executable, "-c", _PEER], input=data, capture_output=True, timeout=60, check=False
-        )
-        seen = done.stdout.decode().strip()
+            [sys.executable, "-c", _PEER], input=handle, capture_output=True, encoding="utf-8", timeout=60,
+            check=False,
+        )  # fmt: skip
+        seen = done.stdout.strip()
         if seen == str(shared.numel()):
             return Finding(Level.OK, "shared memory", "another process can map the GPU's memory (CUDA IPC)")
-        reason = (done.stderr.decode().strip().splitlines() or [f"it read {seen or 'nothing'}"])[-1]
+        reason = (done.stderr.strip().splitlines() or [f"it read {seen or 'nothing'}"])[-1]
     except Exception as error:  # noqa: BLE001 - torch raises many kinds
         reason = f"{type(error).__name__}: {error}"
     advice = "Nothing needs it today. Containers need --ipc=host for it"
