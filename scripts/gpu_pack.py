@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -117,7 +118,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernel", help="sglang-kernel for another torch")
     parser.add_argument("--sglang", default="0.5.23")
     parser.add_argument("--limit", type=float, default=48.0, help="MiB that the archive may have")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/sglang-gpu-pack"), help="folder for wheels")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "sglang-gpu-pack", help="folder for wheels"
+    )
     parser.add_argument("--jit", type=Path, help="folder of kernels compiled for the target's card")
     given = parser.parse_args()
     if shutil.which(given.python) is None:

@@ -1,7 +1,7 @@
 """A simulated instance: SGLang's scheduler over the cache of `engine`, in passes of the cost model's length.
 
 Requests wait in the order in which they came. A pass computes as many of their tokens as a chunk has, cuts
-the last prompt where it has more, and takes as long as `cost_model.batch` says for what it computes; it also
+the last prompt where it has more, and takes as long as `cost_model.batch` says for these tokens; it also
 waits for the KV that is loaded for it, layer by layer. Between passes with prompts, answers grow by a token a
 step. A request is admitted when its prompt and its whole answer fit into HBM, so that none is retracted. As
 SGLang does, an instance refuses a prompt that HBM can never hold, and ends an answer where HBM ends.

@@ -1,7 +1,7 @@
 """Recorded loads: recordings of a router (`protocol.recording`) and Mooncake's traces, as sessions.
 
-A block's name becomes the tokens of the block, so that prompts share what they shared when they were
-recorded. No recorded choice or hit goes into the load: `agreement` compares it afterwards.
+A block's name becomes the tokens of the block, so that prompts share the same beginnings as when they
+were recorded. No recorded choice or hit goes into the load: `agreement` compares it afterwards.
 """
 
 from __future__ import annotations

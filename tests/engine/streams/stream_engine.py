@@ -9,8 +9,8 @@ The loops differ in how the scheduler's stream follows a pass (`Scheduler._apply
 
 - ``normal``: passes run on the scheduler's own stream, and its results are read at once;
 - ``overlap``: as soon as a pass is launched, the scheduler's stream waits for it;
-- ``graphs``: after a graph that decodes, it waits only until the pass has read what the scheduler shares
-  with it (`shared_read_done_event`): the KV of the pass is written later;
+- ``graphs``: after a graph that decodes, it waits only until the pass has read the memory that the scheduler
+  shares with it (`shared_read_done_event`): the KV of the pass is written later;
 - ``prefill``: `event_loop_overlap_disagg_prefill` waits for the pass once the result before it is processed;
   requests end with their prompts;
 - ``decode``: as ``graphs``; slots are filled by a NIC, behind the product's own fence.
