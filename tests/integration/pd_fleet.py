@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -47,6 +48,8 @@ PREFILL_IS_GONE = (
 WAS_GIVEN_UP = "this session is over|have another generation now|is unknown here"
 """Errors that a server gets when it goes on after the other side took it for dead."""
 RETURNED = "sglang_ext_pd_returned_tokens"
+SETTLED_SECONDS = 2.5
+"""Longer than between two updates of a scheduler's metrics."""
 TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))
 
 
@@ -111,6 +114,17 @@ class Rig:
 
 def count(server: ServerProcess, name: str) -> float:
     return sum(value for sample, value in server.metrics().items() if sample.startswith(name))
+
+
+def settled(server: ServerProcess, name: str) -> float:
+    """A counter once it stands still: schedulers publish their counts a moment after they made them, and on a
+    busy machine not all in one moment."""
+    last, since = count(server, name), time.monotonic()
+    while time.monotonic() - since < SETTLED_SECONDS:
+        time.sleep(0.2)
+        if (now := count(server, name)) != last:
+            last, since = now, time.monotonic()
+    return last
 
 
 def kill(server: ServerProcess) -> None:

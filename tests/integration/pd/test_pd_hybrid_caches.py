@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pd_fleet import RETURNED, FaultySpec, count, fault, nothing_is_left, prompt_of
+from pd_fleet import RETURNED, FaultySpec, count, fault, nothing_is_left, prompt_of, settled
 from test_pd_hybrids import ANSWER_TOKENS, LIMITS, STATES, WINDOWS, Kind, conversations
 
 from sglang_ext.testing.waiting import wait_until
@@ -68,14 +68,12 @@ class Keeping:
         """How much decode reads for a prompt."""
         decode = self.pd.decode[0]
         self.pd.wait_idle()
-        before = count(decode, READ)
+        before = settled(decode, READ)
         answer = self.generate(prompt)
         if expected is not None:
             assert_same(expected, answer)
-        # Metrics are a moment old.
-        wait_until(lambda: count(decode, READ) > before, seconds=10, what="bytes that were read")
-        self.pd.wait_idle()
-        return count(decode, READ) - before
+        wait_until(lambda: count(decode, READ) > before, seconds=30, what="bytes that were read")
+        return settled(decode, READ) - before
 
     def first_turn(self) -> None:
         """Hold a conversation's first turn with empty caches, and wait for its return."""
