@@ -40,8 +40,8 @@ PARTS = {
 """Parts of the run with their names; the output of the first is shown as it comes."""
 EXTRA = {"rdma": "RDMA tests", "sources": "tests of the compiled modules, with their sources"}
 """Further runs, of all tests only."""
-NEW_EXAMPLES = "--new-examples"
-"""The one argument that selects no tests."""
+UNSELECTIVE = {"--new-examples", "--cpu-seconds"}
+"""The arguments that select no tests."""
 FAST = "--fast"
 SHARES = {"fleets": 1, "servers": 1, "moving": 1, "others": 1}
 """Into how many processes each part is divided. Two cores are busy with four."""
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
         reaper = threading.Thread(target=reap_orphans, args=(running, starting, over), name="reaper")
         reaper.start()
         try:
-            if not set(arguments) - {NEW_EXAMPLES}:
+            if not set(arguments) - UNSELECTIVE:
                 running[PARTS["others"]].wait()
                 with starting:
                     running[EXTRA["rdma"]] = start_rdma(rdma_log)
