@@ -42,6 +42,9 @@ GRACE_SECONDS = 1.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """For torch, of a server that shares a machine with others: threads spin while they wait for one another's
 share of a tiny operator, and where other processes want the cores, spinning takes most of their time."""
+HBM_TOKENS = 16_384
+"""Of a server whose flags name no size: SGLang's own choice is most of the machine's memory, and filling it
+with zeros takes most of a tiny server's start."""
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -81,11 +84,12 @@ class ServerSpec:
         # SGLang's default is a port that the system also gives to connections, and is bound much later. The
         # replicas of a server each need another one.
         nccl_port = () if "--dp-size" in self.flags else ("--nccl-port", str(free_port()))
+        size = () if "--max-total-tokens" in self.flags else ("--max-total-tokens", str(HBM_TOKENS))
         return [
             *(sys.executable, *self.run),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
             *("--host", host, "--port", str(port)),
-            *(*nccl_port, *self.flags),
+            *(*nccl_port, *size, *self.flags),
         ]
 
 
