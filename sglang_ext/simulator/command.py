@@ -98,7 +98,8 @@ class Arguments(Flagged):
         "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance), hbm and "
         "dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), prefill and decode (instances), "
         "pd_caching, chunk, running, network (of an instance, bytes/s), lag_ms, fetch, hints, tenants, "
-        "most_running, failures (an hour), restart_s, layers; of policies: queue_weight, exec_weight, "
+        "most_running, failures (an hour), restart_s, layers; of a recording: observed, closed; of policies: "
+        "queue_weight, exec_weight, "
         "cache_threshold, balance_abs, balance_rel, balance_cache; for agents in a closed loop: crowd (times "
         "what HBM holds), seconds, pause_s, pause_spread, program_share, learnt_hints.",
         metavar="LIST",
@@ -178,7 +179,8 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
             policy=trace.policy or settings.policy,
             tenants=1 + max((each.tenant for each in trace.sessions), default=0),
             hbm=sizes.get("hbm", settings.hbm),
-            dram=sizes.get("dram", settings.dram),
+            dram=sizes.get("dram", 1 if sizes else settings.dram),
+            disk=sizes.get("disk", settings.disk),
             **trace.settings,
         )
     named: dict[str, Any] = {

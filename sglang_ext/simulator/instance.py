@@ -68,6 +68,10 @@ class Job:
     owned: int = 0
     """Slots that are its own."""
     admitted_at: float = 0.0
+    came_at: float = 0.0
+    """Moments: when it came, when its first pass began, and when its last one had ended."""
+    began_at: float = 0.0
+    computed_at: float = 0.0
     observed: Observed | None = None
     """The times that it takes, from ``arrived`` on; else the cost model's."""
     arrived: float = 0.0
@@ -167,6 +171,7 @@ class Instance:
     def submit(self, job: Job) -> None:
         """A request has come. `PromptTooLong` is set where its prompt can never be computed."""
         self.work.requests += 1
+        job.came_at = self._loop.time()
         if job.observed is not None:
             self._replaying[job] = None
             self._loop.call_at(job.arrived + job.observed.began_s, self._replay, job)
@@ -467,7 +472,8 @@ class Instance:
         lengths = [(new, job.computed) for job, new in batch]
         for new, context in lengths:
             passes = passes.adding(new, context)
-        computing_s = passes.seconds
+        # What is around a pass overlaps the next one; the router's part of the simulation has it.
+        computing_s = passes.seconds - self._model.execution.around_s
         loading_s = engine.copier.loads_left_s()
         engine.prefill_clock.prefill_begins(lengths, loads=loading_s > 0)
         # The last layer's KV arrives when all is loaded, and that layer is still to be computed then.
@@ -477,6 +483,9 @@ class Instance:
         self.work.computed_tokens += sum(new for new, _ in lengths)
         self.work.busy_s += seconds
         self._computing = True
+        now = self._loop.time()
+        for job, _ in batch:
+            job.began_at = job.began_at or now
         if self._turn_at is not None:
             self._turn_at.cancel()
         self._turn_at = self._loop.call_later(seconds, self._computed, batch)
@@ -495,6 +504,7 @@ class Instance:
                 self._cut = job
                 continue
             if not job.first.done():
+                job.computed_at = self._since
                 job.first.set_result(None)
             if job.hands_over:
                 self._offered[job] = None

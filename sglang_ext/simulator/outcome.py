@@ -24,10 +24,20 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The instance of a request, and the tokens of its prompt that were found there, by tier."""
+    """The instance of a request, the tokens of its prompt that were found there, by tier, and its times.
+
+    hits: by the tier's name. stages: seconds by the names of ``STAGES``; empty where they are not known.
+    """
 
     instance: str
     hits: Mapping[str, int]
+    stages: Mapping[str, float] = field(default_factory=dict)
+
+
+STAGES = ("way", "queue", "prefill", "transfer", "decode")
+"""Of a request: HTTP, tokenizer and routing; waiting in the router and for the first pass with its prompt;
+its passes, with the loads that they wait for; from the last of them until the instance that decodes begins;
+and from the first token to the last. The sum is the time to the last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.simulator.agents import Channels
 from sglang_ext.simulator.instance import Instance, Job, PromptTooLong
-from sglang_ext.simulator.outcome import Decided, Outcome, Served
+from sglang_ext.simulator.outcome import STAGES, Decided, Outcome, Served
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.simulator.workload import Session, Turn
@@ -231,6 +231,7 @@ class SimulatedRouter:
             PromptTooLong: its HBM cannot hold the prompt.
         """
         name, lag_s = placed.instance, self._settings.lag_ms / 1e3
+        way_s = lag_s if turn.observed is not None else lag_s + self._model.execution.around_s
         queued = max(0, flight.units - placed.matched)
         sending = self.costs.sending(
             name, queued, placed.matched, streams=True, estimate=flight.record.estimate
@@ -242,7 +243,7 @@ class SimulatedRouter:
             job.observed = turn.observed
             job.arrived = arrived
         with self.fleet.carrying(name, queued) as load, sending as first_byte:
-            self._loop.call_later(lag_s, self._submit, name, job)
+            self._loop.call_later(way_s, self._submit, name, job)
             with load.until_lost():
                 await job.first
             load.answered()
@@ -255,7 +256,7 @@ class SimulatedRouter:
             with load.until_lost():
                 await job.last
             self.index.confirm(prompt.namespace, job.key + job.answer, name)
-        self._answered(flight, turn, job, name, arrived, first, self._clock.monotonic() + back_s)
+        self._answered(flight, turn, job, job, name, arrived, first, self._clock.monotonic() + back_s)
 
     async def _pair(
         self, flight: Flight, placed: Placement, prompt: Encoded, turn: Turn, arrived: float
@@ -281,7 +282,8 @@ class SimulatedRouter:
             with self.fleet.carrying(decode, 0) as load, sending as first_byte:
                 with self.fleet.carrying(name, queued) as before:
                     flight.failed = name
-                    self._loop.call_later(lag_s, self._submit, name, half)
+                    way_s = lag_s + self._model.execution.around_s
+                    self._loop.call_later(way_s, self._submit, name, half)
                     with before.until_lost():
                         await half.first
                 flight.failed = decode
@@ -306,12 +308,21 @@ class SimulatedRouter:
                 first_half.handed_over(half)
         flight.failed = None
         job.hits = half.hits
-        self._answered(flight, turn, job, name, arrived, first, self._clock.monotonic() + lag_s)
+        self._answered(flight, turn, job, half, name, arrived, first, self._clock.monotonic() + lag_s)
 
     def _answered(
-        self, flight: Flight, turn: Turn, job: Job, name: str, arrived: float, first: float, last: float
+        self,
+        flight: Flight,
+        turn: Turn,
+        job: Job,
+        computed: Job,
+        name: str,
+        arrived: float,
+        first: float,
+        last: float,
     ) -> None:
-        """A request has its whole answer. name: of the instance that has computed the prompt."""
+        """A request has its whole answer. name: of the instance that has computed the prompt, as ``computed``
+        there."""
         self._outcome.answered(
             arrived, first, last, job.tokens, job.output, job.hits, name, str(flight.record.reason)
         )
@@ -319,7 +330,8 @@ class SimulatedRouter:
             self._note(flight, turn, job, arrived, first)
         if turn.id:
             hits = {tier.name: tokens for tier, tokens in job.hits.items() if tokens}
-            self._outcome.decided[turn.id] = Decided(name, hits)
+            stages = {} if job.observed is not None else _stages(flight, computed, arrived, first, last)
+            self._outcome.decided[turn.id] = Decided(name, hits, stages)
         reused = sum(job.hits.values())
         self._outcome.saved_s += self._model.exec_s(job.tokens, 0) - self._model.exec_s(
             job.tokens - reused, reused
@@ -384,3 +396,12 @@ class SimulatedRouter:
             await self._clock.sleep(await self.advisor.round())
             while self.index.tidy():  # a router goes on at once while there is more
                 pass
+
+
+def _stages(flight: Flight, job: Job, arrived: float, first: float, last: float) -> dict[str, float]:
+    """The times of a request (``outcome.STAGES``). job: where its prompt was computed."""
+    queue_s = flight.record.queued_s + job.began_at - job.came_at
+    prefill_s = job.computed_at - job.began_at
+    transfer_s = max(0.0, flight.record.first_byte - job.computed_at) if flight.record.first_byte else 0.0
+    way_s = first - arrived - queue_s - prefill_s - transfer_s
+    return dict(zip(STAGES, (way_s, queue_s, prefill_s, transfer_s, last - first), strict=True))

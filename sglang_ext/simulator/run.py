@@ -71,7 +71,7 @@ def simulate(
     try:
         names = () if trace is None else trace.instances
         if sessions is None and trace is not None:
-            sessions = iter(trace.sessions)
+            sessions = trace.load(observed=settings.observed, closed=settings.closed)
         closed = sessions is None and settings.crowd > 0
         load = sessions or (crowd(settings) if closed else mixed(settings))
         run = Simulation(checked(settings), model or CostModel(), loop, load, names)

@@ -47,6 +47,11 @@ class Settings:
     """Bytes a second of an instance's network, in each direction."""
     fetch: bool = True
     """Instances fetch KV from each other."""
+    observed: bool = True
+    """Requests of a recording take the times that were observed; off: those of the cost model."""
+    closed: bool = False
+    """Requests of a recorded session come after the answer to the one before, and after the recorded pause;
+    off: at the recorded moments."""
     hints: float = 0.0
     """Share of turns that are announced when the turn before has ended."""
     tenants: int = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import orjson
@@ -26,9 +26,10 @@ from sglang_ext.protocol.recording import (
     names_of,
     read_recording,
 )
-from sglang_ext.simulator.outcome import Decided
+from sglang_ext.router.policies.base import Role
+from sglang_ext.simulator.outcome import STAGES, Decided
 from sglang_ext.simulator.settings import BLOCK_TOKENS
-from sglang_ext.simulator.workload import Announcement, Observed, Turn
+from sglang_ext.simulator.workload import Announcement, Observed, Session, Turn
 
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
@@ -62,11 +63,25 @@ class TracedSession:
 
 
 @dataclass
+class SessionInTurn:
+    """The requests of a recorded session, each sent after the answer to the one before: a `Session`."""
+
+    name: str
+    tenant: int
+    start_s: float
+    requests: list[Turn] = field(default_factory=list)
+
+    def turns(self) -> Iterator[Turn]:
+        return iter(self.requests)
+
+
+@dataclass
 class Trace:
     """A recorded load, and the fleet that served it.
 
-    policy, settings, instances, tiers: of a recording; the blocks that each tier can hold. decided: the
-    instance and the tokens found of each request, by the name of its turn.
+    policy, settings, instances, tiers: of a recording; the blocks that each tier can hold, the prefill
+    instances first. decided: the instance, the tokens found and the times of each request, by the name of its
+    turn.
     """
 
     policy: str = ""
@@ -80,6 +95,33 @@ class Trace:
     sessions: list[TracedSession] = field(default_factory=list)
     announcements: list[Announcement] = field(default_factory=list)
     decided: dict[str, Decided] = field(default_factory=dict)
+
+    def load(self, *, observed: bool, closed: bool) -> Iterator[Session]:
+        """Its requests, in the order of their arrivals or of the beginnings of their sessions.
+
+        Args:
+            observed, closed: see ``Settings``.
+        """
+        if not closed:
+            for each in self.sessions:
+                yield each if observed else replace(each, turn=replace(each.turn, observed=None))
+            return
+        found: dict[str, SessionInTurn] = {}
+        ended: dict[str, float] = {}
+        for each in self.sessions:
+            session = found.setdefault(each.name, SessionInTurn(each.name, each.tenant, each.start_s))
+            pause_s = max(0.0, each.start_s - ended.get(each.name, each.start_s))
+            took_s = 0.0 if each.turn.observed is None else each.turn.observed.last_s
+            ended[each.name] = each.start_s + took_s
+            times = each.turn.observed if observed else None
+            session.requests.append(replace(each.turn, think_s=pause_s, observed=times))
+        yield from found.values()
+
+    def at_rate(self, factor: float) -> Trace:
+        """The same with so many times the arrivals in a time."""
+        sessions = [replace(each, start_s=each.start_s / factor) for each in self.sessions]
+        hints = [replace(each, at_s=each.at_s / factor) for each in self.announcements]
+        return replace(self, sessions=sessions, announcements=hints)
 
 
 def read_trace(lines: Iterable[bytes]) -> Trace:
@@ -130,18 +172,34 @@ def _recording(lines: Iterator[bytes]) -> Trace:
         )
         if line.choices:
             hits = {tier: tokens for tier, tokens in line.tiers.items() if tokens}
-            trace.decided[turn.id] = Decided(line.choices[-1].instance, hits)
+            trace.decided[turn.id] = Decided(line.choices[-1].instance, hits, _stages(line))
     for hint in hints:
         tenant = tenants.setdefault(hint.tenant, len(tenants))
         key = _tokens(names_of(hint.prompt.names), hint.prompt.tokens, "hint")
         trace.announcements.append(Announcement(hint.at - zero, hint.session, tenant, key, hint.lead_s))
-    trace.instances = tuple(members)
+    trace.instances = tuple(sorted(members, key=lambda name: members[name].role != Role.PREFILL.value))
+    roles = Counter(line.role for line in members.values())
+    if roles[Role.PREFILL.value] and roles[Role.DECODE.value]:
+        trace.settings |= {role.value: roles[role.value] for role in (Role.PREFILL, Role.DECODE)}
     sizes = [{name: fill.size for name, fill in line.tiers.items()} for line in members.values()]
     trace.kinds = {name: line.kv for name, line in members.items() if line.kv}
     if chunk := min((line.chunk for line in members.values()), default=0):
         trace.settings["chunk"] = chunk
     trace.tiers = {name: min(size.get(name, 0) for size in sizes) for name in (sizes[0] if sizes else {})}
     return trace
+
+
+def _stages(line: Request) -> dict[str, float]:
+    """The times of a request, if they were recorded (``outcome.STAGES``)."""
+    first_s, stages = line.first_byte_s, line.stages
+    if first_s is None or "prefill" not in stages:
+        return {}
+    queue_s = line.queued_s + stages.get("prefill_queue", 0.0)
+    transfer_s = stages.get("transfer", 0.0) + stages.get("decode_queue", 0.0)
+    way_s = first_s - queue_s - stages["prefill"] - transfer_s
+    return dict(
+        zip(STAGES, (way_s, queue_s, stages["prefill"], transfer_s, line.ended_s - first_s), strict=True)
+    )
 
 
 def _settings(flags: Mapping[str, str | float]) -> dict[str, Any]:

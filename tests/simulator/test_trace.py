@@ -8,16 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cost_model import Batch, CostModel
+from sglang_ext.cost_model.model import DefaultExecution
 from sglang_ext.errors import ConfigError
 from sglang_ext.protocol.recording import Choice, Fill, Head, Member, Namer, Request, Writer
 from sglang_ext.simulator import command
+from sglang_ext.simulator.outcome import STAGES
 from sglang_ext.simulator.run import simulate, url
 from sglang_ext.simulator.settings import Settings, changed
 from sglang_ext.simulator.trace import Trace, TracedSession, read_trace
-from sglang_ext.simulator.workload import mixed
+from sglang_ext.simulator.workload import Observed, Turn, mixed
 
 FLEET = changed(Settings(), "instances=3,requests=250,policy=prompt-tree,hbm=700,dram=2000,rate=3,fetch=off")
 ARRIVALS_S = 0.3
+
+
+class Around(DefaultExecution):
+    """With half a second around each pass."""
+
+    around_s = 0.5
+
+    def batch_s(self, batch: Batch) -> float:
+        return super().batch_s(batch) + self.around_s
 
 
 def load() -> Trace:
@@ -126,6 +138,84 @@ def test_the_command_takes_the_fleet_of_a_recording(
     assert found["settings"]["as given"]["instances"] == 3
     assert found["settings"]["dram=2x"]["dram"] == 4000
     assert found["outcomes"]["as given"]["agreement"]["instance"] >= 0.95
+
+
+def test_a_replay_by_the_cost_model_has_the_times_of_each_stage(recording: bytes) -> None:
+    trace = read_trace(recording.splitlines(keepends=True))
+    outcome = simulate(replace(FLEET, observed=False), trace=trace)
+    assert outcome.requests == FLEET.requests
+    sums = sorted(sum(each.stages.values()) for each in outcome.decided.values())
+    assert sums == pytest.approx(sorted(outcome.jct))
+    for each in outcome.decided.values():
+        assert tuple(each.stages) == STAGES
+        assert min(each.stages.values()) >= 0.0
+        assert each.stages["way"] == pytest.approx(2 * FLEET.lag_ms / 1e3)
+        assert each.stages["transfer"] == 0.0
+
+
+def test_what_is_around_a_pass_delays_its_request_and_no_other() -> None:
+    """Of two prompts that come at once, the second waits for the first one's pass alone."""
+    key = bytes(range(64)) * 40
+    turns = [Turn(key, b"abcd", id=id) for id in "01"]
+    trace = Trace(sessions=[TracedSession(turn.id, 0, 0.0, turn) for turn in turns])
+    settings = replace(FLEET, instances=1, requests=2, chunk=640)
+    model = CostModel()
+    before = simulate(settings, model, trace).decided
+    model.execution = Around()
+    after = simulate(settings, model, trace).decided
+    for id in before:
+        for stage in ("queue", "prefill", "decode"):
+            assert after[id].stages[stage] == pytest.approx(before[id].stages[stage]), stage
+        assert after[id].stages["way"] == pytest.approx(before[id].stages["way"] + Around.around_s)
+    assert max(each.stages["queue"] for each in after.values()) > 0.05
+
+
+def test_requests_of_a_session_come_after_their_answers() -> None:
+    """A recorded pause of 2 s stays one, however long the answer takes now."""
+    observed = Observed(0.0, 0.1, 0.2, 0.2, 1.0)
+    turns = [Turn(bytes(range(64)) * 20, b"abcd" * 30, id=id, observed=observed) for id in "01"]
+    trace = Trace(sessions=[TracedSession("one", 0, 3.0 * n, turn) for n, turn in enumerate(turns)])
+    settings = replace(FLEET, instances=1, requests=2, observed=False, closed=True)
+    found = simulate(settings, trace=trace)
+    assert found.jct[0] > 0.3
+    assert found.arrivals[1] - found.arrivals[0] == pytest.approx(found.jct[0] - FLEET.lag_ms / 1e3 + 2.0)
+    (session,) = trace.load(observed=True, closed=True)
+    assert [(turn.think_s, turn.observed) for turn in session.turns()] == [(0.0, observed), (2.0, observed)]
+    again = simulate(replace(settings, closed=False), trace=trace)
+    assert again.arrivals[1] - again.arrivals[0] == pytest.approx(3.0)
+
+
+def test_more_arrivals_in_a_time(recording: bytes) -> None:
+    trace = read_trace(recording.splitlines(keepends=True))
+    faster = trace.at_rate(1.25)
+    assert faster.sessions[100].start_s == pytest.approx(trace.sessions[100].start_s / 1.25)
+    assert faster.sessions[100].turn == trace.sessions[100].turn
+
+
+def test_pairs_of_a_recording_are_simulated_as_pairs(recording: bytes) -> None:
+    rows = [json.loads(line) for line in recording.splitlines()]
+    members = [row for row in rows if row["type"] == "member"]
+    for row, role in zip(members, ("decode", "decode", "prefill"), strict=True):
+        row["role"] = role
+    trace = read_trace([json.dumps(row).encode() + b"\n" for row in rows])
+    assert trace.instances[0] == members[2]["instance"]
+    settings = command.settings_of(command.Arguments(), trace)
+    assert (settings.prefill, settings.decode) == (1, 2)
+    found = simulate(replace(settings, observed=False, requests=60, policy="cost"), trace=trace)
+    assert {each.instance for each in found.decided.values()} == {members[2]["instance"]}
+    assert all(each.stages["transfer"] > 0 for each in found.decided.values())
+
+
+def test_stages_that_were_recorded_are_kept(recording: bytes) -> None:
+    rows = [json.loads(line) for line in recording.splitlines()]
+    request = next(row for row in rows if row["type"] == "request")
+    stages = {"route": 0.01, "prefill_queue": 0.02, "prefill": 0.1, "transfer": 0.03, "decode_queue": 0.01}
+    request |= {"first_byte_s": 0.2, "ended_s": 0.5, "stages": stages}
+    trace = read_trace([json.dumps(row).encode() + b"\n" for row in rows])
+    found = trace.decided[trace.sessions[0].turn.id].stages
+    expected = {"way": 0.04, "queue": 0.02, "prefill": 0.1, "transfer": 0.04, "decode": 0.3}
+    assert found == pytest.approx(expected)
+    assert not trace.decided[trace.sessions[1].turn.id].stages
 
 
 def test_a_mooncake_trace_is_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
