@@ -8,16 +8,14 @@ from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.peers.fetch_results import FetchEnd, FetchResult
 from sglang_ext.engine.planners import Planner
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
-from sglang_ext.protocol.agent import Advise, Export, Fetch, Park, Parked, PeerDead, Unpark, Watch
+from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
 from sglang_ext.wire import Message
 
 logger = logging.getLogger(__name__)
 
-WHY_NOT_MOVED = "requests of models with windows or states are not moved"
-
 
 class Refusals(Planner):
-    """Behind the planners that fetch and move, and in front of those that take hints.
+    """Behind the planners that fetch, and in front of those that take hints.
 
     Args:
         hints: whether a planner takes them.
@@ -33,13 +31,11 @@ class Refusals(Planner):
                 self._replies.reply_to_fetch(FetchResult(message.id, False, FetchEnd.REFUSED))
             case Advise() if not self._hints:
                 self._replies.reply_to_hint(PrefetchResult(message.id, PrefetchEnd.DROPPED, 0, 0))
-            case Park():
-                self._replies.reply_to_move(Parked(self._replies.epoch, message.id, why=WHY_NOT_MOVED))
-            case Export() | Watch():
-                # Without an answer: the peer that would read, or the moved request, goes on by itself.
+            case Export():
+                # Without an answer: the peer that would read goes on by itself.
                 logger.warning("refused a router's command %s", type(message).__name__)
-            case PeerDead() | Unpark():
-                pass  # nothing is held for peers, and no request is parked
+            case PeerDead():
+                pass  # nothing is held for peers
             case _:
                 return False
         return True

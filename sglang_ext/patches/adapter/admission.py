@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sglang_ext.engine.cache.refusals import WHY_NOT_MOVED
 from sglang_ext.geometry import BIDIRECTIONAL
 from sglang_ext.keys import GROUP_TOKENS
 from sglang_ext.tiered_store.hicache import FIELD as HICACHE_FILES
@@ -305,11 +304,6 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
             reason = f"{TRANSFER_FLAG} with {flag} does not serve models with {_kind(facts)}. {way_out}"
             return reason + _whole_windows(facts)
     return None
-
-
-def unmoved(facts: Facts) -> str | None:
-    """Why a running request is not moved to another instance; None when it is. Routers get it in reply."""
-    return WHY_NOT_MOVED if facts.is_hybrid else None
 
 
 def _differs_on_decode(facts: Facts) -> bool:

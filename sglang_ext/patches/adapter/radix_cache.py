@@ -218,6 +218,27 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         own = [(max(start, protected), end) for start, end in ranges if end > protected]
         super().free_kv_row(kv, own)
 
+    # -- of requests that are moved -----------------------------------------------------------------
+
+    def stop(self, req: Req) -> None:
+        """The tree takes the whole blocks; the rest is computed again wherever the request goes on."""
+        current.release(req, self, keep=True)
+
+    def copied(self, req: Req, tokens: bytes) -> bool:
+        """Whether DRAM has copies of a stopped request's blocks, if others can have them from there."""
+        if self.write_down is None or self.peers is None:
+            return True
+        path = self.tree.match(self.rows.namespace_of(req), tokens).path
+        return self.write_down.incomplete().isdisjoint(path)
+
+    def of_weights_in_use(self, req: Req) -> bool:
+        """See `RequestRows.namespace_of`."""
+        return self.rows.namespace_of(req) is not None
+
+    def tenant_of(self, req: Req) -> tuple[str | None, str | None]:
+        """The ``extra_key`` and ``cache_salt`` with which a request came."""
+        return req.extra_key, req.cache_salt
+
     # -- eviction and locks ---------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:

@@ -12,7 +12,7 @@ from sglang_ext.engine.hybrid.store import Promotion
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.disk_hints import AT_ONCE, MOST_WAITING, DiskHints, Known
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
-from sglang_ext.protocol.agent import Advise, Export, Fetch, FetchSpan, Park, PeerDead, Source, Withdraw
+from sglang_ext.protocol.agent import Advise, Export, Fetch, FetchSpan, PeerDead, Source, Withdraw
 
 
 class FakeStore:
@@ -115,7 +115,7 @@ class Recorded(Replies):
     def reply_to_hint(self, result: Any) -> None:
         self.sent.append(result)
 
-    reply_to_fetch = reply_to_move = reply_to_hint
+    reply_to_fetch = reply_to_hint
 
 
 def test_other_commands_are_answered_as_refused() -> None:
@@ -124,14 +124,12 @@ def test_other_commands_are_answered_as_refused() -> None:
     span = FetchSpan(Source(("h:1",), "x"), 16)
     for message in (
         Fetch("f", b"", (span,)),
-        Park("p", "r"),
         Advise("a", b""),
         Export("e", b""),
         PeerDead("i"),
     ):
         assert refusals.takes_command(message, 0.0)
-    fetched, parked, advised = replies.sent
+    fetched, advised = replies.sent
     assert (fetched.id, fetched.how.value) == ("f", "refused")
-    assert (parked.id, bool(parked.why), parked.resume) == ("p", True, None)
     assert (advised.id, advised.end) == ("a", PrefetchEnd.DROPPED)
     assert not Refusals(replies, hints=True).takes_command(Advise("a", b""), 0.0)

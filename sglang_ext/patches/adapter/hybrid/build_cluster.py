@@ -78,7 +78,7 @@ def join_cluster(
         planners = [exchange.peers, exchange.transfers, *planners]
     if announcing is not None:
         planners += [announcing, announcing.feed]
-    cache.join(planners, announcing, commands)
+    cache.join(planners, announcing, commands, replies=replies, ranks=ranks)
     if isinstance(replies, RouterCommands):
         kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
         attach_agent(

@@ -29,11 +29,13 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_ext.engine.cache.faults import CacheFaults
 from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.hybrid.components import FULL
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.movers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.peers.peer_kv import Peers
 from sglang_ext.engine.planners import P, Planner, find
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import encode_tokens
@@ -41,6 +43,8 @@ from sglang_ext.patches.adapter.command import RankCommands
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing
 from sglang_ext.patches.adapter.hybrid.chunks import Chunks
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_name
+from sglang_ext.patches.adapter.migration.migration import Migration
+from sglang_ext.patches.seams import current
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
@@ -64,7 +68,8 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     dram = None
     """Of the plain cache; beam search is refused by SGLang itself for these models."""
-    migration = None
+    migration: Migration | None = None
+    """Stops requests that go on elsewhere, and goes on with such, where a router can ask for it."""
     retracting = None
     command_queue: RankCommandQueue | None = None
     uses_storage = False
@@ -76,6 +81,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().__init__(params)
         self.store: HybridStore | None = None
         self.weights = Weights()
+        self.ranks = Ranks()
         self.faults = CacheFaults()
         self.listeners = Listeners()
         self.commands = RankCommands(self)
@@ -101,7 +107,7 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     ) -> None:
         """Reach a store below HBM. Once, before requests come."""
         self.init_cache_linker(linker)
-        self.store, self.weights = linker.store, weights
+        self.store, self.weights, self.ranks = linker.store, weights, linker.store.ranks
         self.uses_storage = linker.store.has_disk
         self.faults = CacheFaults(strict=check)
         self._check_when_idle = check
@@ -112,13 +118,22 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         planners: Sequence[Planner],
         announcing: Announcing | None = None,
         commands: RankCommandQueue | None = None,
+        *,
+        replies: Replies | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Be a member of a cluster. Once, before requests come.
 
         Args:
             planners: in the order in which they take commands and steps.
             announcing, commands: in rank 0.
+            replies: to routers, which may have running requests moved; None without a router.
+            ranks: of the instance; None for those of the store.
         """
+        self.ranks = self.ranks if ranks is None else ranks
+        if replies is not None:
+            self.migration = Migration(self, replies)
+            self.commands = RankCommands(self, self.migration)
         self.planners, self.announcing, self.command_queue = tuple(planners), announcing, commands
         self.peers = self.find(Peers)
         self.uses_storage = self.uses_storage or self.peers is not None
@@ -194,6 +209,36 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         lock = self.inc_lock_ref(node).to_dec_params()
         self._linker.offload([PoolTransfer(name=PoolName.MAMBA, device_indices=state, keys=[name])])
         self.linker.pending_offloads.append(_PendingOffload(node, lock, []))
+
+    # -- of requests that are moved ---------------------------------------------------------------
+
+    def stop(self, req: Req) -> None:
+        """The tree takes over the whole pages, the window and the state of a running request; the rest is
+        computed again wherever it goes on.
+
+        SGLang hands a state over to the tree at the end of a request only, so this is such an end to it.
+        """
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        req.finished_reason = FINISH_ABORT("stopped")
+        try:
+            current.release(req, self, keep=True)
+        finally:
+            req.finished_reason = None
+
+    def copied(self, req: Req, tokens: bytes) -> bool:
+        """An export waits for the copies of its blocks by itself."""
+        return True
+
+    def of_weights_in_use(self, req: Req) -> bool:
+        """Whether the request began with the weights in use, which have not changed since."""
+        _, weights = getattr(req, _BOUND, (None, ""))
+        return weights == self._weights_in_use and not req.skip_radix_cache_insert
+
+    def tenant_of(self, req: Req) -> tuple[str | None, str | None]:
+        """The ``extra_key`` and ``cache_salt`` with which a request came."""
+        own, _ = getattr(req, _BOUND, (req.extra_key, ""))
+        return own, req.cache_salt
 
     def _bind(self, req: Req, key: RadixKey) -> None:
         """Have a request find and leave KV of the weights that compute it. A node that a running request
@@ -288,8 +333,8 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def check_hicache_events(self) -> None:
         """Once per pass of the scheduler: take note of copies and reads that have ended on every rank."""
         self._keep_newest_states()
+        self.ranks.each_pass()
         if self.store is not None and self.linker is not None:
-            self.store.ranks.each_pass()
             self._take_note()
             if self.store.saving and self._is_short:
                 self._end_saves()

@@ -6,17 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from sglang_ext.engine.events.router_commands import Replies
 from sglang_ext.engine.pd.agent import Agent
-from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.pd.landing import PoolRows
+from sglang_ext.engine.peers.peer_kv import Peers
 from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.write_down import WriteDown
-from sglang_ext.radix_global import RadixTree
-
-if TYPE_CHECKING:
-    from sglang_ext.patches.adapter.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +22,24 @@ class MovesFrom(Protocol):
 
     scheduler: Any
     page_size: int
-    tree: RadixTree
     ranks: Ranks
-    write_down: WriteDown | None
-    peers: PeerKv | None
-    rows: RequestRows
+
+    @property
+    def peers(self) -> Peers | None:
+        """By which blocks go to other instances; None where that is not possible."""
+
+    def stop(self, req: Any) -> None:
+        """Take over what a running request has computed, and free its slots: it goes on from that, here or
+        elsewhere."""
+
+    def copied(self, req: Any, tokens: bytes) -> bool:
+        """Whether an export of a stopped request, with these tokens encoded, need not be waited for."""
+
+    def of_weights_in_use(self, req: Any) -> bool:
+        """Whether all KV of a request belongs to the weights that are in use."""
+
+    def tenant_of(self, req: Any) -> tuple[str | None, str | None]:
+        """The ``extra_key`` and ``cache_salt`` with which a request came."""
 
 
 class Transfers(Protocol):
@@ -38,6 +47,9 @@ class Transfers(Protocol):
 
     agent: Agent
     meeting: str
+
+    def beside_running(self, req: Any) -> tuple[PoolRows, ...]:
+        """The rows beside the pages of a request that decodes here."""
 
 
 class MovingRank:

@@ -86,10 +86,7 @@ class MovingOut:
         if manager is not None:
             self._offer(parked, manager)
             return
-        from sglang_ext.patches.seams import current
-
-        # The tree takes the whole blocks; the rest is computed again wherever it goes on.
-        current.release(req, self._rank.cache, keep=True)
+        self._rank.cache.stop(req)
         req.reset_for_retract()
 
     def unpark(self, message: Unpark) -> None:
@@ -125,7 +122,7 @@ class MovingOut:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
         if req.finished() or req.to_finish is not None:
             return "it has just ended"
-        if self._rank.manager is not None and self._rank.cache.rows.namespace_of(req) is None:
+        if self._rank.manager is not None and not self._rank.cache.of_weights_in_use(req):
             return "its KV is of several weights: they were updated while it ran"
         return obstacle(req, not scheduler.spec_algorithm.is_none())
 
@@ -144,7 +141,8 @@ class MovingOut:
         return True
 
     def _offer(self, parked: _Parked, manager: Transfers) -> None:
-        """Offer all pages of a request in a hand-over, as prefill does when it has computed a prompt."""
+        """Offer all pages of a request in a hand-over, as prefill does when it has computed a prompt, and the
+        rows of its window or state."""
         scheduler, req = self._rank.cache.scheduler, parked.req
         number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (
             BOOTSTRAP_ROOMS - 1
@@ -159,7 +157,8 @@ class MovingOut:
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len]
         page = self._rank.cache.page_size
         pages = row[::page].cpu().numpy().astype(np.int64) // page
-        sender.complete(parked.handover, pages, self._row(number, req))
+        beside = manager.beside_running(req)
+        sender.complete(parked.handover, pages, self._row(number, req), beside=beside)
         self._reply(parked, received=True, meeting=manager.meeting, bootstrap_room=number)
 
     def _row(self, number: int, req: Any) -> bytes:
@@ -180,25 +179,21 @@ class MovingOut:
 
     def _copied(self, parked: _Parked, now: float) -> bool:
         """Whether DRAM has copies of a request's blocks, as far as they are waited for."""
-        cache = self._rank.cache
-        if cache.write_down is None or cache.peers is None:
-            return True
-        path = cache.tree.match(cache.rows.namespace_of(parked.req), parked.tokens).path
-        return cache.write_down.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
+        return self._rank.cache.copied(parked.req, parked.tokens) or now - parked.since > COPY_SECONDS
 
     def _export(self, parked: _Parked) -> None:
         """Export the blocks of a request, if peers can fetch them, and send its state."""
         cache, req = self._rank.cache, parked.req
-        export = ""
+        export, (extra_key, cache_salt) = "", cache.tenant_of(req)
         if cache.peers is not None:
             export = parked.id
-            cache.peers.export(Export(export, parked.tokens, req.extra_key, req.cache_salt, EXPORT_SECONDS))
+            cache.peers.export(Export(export, parked.tokens, extra_key, cache_salt, EXPORT_SECONDS))
         self._reply(
             parked,
             received=False,
             tokens=parked.tokens,
-            extra_key=req.extra_key,
-            cache_salt=req.cache_salt,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
             export=export,
         )
 

@@ -91,6 +91,30 @@ def rows_beside(kinds: Sequence[str], indices: Sequence[Any]) -> tuple[PoolRows,
     return tuple(found.values())
 
 
+def running_indices(scheduler: Any, req: Any, kinds: Sequence[str]) -> list[Any]:
+    """SGLang's lists of indices of a request that decodes, as prefill names those of a prompt that it has
+    computed: the pages of the last window before its next token, and the slot of its state.
+
+    Args:
+        kinds: of the lists.
+    """
+    from sglang.srt.disaggregation.utils import kv_to_page_indices
+
+    table, allocator = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
+
+    def window() -> Any:
+        tokens, page = req.kv.kv_committed_len, allocator.page_size
+        first = max(0, tokens - scheduler.sliding_window_size) // page * page
+        slots = table.req_to_token[req.kv.req_pool_idx, first:tokens]
+        return kv_to_page_indices(allocator.get_kvcache().translate_loc_from_full_to_swa(slots), page)
+
+    def state() -> Any:
+        return table.req_index_to_mamba_index_mapping[req.kv.req_pool_idx].cpu().numpy()
+
+    read = {"swa": window, "mamba": state}
+    return [None if _POOLS[kind] is None else read[kind]() for kind in kinds]
+
+
 class AnyPrefill:
     """SGLang asks here whether it knows a prefill server's layout; the agent finds out, without being waited
     for.
@@ -204,6 +228,10 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
     def beside(self, state_indices: Sequence[Any] | None) -> tuple[PoolRows, ...]:
         """See `rows_beside`."""
         return rows_beside(self._kinds, state_indices or ()) if self._kinds else ()
+
+    def beside_running(self, req: Any) -> tuple[PoolRows, ...]:
+        """The rows beside the pages of a request that decodes here."""
+        return rows_beside(self._kinds, running_indices(PROCESS.scheduler, req, self._kinds))
 
     @property
     def supports_role_switch(self) -> bool:
