@@ -1,7 +1,7 @@
 """Running requests of models with windows or states are stopped at one scheduler and go on at another.
 
-Both prefill and decode. The first one's tree takes over what it has computed, and the second one fetches that by
-name. Each row that a model reads and each block in DRAM equals the oracle's, as in `test_oracle_store`.
+Both prefill and decode. The first one's tree takes over what it has computed, and the second one fetches that
+by name. Each row that a model reads and each block in DRAM equals the oracle's, as in `test_oracle_store`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from engine_hybrid_pools import MAMBA, SWA
 from engine_hybrid_store import Sizes
-from engine_hybrids import OVERLAP, SCENARIOS, HybridKind, HybridScenario
+from engine_hybrids import OVERLAP, SCENARIOS, HybridScenario
 from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
 from engine_pools import MODEL, WrongKvError, extend_chain
 from engine_scheduler import token_at

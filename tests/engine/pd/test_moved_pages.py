@@ -86,7 +86,10 @@ def moving(kind: PoolKind) -> Iterator[Moving]:
         replies = KeptReplies()
         ranks[0].cache.scheduler = scheduler_of(ranks[0], metadata)
         migration = Migration(ranks[0].cache, replies)
-        migration.transfer_by(SimpleNamespace(agent=agents[0], meeting=agents[0].address))  # type: ignore[arg-type]
+        manager: Any = SimpleNamespace(
+            agent=agents[0], meeting=agents[0].address, beside_running=lambda req: ()
+        )
+        migration.transfer_by(manager)
         found = Moving(*ranks, agents, migration, replies)
         # pytest keeps the yielded value; the agents' memory has to go with it.
         stack.callback(vars(found).clear)

@@ -93,20 +93,18 @@ def rows_beside(kinds: Sequence[str], indices: Sequence[Any]) -> tuple[PoolRows,
 
 def running_indices(scheduler: Any, req: Any, kinds: Sequence[str]) -> list[Any]:
     """SGLang's lists of indices of a request that decodes, as prefill names those of a prompt that it has
-    computed: the pages of the last window before its next token, and the slot of its state.
+    computed: the pages of the window before its next token, and the slot of its state.
 
     Args:
         kinds: of the lists.
     """
-    from sglang.srt.disaggregation.utils import kv_to_page_indices
-
     table, allocator = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
 
     def window() -> Any:
         tokens, page = req.kv.kv_committed_len, allocator.page_size
         first = max(0, tokens - scheduler.sliding_window_size) // page * page
-        slots = table.req_to_token[req.kv.req_pool_idx, first:tokens]
-        return kv_to_page_indices(allocator.get_kvcache().translate_loc_from_full_to_swa(slots), page)
+        slots = table.req_to_token[req.kv.req_pool_idx, first:tokens:page]
+        return allocator.get_kvcache().translate_loc_from_full_to_swa(slots).cpu().numpy() // page
 
     def state() -> Any:
         return table.req_index_to_mamba_index_mapping[req.kv.req_pool_idx].cpu().numpy()
