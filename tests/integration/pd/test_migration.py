@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -276,10 +276,14 @@ async def asked_and_drained(
     client: Client,
     asked: list[tuple[str, Json]],
     enough: asyncio.Event | None = None,
+    standing: Callable[[], object] = lambda: None,
 ) -> list[asyncio.Task[Received]]:
     """Ask, and drain instance a in the middle of its answers: its scheduler stands still from the first words
     of one until the drain has begun, and is slow from then until a request has moved or it is enough. However
-    long the router and the other instance take, then, answers do not end before."""
+    long the router and the other instance take, then, answers do not end before.
+
+    standing: called while it stands still.
+    """
     source = router.members.member("a").url
     schedulers = next(each for each in fleet.servers if each.url == source).processes("sglang::scheduler")
     client.received.clear()
@@ -289,6 +293,7 @@ async def asked_and_drained(
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
     try:
+        await asyncio.to_thread(standing)
         await drain(router, "a")
         while not (await moved(router) > before or (enough is not None and enough.is_set())):
             assert not all(answer.done() for answer in answers), "no request was moved"
