@@ -139,6 +139,7 @@ def _pages(pools: str) -> dict[Column, Proof]:
         "fetch": Proof("oracle", fetch),
         "TP": Proof("oracle", f"{_RANKS}_of_large_pages"),
         "PD": Proof("oracle", moved),
+        "migration": Proof("oracle", f"{_MOVED_BY_NAME}[{pools}]"),
         "speculation": Proof("oracle", draft),
     }
 
@@ -148,7 +149,9 @@ _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP
     "TP": Proof("oracle", _RANKS)
 }
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
+_MOVED_ROWS = "engine/pd/test_moved_rows.py::test_all_of_a_moved_request_comes"
 _LATENT_MOVES: dict[Column, Proof] = {"migration": Proof("oracle", f"{_MOVED}[mla]")}
+_MOVED_BY_NAME = "engine/hybrid/test_oracle_moves.py::test_a_request_goes_on_at_another_scheduler"
 _DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
@@ -256,6 +259,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | {
                 "PD": _handed_over("windows"),
                 "return": _returned("windows-3"),
+                "migration": Proof("oracle", f"{_MOVED_ROWS}[window]"),
                 "DP": _replicas("tiny-spark"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
@@ -290,6 +294,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | {
                 "PD": _handed_over("states"),
                 "return": _returned("states-3"),
+                "migration": Proof("oracle", f"{_MOVED_ROWS}[states]"),
                 "speculation": Proof("oracle", _STATE_DRAFTS),
             },
         ),

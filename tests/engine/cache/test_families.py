@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.patches.adapter.admission import Facts, unmoved, unsupported
+from sglang_ext.patches.adapter.admission import Facts, unsupported
 from sglang_ext.patches.adapter.families import COLUMNS, TABLE, Column, Family, Proof, family_of
 
 TESTS = Path(__file__).parents[2]
@@ -49,12 +49,7 @@ ASKED: dict[Column, dict[str, Any]] = {
         "returns": True,
         "dram": True,
     },
-    "migration": {
-        "transfers": True,
-        "decode_keeps": True,
-        "disaggregation_mode": "decode",
-        "disaggregation_decode_enable_radix_cache": True,
-    },
+    "migration": {"dram": True},
     "hints": {"dram": True},
     "speculation": {"speculative_algorithm": "EAGLE"},
     "TP": {"dram": True},
@@ -78,8 +73,7 @@ def test_each_family_is_told_from_the_others() -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_what_the_table_lacks_is_refused_and_nothing_else(name: str, column: Column) -> None:
     facts = replace(Facts(**KEPT[name][0]), **ASKED[column])
-    # A router asks to move a request while the server runs.
-    reason = unsupported(facts) or (unmoved(facts) if column == "migration" else None)
+    reason = unsupported(facts)
     assert (reason is None) == (column in TABLE[name].cells), reason
     if reason is not None and not TABLE[name].cells:
         assert TABLE[name].refusal in reason

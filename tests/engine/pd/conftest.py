@@ -7,5 +7,3 @@ from sglang_ext.patches.versions import follows_hybrids, installed_sglang_versio
 collect_ignore = (
     [] if follows_hybrids(installed_sglang_version()) else ["test_pd_whole_requests.py", "test_moved_rows.py"]
 )
-    [] if follows_hybrids(installed_sglang_version()) else ["test_pd_whole_requests.py", "test_moved_rows.py"]
-)

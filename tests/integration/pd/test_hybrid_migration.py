@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,10 @@ from tests.support.servers.server import STRICT, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 
-MODELS = {"windows": WINDOWS, "states": STATES}
+MODELS = {
+    "windows": WINDOWS,
+    "states": replace(STATES, flags=(*STATES.flags, "--max-mamba-cache-size", "64")),
+}
 SERVERS = ("decode-windows", "decode-states", "colocated-windows", "colocated-states")
 
 
@@ -59,7 +63,7 @@ def fleet(
 
     def spec(name: str) -> ServerSpec:
         router = ("--kv-router", place.router_url(port), "--kv-instance-id", name, "--kv-check")
-        flags = (*FLAGS, *DRAM, *router, *model.flags, "--max-mamba-cache-size", "64")
+        flags = (*FLAGS, *DRAM, *router, *model.flags)
         if not apart:
             return ServerSpec(model=model.model, flags=flags, environment=STRICT)
         faults[name] = place.folder / name

@@ -17,10 +17,12 @@ The KV moves by the means that each kind of instance has anyway:
 
     decode       the source gives it as a prefill server does (`engine/pd/prefill_sender.py`): all pages of
                  prompt and answer in a hand-over, which the target joins as if they were a prompt. It reads
-                 the pages that it lacks, also where prefill pushes; nothing is computed again.
+                 the pages that it lacks, also where prefill pushes; nothing is computed again. The pages of a
+                 window and a state come beside them.
     colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and exports
-                 them (`peers/export.py`). The target fetches them (`peers/fetches.py`), and computes the
-                 rest: the end of the last block, or all, if nothing was to be had.
+                 them (`peers/export.py`; by name, with windows and states, `hybrid/exports.py`). The target
+                 fetches them (`peers/fetches.py`, `hybrid/fetches.py`), and computes the rest: the end of the
+                 last block, or all, if nothing was to be had.
 
 Before, while the request runs, the router has its prompt fetched where there is DRAM
 (``sglang_ext.router.dispatch.move_calls``).
