@@ -1,0 +1,1 @@
+"""Predicted times of the simulator beside those of real servers."""

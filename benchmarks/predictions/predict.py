@@ -1,0 +1,141 @@
+"""A recorded cell by the simulator: its arrivals and lengths, and the times of a profile of another run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from benchmarks.predictions.cells import PAIR, Cell, Ran
+from benchmarks.predictions.figures import Times
+from sglang_ext.cost_model import Batch, CostModel, Link, OperatorLevel, Profile
+from sglang_ext.cost_model.model import Execution
+from sglang_ext.simulator.command import Arguments, settings_of
+from sglang_ext.simulator.outcome import Decided
+from sglang_ext.simulator.run import simulate
+from sglang_ext.simulator.settings import Settings
+from sglang_ext.simulator.trace import Trace, read_trace
+from sglang_ext.tiers import Tier
+
+MARGIN: Final = 0.1
+"""By which the load is changed for the interval."""
+HINTED: Final = "disk-hints"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A recorded cell. counted: the requests that count, in the order of their arrivals."""
+
+    cell: Cell
+    trace: Trace
+    settings: Settings
+    counted: list[str]
+
+    @classmethod
+    def of(cls, ran: Ran) -> Replayed:
+        """The reference prefills behind the load are left out; those before it come first."""
+        trace = read_trace(ran.lines)
+        references, warm = ran.facts["references"], ran.facts["warm"]
+        trace.sessions = trace.sessions[: len(trace.sessions) - references]
+        ids = [each.turn.id for each in trace.sessions[references + warm :]]
+        settings = replace(settings_of(Arguments(), trace), observed=False, closed=ran.cell.closed)
+        settings = replace(settings, requests=len(trace.sessions))
+        if ran.cell.setup == PAIR:
+            settings = replace(settings, pd_caching=2)
+        if ran.cell.setup == HINTED and ran.cell.closed:
+            # Each turn is announced when it has ended, which is another moment in the simulation.
+            settings, trace.announcements = replace(settings, hints=1.0), []
+        return cls(ran.cell, trace, settings, ids)
+
+    @functools.cached_property
+    def truth(self) -> dict[str, Times]:
+        """By request; of those whose stages were recorded."""
+        return self._times(self.trace.decided)
+
+    def predicted(self, model: CostModel, rate: float = 1.0, **changes: float) -> dict[str, Times]:
+        """By request.
+
+        Args:
+            rate: arrivals in a time, in times of the recorded ones.
+            changes: of settings, as factors.
+        """
+        factors = {name: getattr(self.settings, name) * factor for name, factor in changes.items()}
+        settings = replace(self.settings, **factors, layers=layers_of(model) or self.settings.layers)
+        outcome = simulate(settings, model, self.trace if rate == 1.0 else self.trace.at_rate(rate))
+        return self._times(outcome.decided)
+
+    def _times(self, decided: dict[str, Decided]) -> dict[str, Times]:
+        sessions = {each.turn.id: each.name for each in self.trace.sessions}
+        return {
+            id: Times(sessions[id], found.stages, sum(found.hits.values()) - found.hits.get("hbm", 0))
+            for id in self.counted
+            if (found := decided.get(id)) is not None and found.stages
+        }
+
+
+def layers_of(model: CostModel) -> int:
+    """Of the profile's model; 0 where it does not know them."""
+    profile = model.profile
+    return 0 if profile is None or profile.operators is None else profile.operators.layers
+
+
+class Slower:
+    """An execution whose passes take ``factor`` times as long."""
+
+    def __init__(self, execution: Execution, factor: float) -> None:
+        self._execution, self._factor = execution, factor
+
+    @property
+    def around_s(self) -> float:
+        return self._factor * self._execution.around_s
+
+    def batch_s(self, batch: Batch) -> float:
+        return self._factor * self._execution.batch_s(batch)
+
+    def adding_s(self, batch: Batch) -> float:
+        return self._factor * self._execution.adding_s(batch)
+
+
+def slower(profile: Profile, factor: float) -> CostModel:
+    """The costs of a machine that is so many times slower."""
+    model = CostModel(_decoding(profile, factor))
+    model.execution = Slower(model.execution, factor)
+    return model
+
+
+def _decoding(profile: Profile, factor: float) -> Profile:
+    if profile.decode is None:
+        return profile
+    decode = msgspec.structs.replace(
+        profile.decode,
+        fixed_s=factor * profile.decode.fixed_s,
+        per_request_s=factor * profile.decode.per_request_s,
+    )
+    return msgspec.structs.replace(profile, decode=decode)
+
+
+def of_links(profile: Profile) -> CostModel:
+    """With twice the bandwidth of each tier and between instances."""
+    defaults = CostModel(profile)
+
+    def halved(seconds: Callable[[float], float]) -> Link:
+        fixed_s = seconds(0.0)
+        return Link(fixed_s, (seconds(1e9) - fixed_s) / 2e9)
+
+    tiers = {tier.name: halved(functools.partial(defaults.load_s, tier)) for tier in (Tier.DRAM, Tier.DISK)}
+    per_token = profile.kv_bytes_per_token
+    transfer = halved(lambda nbytes: defaults.transfer_s(round(nbytes / per_token)))
+    return CostModel(msgspec.structs.replace(profile, tiers=tiers, transfer=transfer))
+
+
+def of_memory(profile: Profile) -> CostModel | None:
+    """With twice the bandwidth of what a pass reads and writes, and of products; None without operators."""
+    level = profile.operators
+    if level is None:
+        return None
+    waves = msgspec.structs.replace(level.waves, flops_per_s=2 * level.waves.flops_per_s)
+    changed: OperatorLevel = msgspec.structs.replace(level, waves=waves)
+    return CostModel(msgspec.structs.replace(_decoding(profile, 0.5), operators=changed))
