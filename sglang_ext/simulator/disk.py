@@ -85,6 +85,7 @@ class NamedDisk(BlockTier):
         self._put: Counter[Outcome] = Counter()
         self._got: Counter[Outcome] = Counter()
         self.evicted = 0
+        """Blocks, since the process began."""
         self._watch: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda stored, removed: None
 
     @property
@@ -249,6 +250,15 @@ class NamedDisk(BlockTier):
     def names(self) -> list[bytes]:
         """Of all blocks."""
         return list(self._runs)
+
+    def restarted(self) -> None:
+        """The process has died and starts again: reads and writes under way are gone, the rest is there."""
+        for segment in self._segments.values():
+            segment.writers = 0
+            for run in segment.runs:
+                run.pins = 0
+        self._active = None
+        self.evicted = 0
 
     def stats(self) -> TierStats:
         size = self.layout.block_bytes

@@ -159,6 +159,7 @@ class Drive:
         name, epoch: of the instance.
         block_bytes: of a block.
         wake: called when something has been read or written.
+        disk: that the process before has left; a new one without it.
     """
 
     def __init__(
@@ -174,12 +175,13 @@ class Drive:
         clock: VirtualClock,
         network: Network,
         wake: Callable[[], None],
+        disk: NamedDisk | None,
     ) -> None:
         self._settings, self._clock, self._block_bytes = settings, clock, block_bytes
         layout = BlockLayout.uniform(
             n_layers=1, planes_per_layer=1, row_bytes=block_bytes // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
         )
-        self.tier = NamedDisk(settings.disk, layout, clock.wall)
+        self.tier = NamedDisk(settings.disk, layout, clock.wall) if disk is None else disk
         self.reading = SharedLink(f"{name} disk reads", settings.disk_read)
         self.writing = SharedLink(f"{name} disk writes", settings.disk_write)
         self._loader = TimedLoader(network, self.reading, clock.monotonic, wake)

@@ -32,6 +32,7 @@ from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog
 from sglang_ext.radix_global.sync.runs import packed
 from sglang_ext.simulator.copier import Copier
+from sglang_ext.simulator.disk import NamedDisk
 from sglang_ext.simulator.drive import Drive
 from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.memory import BlockCount, CountedSlots, SlotCount
@@ -51,6 +52,7 @@ class Engine:
         wires: to the other instances; None where nothing is fetched.
         wake: called when a copy or a read has ended.
         on_hint, on_fetch: take the results of hints and fetches.
+        disk: that the instance had before it was started again.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Engine:
         wake: Callable[[], None],
         on_hint: Callable[[PrefetchResult], None],
         on_fetch: Callable[[FetchResult], None],
+        disk: NamedDisk | None = None,
     ) -> None:
         self.ranks, self.weights = Ranks(), Weights()
         self.store = Store(RadixTree(BLOCK_TOKENS, clock=clock.monotonic))
@@ -90,7 +93,7 @@ class Engine:
         if settings.disk:
             self.drive = Drive(
                 name, epoch, settings, self.store, dram, arena.block_bytes, self.ranks, self.weights, clock,
-                network, wake,
+                network, wake, disk,
             )  # fmt: skip
             self.drive.tier.watch(self._on_names)
         self.dram = DramTier(

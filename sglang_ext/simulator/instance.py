@@ -26,6 +26,7 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Load
 from sglang_ext.radix_global import Node
 from sglang_ext.router.policies.base import Role
+from sglang_ext.simulator.disk import NamedDisk
 from sglang_ext.simulator.engine import Engine
 from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.peers import Arrivals, Wires
@@ -114,7 +115,8 @@ class Instance:
         name: its URL.
         number, epoch: of the instance, and of its start.
         published: called after each turn, to send the changes.
-        replies: take the results of hints and fetches.
+        on_hint, on_fetch: take the results of hints and fetches.
+        disk: that it had before it was started again.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Instance:
         on_hint: Callable[[PrefetchResult], None],
         on_fetch: Callable[[FetchResult], None],
         role: Role = Role.COLOCATED,
+        disk: NamedDisk | None = None,
     ) -> None:
         self.role = role
         self._keeps = role is not Role.DECODE or settings.pd_caching > 1
@@ -142,7 +145,7 @@ class Instance:
         self._batching = Batching(chunk=settings.chunk)
         own = wires if settings.fetch and role is not Role.DECODE else None
         self.engine = Engine(
-            name, epoch, settings, model, clock, loop, network, own, self.wake, on_hint, on_fetch
+            name, epoch, settings, model, clock, loop, network, own, self.wake, on_hint, on_fetch, disk
         )
         self._published = published
         self._waiting: deque[Job] = deque()

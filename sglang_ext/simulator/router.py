@@ -24,6 +24,7 @@ from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.pausing import Pausing
 from sglang_ext.router.dispatch.program_gate import ProgramGate
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
+from sglang_ext.router.endpoints.retry_budget import RetryBudget
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.hints.advisory_book import HintBook, HintLimits
@@ -59,6 +60,10 @@ sixteenth of it."""
 SENT = Sent(b"{}", "/generate", GENERATE)
 REQUEST = Request("POST", "/generate", "/generate")
 MOST_WAITING = 1 << 20
+MOST_LOST = 1
+"""An instance may have died of the request: it is sent to a second one, and not to a third."""
+RETRY_BUDGET = 0.8
+"""As ``--retry-budget`` is without being given."""
 PATIENCE_S = 3600.0
 """Turns of sessions wait as long as it takes."""
 SESSION_BYTES = 1 << 40
@@ -142,6 +147,7 @@ class SimulatedRouter:
             size=MOST_WAITING, patience_s=PATIENCE_S,
         )  # fmt: skip
         self._sessions = SessionMemory(SESSION_BYTES)
+        self._budget = RetryBudget(RETRY_BUDGET)
         self.pausing = Pausing(
             self.advisor, self._sessions, self.costs, self.gate, metrics, clock,
             share=settings.learnt_hints, longest_s=HintLimits().ttl_s,
@@ -173,9 +179,11 @@ class SimulatedRouter:
             admitted, [prompt], REQUEST, cast(Responder, None), record, SENT, prompt.units
         )  # nothing answers a client
         self.pausing.begins(flight)
+        self._budget.begin(self._clock.monotonic())
         try:
             return await self._carry(flight, prompt, turn, arrived)
         finally:
+            self._budget.end()
             self.pausing.ends(flight)
 
     async def _carry(self, flight: Flight, prompt: Encoded, turn: Turn, arrived: float) -> bool:
@@ -195,8 +203,14 @@ class SimulatedRouter:
             self.admission.leave()
 
     async def _attempts(self, flight: Flight, prompt: Encoded, turn: Turn, arrived: float) -> bool:
+        """Have an instance answer, and another one if that goes away before its first token, as
+        `Generation._attempts` does.
+        """
         excluded: frozenset[str] = frozenset()
+        lost = 0
         while len(excluded) <= MAX_RETRIES:
+            if lost and not self._budget.spend(self._clock.monotonic()):
+                break
             self.counts["choose"] += 1
             self._drawn.clear()
             found = self.chooser.choose(flight, excluded)
@@ -210,15 +224,21 @@ class SimulatedRouter:
                 attempt = self._attempt if found[0].decode is None else self._pair
                 await attempt(flight, found[0], prompt, turn, arrived)
             except ConnectionLost:
-                self._outcome.retried += 1
+                if flight.record.first_byte is not None:
+                    self._outcome.failed["broken_off"] += 1
+                    return False
                 excluded |= {flight.failed or found[0].instance}
                 flight.failed = None
+                lost += 1
+                if lost > MOST_LOST:
+                    break
+                self._outcome.retried += 1
                 continue
             except PromptTooLong:
                 self._outcome.failed["prompt_too_long"] += 1
                 return False
             return True
-        self._outcome.failed["no_worker"] += 1
+        self._outcome.failed["worker_lost" if lost else "no_worker"] += 1
         return False
 
     async def _attempt(
@@ -277,7 +297,7 @@ class SimulatedRouter:
         sending = self.costs.sending(
             name, queued, placed.matched, streams=True, estimate=flight.record.estimate
         )
-        first_half = self._instances.get(name)
+        first_half: Instance | None = self._instances.get(name)
         try:
             with self.fleet.carrying(decode, 0) as load, sending as first_byte:
                 with self.fleet.carrying(name, queued) as before:

@@ -18,6 +18,7 @@ from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.policies.base import Role
 from sglang_ext.simulator.agents import Agent
 from sglang_ext.simulator.crowd import after, crowd
+from sglang_ext.simulator.disk import NamedDisk
 from sglang_ext.simulator.instance import Instance
 from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.outcome import Outcome
@@ -123,6 +124,8 @@ class Simulation:
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
+        self._disks: dict[str, NamedDisk] = {}
+        """Of instances that have died."""
         self._draw = random.Random(f"hints {settings.seed}")
         self._new_id = quick_ids(f"ids {settings.seed}")
         self._faults = random.Random(f"faults {settings.seed}")
@@ -243,7 +246,9 @@ class Simulation:
         return self.settings.fetch and known and role is not Role.DECODE
 
     def start(self, number: int) -> None:
-        """Start an instance with nothing in its memory, and have the router reach it."""
+        """Start an instance with nothing in its memory, and have the router reach it. Its disk is the one
+        that it had before, if any.
+        """
         name, epoch, role = self._name(number), next(self._epochs), self._role(number)
         send, named = self.router.channels.sender(name)
         agent = Agent(epoch.to_bytes(16, "big"), send)
@@ -261,6 +266,7 @@ class Simulation:
             agent.on_hint,
             agent.on_fetch,
             role,
+            self._disks.pop(name, None),
         )
         agent.meet(instance)
         self.instances[name], self._agents[name] = instance, agent
@@ -293,7 +299,12 @@ class Simulation:
 
     async def _restart(self, number: int) -> None:
         name = self._name(number)
-        self._collect(self.instances.pop(name), self._agents.pop(name)).die()
+        dead = self._collect(self.instances.pop(name), self._agents.pop(name))
+        dead.die()
+        self.outcome.counts["deaths"] = self.outcome.counts.get("deaths", 0) + 1
+        if dead.engine.drive is not None:
+            self._disks[name] = dead.engine.drive.tier
+            self._disks[name].restarted()
         await self._clock.sleep(DETECTION_S)
         self.router.channels.disconnect(name)
         self.router.fleet.lost(name, "its agent is silent")

@@ -78,7 +78,7 @@ class Settings:
     most_running: int = 0
     """Requests that the router sends an instance at a time (``--max-running-per-instance``)."""
     failures: float = 0.0
-    """Of an instance an hour. It is away for `restart_s`, and comes back with nothing cached."""
+    """Of an instance an hour. It is away for `restart_s`, and comes back with nothing but its disk."""
     restart_s: float = 60.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from sglang_ext.cost_model import CostModel
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.simulator.disk import NamedDisk
 from sglang_ext.simulator.outcome import Outcome
-from sglang_ext.simulator.run import Simulation
+from sglang_ext.simulator.run import DETECTION_S, Simulation, url
 from sglang_ext.simulator.settings import Settings, changed
 from sglang_ext.simulator.virtual_time import VirtualLoop
 from sglang_ext.simulator.workload import mixed
@@ -83,6 +84,39 @@ def test_a_seed_gives_the_same_outcome() -> None:
 def test_an_instance_that_dies_is_checked_too() -> None:
     _, outcome = run("disk=3000,failures=200,hints=0.5,restart_s=5")
     assert outcome.requests + sum(outcome.failed.values()) == 120
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_instance_that_dies_finds_its_disk_again(keeps: bool) -> None:
+    """And the router gets to know the names on it; the twin loses the disk as well."""
+    known: list[tuple[int, int]] = []
+
+    def look(run: Simulation) -> None:
+        replica, drive = run.router.index.replica(url(0)), run.instances[url(0)].engine.drive
+        assert replica is not None
+        assert drive is not None
+        known.append((drive.tier.stats().blocks, len(replica.named.get(Tier.DISK, ()))))
+
+    def die(run: Simulation) -> None:
+        look(run)
+        tasks.append(asyncio.ensure_future(run._restart(0)))
+        if not keeps:
+            asyncio.get_running_loop().call_soon(run._disks.clear)
+        asyncio.get_running_loop().call_later(DETECTION_S + 1 + 0.5, look, run)
+
+    tasks: list[asyncio.Task[None]] = []
+    simulation, outcome = run("disk=9000,restart_s=1,requests=150", die)
+    (blocks, _), (after, by_router) = known
+    assert blocks > 300
+    assert outcome.counts["deaths"] == 1
+    drive = simulation.instances[url(0)].engine.drive
+    assert drive is not None
+    if keeps:
+        assert after >= blocks
+        assert by_router >= blocks
+        assert drive.reading.moved > 0
+    else:
+        assert after < blocks
 
 
 def put(disk: NamedDisk, keys: list[bytes]) -> Ended:

@@ -68,7 +68,7 @@ def text(tokens: int, mark: int = 0) -> bytes:
 def test_every_request_is_answered_and_all_books_agree(what: str) -> None:
     found = simulated(f"{SMALL},{what}")
     assert found.requests + sum(found.failed.values()) == 150
-    assert found.requests >= 148
+    assert found.requests >= (130 if "failures" in what else 148)
     figures = found.as_json()
     assert 0 < figures["reused"] <= figures["regret"]["infinite_reused"] + 0.01
     assert figures["counts"]["choose"] >= 150
@@ -77,6 +77,15 @@ def test_every_request_is_answered_and_all_books_agree(what: str) -> None:
     if "hints" in what:
         assert figures["counts"]["hints accepted"] > 0
         assert found.reasons["advised"] > 0
+
+
+def test_requests_of_a_dead_instance_are_retried_before_their_first_token_only() -> None:
+    found = simulated(f"{SMALL},instances=4,policy=cost,failures=400,restart_s=2,rate=8")
+    assert found.counts["deaths"] > 2
+    assert found.retried > 0
+    assert found.failed["broken_off"] > 0
+    assert found.requests + sum(found.failed.values()) == 150
+    assert found.counts["choose"] == 150 + found.retried
 
 
 def test_one_request_takes_the_time_that_the_cost_model_gives_it() -> None:

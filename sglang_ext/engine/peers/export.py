@@ -214,7 +214,7 @@ class Exports:
         """Export zero blocks for each of the first ``layers`` layers of an export that comes layer by layer,
         so that a peer that asks for one gets an answer.
         """
-        nothing = np.zeros(0, np.int64)
+        nothing: BlockIds = np.zeros(0, np.int64)
         leases = [self._link.publish(layer_name(export, layer), nothing, seconds) for layer in range(layers)]
         self.keep(self._tree.root, 0, tuple(leases))
 

@@ -1,0 +1,1 @@
+"""A fleet of hundreds of instances, and the papers' large figures, in the simulator."""
