@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from sglang_ext.flags import flag
 NAME = "fleet"
 POLICIES = ("cost", "prompt-tree", "session", "least-load", "round-robin")
 MEMORY = "hbm=1024,dram=512"
-BUSY, QUIET = 5.0, 2.5
+BUSY, MIDDLE, QUIET = 5.0, 3.5, 2.5
 """Requests a second of an instance."""
 MECHANISMS = {
     "cost": "",
@@ -33,10 +33,10 @@ MECHANISMS = {
 }
 DEATHS = {
     "none": "",
-    "deaths": "failures=12,restart_s=20",
-    "deaths, disks": "failures=12,restart_s=20,disk=8192",
+    "deaths": "failures=18,restart_s=10",
+    "deaths, disks": "failures=18,restart_s=10,disk=8192",
 }
-"""A death in 300 s of an instance, 1,200 times 1 % an hour: a run of minutes has none at that rate."""
+"""A death in 200 s of an instance, 1,800 times 1 % an hour: a run of minutes has none at that rate."""
 COLUMNS = (
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "jct_mean_ms", "reused", "of_oracle", "computed_tokens",
     "capacity_used", "busiest",
@@ -111,14 +111,14 @@ def mechanisms(options: FleetOptions, report: Report) -> None:
         found = {
             title: measured(
                 Cell(
-                    f"100, {title}, seed {seed}",
-                    fleet(options, 100, 50, BUSY, seed, f"policy=cost,{more}".rstrip(",")),
+                    f"50, {title}, seed {seed}",
+                    fleet(options, 50, 50, MIDDLE, seed, f"policy=cost,{more}".rstrip(",")),
                 ),
                 options.results,
             )
             for title, more in MECHANISMS.items()
         }
-        _add(report, f"mechanisms, 100 instances, {BUSY:g} requests/s each, seed {seed}", found, "cost")
+        _add(report, f"mechanisms, 50 instances, {MIDDLE:g} requests/s each, seed {seed}", found, "cost")
         if seed == 0:
             _draw(options, "fleet-mechanisms", "Policy cost with and without its mechanisms", found)
 
@@ -127,12 +127,12 @@ def deaths(options: FleetOptions, report: Report) -> None:
     """Instances that die, over some minutes."""
     found = {
         title: measured(
-            Cell(f"30, {title}", fleet(options, 30, 200, 2.5, 0, f"policy=cost,{more}".rstrip(","))),
+            Cell(f"20, {title}", fleet(options, 20, 150, 2.5, 0, f"policy=cost,{more}".rstrip(","))),
             options.results,
         )
         for title, more in DEATHS.items()
     }
-    _add(report, "deaths, 30 instances, 2.5 requests/s each", found, "none")
+    _add(report, "deaths, 20 instances, 2.5 requests/s each", found, "none")
     for title, figures in found.items():
         count = figures["deaths"]
         report.add(
@@ -178,7 +178,7 @@ def _draw(options: FleetOptions, name: str, title: str, found: Mapping[str, Figu
     (options.plots / f"{name}.svg").write_text(picture, encoding="utf-8")
 
 
-PARTS = {
+PARTS: dict[str, Callable[[FleetOptions, Report], None]] = {
     "thousand": thousand,
     "busy": functools.partial(policies, rate=BUSY),
     "mechanisms": mechanisms,
