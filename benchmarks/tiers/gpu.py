@@ -22,8 +22,8 @@ BLOCK_TOKENS = (16, 64)
 
 def measure_gpu(options: Options, report: Report) -> None:
     """Rows by size and order of the arena's blocks, and `gpu_load_vs_copy` and `gpu_write_vs_copy` of
-    neighbouring blocks of 16 tokens: 1 is as fast as a plain copy. `host_ms`: for how long the scheduler's
-    thread is kept.
+    neighbouring blocks of 16 tokens: 1 is as fast as a plain copy. `plain_…`: without the kernel.
+    `host_ms`: for how long the scheduler's thread is kept.
     """
     if not torch.cuda.is_available():
         report.note("part gpu left out: this machine has no GPU")
@@ -68,7 +68,8 @@ def _measure(
     nbytes = len(blocks) * arena.layout.block_bytes
     there = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     here = torch.from_numpy(arena.blocks).view(-1)[:nbytes]
-    mover = CudaMover(planes, arena, torch.cuda.Stream())
+    mover, plain = (CudaMover(planes, arena, torch.cuda.Stream()) for _ in range(2))
+    plain.without_kernel("for the benchmark")
     slots = torch.randperm(planes[0][0].shape[0], device="cuda")[:TOKENS]
     kept: dict[str, list[float]] = {}
 
@@ -81,6 +82,8 @@ def _measure(
     legs = {
         "load": lambda: mover.load(slots, blocks),
         "write": lambda: mover.write(slots, blocks),
+        "plain load": lambda: plain.load(slots, blocks),
+        "plain write": lambda: plain.write(slots, blocks),
         "copy in": lambda: there.copy_(here, non_blocking=True),
         "copy out": lambda: here.copy_(there, non_blocking=True),
     }
@@ -96,6 +99,9 @@ def _measure(
     torch.cuda.current_stream().synchronize()
     first_layer = time.perf_counter() - start
     mover.close()
+    plain.close()
+    if mover.blocks_without_kernel:
+        report.note(f"{case}: the kernel could not be used; all rows are those of plain copies")
     report.add(
         case,
         load_gb_s=nbytes / times.median("load") / 1e9,
@@ -105,5 +111,9 @@ def _measure(
         write_gb_s=nbytes / times.median("write") / 1e9,
         write_vs_copy=times.ratio("copy out", "write"),
         write_host_ms=1000 * float(np.median(kept["write"])),
+        plain_load_vs_copy=times.ratio("copy in", "plain load"),
+        plain_load_host_ms=1000 * float(np.median(kept["plain load"])),
+        plain_write_vs_copy=times.ratio("copy out", "plain write"),
+        plain_write_host_ms=1000 * float(np.median(kept["plain write"])),
         copy_gb_s=nbytes / times.median("copy in") / 1e9,
     )

@@ -81,7 +81,8 @@ _CACHE: Final = (
     Metric(
         "dram_blocks", COUNTER, "blocks", ("event",),
         "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
-        "evicted from it, or skipped because it was full of locked blocks.",
+        "evicted from it, or skipped because it was full of locked blocks; those that went between it "
+        "and a GPU more slowly, because our kernel could not be compiled or launched (without_kernel).",
     ),
     Metric(
         "spilled_blocks_events", COUNTER, "blocks", ("event",),

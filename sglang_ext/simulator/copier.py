@@ -27,6 +27,7 @@ class Copier(Mover):
     """
 
     streams = False
+    blocks_without_kernel = 0
 
     def __init__(
         self,

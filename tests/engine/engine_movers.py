@@ -121,6 +121,7 @@ class HandMover:
         self._loads.append([self._plan(slots, blocks), 0, self._near(slots, blocks, near)])
         return self._loads_done + len(self._loads) - 1
 
+    blocks_without_kernel = 0
     load_bytes_per_second: float | None = None
     """The speed that it reports."""
 

@@ -16,22 +16,19 @@ import torch
 from tests.fake_gpu import runtime_kernels, torch_cuda
 
 
-def _copies_2d() -> Callable[..., int]:
-    """In place of ``cuda_mover``'s ``cudaMemcpy2DAsync``: the same arguments, done when it returns."""
+class _Runtime:
+    """In place of ``CudaRuntime``; what it copies is copied when it returns."""
 
-    def copy(
-        target: Any, target_pitch: Any, source: Any, pitch: Any, width: Any, height: Any, *_rest: Any
-    ) -> int:
-        for row in range(height.value):
-            to, at = target.value + row * target_pitch.value, source.value + row * pitch.value
-            ctypes.memmove(to, at, width.value)
-        return 0
+    def copy_2d(self, to: int, to_pitch: int, at: int, pitch: int, width: int, rows: int, _: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(to + row * to_pitch, at + row * pitch, width)
 
-    return copy
+    def mapped(self, address: int) -> int:
+        return address
 
 
-def _on_cuda_mover(module: Any) -> None:
-    module._memcpy_2d = _copies_2d
+def _on_layer_copies(module: Any) -> None:
+    module.CudaRuntime = _Runtime
 
 
 def _on_hbm(module: Any) -> None:
@@ -45,7 +42,7 @@ def _on_loader(module: Any) -> None:
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.jit.utils.compile.loader": _on_loader,
     "sglang_ext.patches.adapter.hbm": _on_hbm,
-    "sglang_ext.engine.movers.cuda_mover": _on_cuda_mover,
+    "sglang_ext.engine.movers.layer_copies": _on_layer_copies,
 }
 
 

@@ -156,8 +156,11 @@ def test_a_pass_waits_for_each_layer(gpu: Gpu, waits: bool) -> None:
     mover.close()
 
 
-def test_nothing_waits_on_the_host(gpu: Gpu) -> None:
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
+def test_nothing_waits_on_the_host(gpu: Gpu, kernel: bool) -> None:
     mover = gpu.mover()
+    if not kernel:
+        mover.without_kernel("for the test")
     source, target, strip, blocks = slots_of(0, 8), slots_of(10, 8), slots_of(20, 4), gpu.blocks(8)
     before = gpu.kv(source)
     mover.write(source, blocks)
@@ -217,4 +220,5 @@ def test_many_at_once_keep_their_bytes(gpu: Gpu) -> None:
         # slots_of gives each place an order of its own: token i of the one is token i of the other.
         assert torch.equal(there, here), at
     assert mover.load_bytes_per_second is not None
+    assert not mover.blocks_without_kernel, "the kernel was not used"
     mover.close()

@@ -81,9 +81,9 @@ class CacheMetrics:
             return
         dram = write_down.dram
         blocks = dataclasses.asdict(dram.copies.counters)
-        self._metrics.count_events(
-            "dram_blocks", {**blocks, "evicted": dram.evicted, "skipped": write_down.skipped}
-        )
+        blocks |= {"evicted": dram.evicted, "skipped": write_down.skipped}
+        blocks["without_kernel"] = dram.copies.mover.blocks_without_kernel
+        self._metrics.count_events("dram_blocks", blocks)
         for disk in dram.below:
             self._metrics.count_events("disk_blocks", dataclasses.asdict(disk.counters))
             self._metrics.set("disk_backlog_bytes", disk.pending_bytes)

@@ -46,6 +46,7 @@ class HybridMetrics:
                 "skipped": counters.skipped,
                 "loaded": counters.loaded,
                 "evicted": sum(part.memory.evicted for part in parts),
+                "without_kernel": sum(part.copies.mover.blocks_without_kernel for part in parts),
             },
         )
         self._metrics.count_events("faults", faults)

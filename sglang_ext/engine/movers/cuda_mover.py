@@ -1,9 +1,11 @@
 """The mover for pools in GPU memory: copies on two streams of their own, from and to a pinned arena.
 
-Nothing here waits on the host. A load queues, for each layer, the transfer of that layer of all blocks
-into a staging buffer and its scatter into the pool, and records an event; the forward pass waits for a
-layer by making its stream wait for the event. A write gathers whole blocks into a staging buffer on the
-device, in the arena's layout, and copies runs of neighbouring blocks to the host in one transfer each.
+Nothing here waits on the host. A load queues one kernel for each layer, which reads the layer of all blocks
+from pinned memory, and records an event; the forward pass waits for a layer by making its stream wait for the
+event. A write gathers whole blocks into a staging buffer on the device, in the arena's layout, with one
+kernel for each step of at most 64 MiB, and copies runs of neighbouring blocks to the host by a transfer each
+(`RowCopies`). Where that kernel cannot be compiled or launched, copies are made without it from then on
+(`PlainCopies`), and counted.
 
 Ordering with the engine's streams: every copy starts after all work queued so far on the forward stream and
 on the scheduler's. A batch under way may still write to slots that were freed and have now been given to a
@@ -13,18 +15,27 @@ scheduler's stream follows a graph only until it has read its inputs. The schedu
 
 from __future__ import annotations
 
-import ctypes
-import math
+import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_ext.engine.movers.bandwidth import Bandwidth
+from sglang_ext.engine.movers.layer_copies import (
+    Blocks,
+    CudaRuntime,
+    HostArena,
+    LayerCopies,
+    PlainCopies,
+    runs_of_blocks,
+    staging_blocks,
+    word_of,
+    word_rows,
+)
 from sglang_ext.engine.movers.mover import (
     BlockIds,
     Copied,
@@ -35,30 +46,10 @@ from sglang_ext.engine.movers.mover import (
     of_blocks,
     rest_of,
 )
-from sglang_ext.geometry import BlockLayout
+from sglang_ext.engine.movers.row_copies import RowCopies
 
-STAGING_BYTES = 64 << 20
-"""Device memory that one step of a write may use for staging."""
-
-_HOST_TO_DEVICE = 1
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-class HostArena(Protocol):
-    """The part of the DRAM arena that the mover needs."""
-
-    layout: BlockLayout
-    n_blocks: int
-    block_bytes: int
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def pinned(self) -> bool: ...
-
-    @property
-    def blocks(self) -> npt.NDArray[np.uint8]: ...
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,17 +61,6 @@ class _Load:
     """One per layer."""
 
 
-def runs_of_blocks(blocks: BlockIds) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring ids as runs: (position in ``blocks``, first id, count)."""
-    if not len(blocks):
-        return
-    borders = np.flatnonzero(np.diff(blocks) != 1) + 1
-    starts = [0, *borders.tolist()]
-    ends = [*borders.tolist(), len(blocks)]
-    for start, end in zip(starts, ends, strict=True):
-        yield start, int(blocks[start]), end - start
-
-
 class CudaMover:
     """See the module's docstring and the contract ``mover.Mover``.
 
@@ -88,12 +68,17 @@ class CudaMover:
         planes: the pool's tensors by local layer, as ``hbm.pool_planes`` returns them.
         arena: pinned, with the layout of the pool's blocks.
         forward_stream: the stream on which the engine runs the model.
+        by_kernel: the kernels of copies; ``gpu-check`` compares others with them.
     """
 
     streams = False
 
     def __init__(
-        self, planes: list[list[torch.Tensor]], arena: HostArena, forward_stream: torch.cuda.Stream
+        self,
+        planes: list[list[torch.Tensor]],
+        arena: HostArena,
+        forward_stream: torch.cuda.Stream,
+        by_kernel: type[RowCopies] = RowCopies,
     ) -> None:
         if not arena.pinned:
             raise MoverError("the arena is not pinned; copies to and from the GPU would block the engine")
@@ -107,7 +92,17 @@ class CudaMover:
         # A pass waits for loads: their kernels must not queue behind all of those of a batch under way.
         self._load_stream = torch.cuda.Stream(self._device, priority=-1)
         self._write_stream = torch.cuda.Stream(self._device)
-        self._copy_2d = _memcpy_2d()
+        runtime = CudaRuntime()
+        self._plain = PlainCopies(self._planes, arena, runtime)
+        self._kernels: LayerCopies | None = None
+        self._abandoned: LayerCopies | None = None
+        """Copies under way may still read its tables, which other work would get if they were freed."""
+        self.blocks_without_kernel = 0
+        try:
+            address = runtime.mapped(arena.address)
+            self._kernels = by_kernel(self._planes, arena, address, self._on_device, self._write_stream)
+        except Exception as error:  # noqa: BLE001 - without them copies are slower, and as right
+            self.without_kernel(f"{type(error).__name__}: {error}")
         self._loads: deque[_Load] = deque()
         self._writes: deque[Any] = deque()
         self._loads_done = 0
@@ -123,24 +118,46 @@ class CudaMover:
     ) -> int:
         assert source is None, "this mover does not stream"
         self._follow_engine(self._write_stream, slots)
-        step = max(1, STAGING_BYTES // self._arena.block_bytes)
-        tokens = self._layout.block_tokens
+        step, tokens = staging_blocks(self._arena), self._layout.block_tokens
         with torch.cuda.stream(self._write_stream):
             for start in range(0, len(blocks), step):
                 part = blocks[start : start + step]
-                staging = gather_blocks(
-                    self._planes,
-                    self._layout,
-                    slots[start * tokens : (start + len(part)) * tokens],
-                    self._arena.block_bytes,
-                )
+                rows = slots[start * tokens : (start + len(part)) * tokens]
+                staging = self._gather(rows, len(part))
                 for position, first, count in runs_of_blocks(part):
                     target = self._host[first : first + count]
                     target.copy_(staging[position : position + count], non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._write_stream)
+        self._count(blocks)
         self._writes.append(event)
         return self._writes_done + len(self._writes) - 1
+
+    def _gather(self, slots: torch.Tensor, count: int) -> torch.Tensor:
+        return self._carry_out(lambda copies: copies.gather(slots, count))
+
+    def _carry_out(self, copy: Callable[[LayerCopies], T]) -> T:
+        """Queue a copy; without kernels where they fail."""
+        if self._kernels is not None:
+            try:
+                return copy(self._kernels)
+            except Exception as error:  # noqa: BLE001 - see `PlainCopies`
+                self.without_kernel(f"{type(error).__name__}: {error}")
+        return copy(self._plain)
+
+    def _count(self, blocks: BlockIds) -> None:
+        """Of a copy that has been queued."""
+        if self._kernels is None:
+            self.blocks_without_kernel += len(blocks)
+
+    def without_kernel(self, reason: str) -> None:
+        """Make all later copies by `PlainCopies`."""
+        if self._kernels is not None:
+            self._abandoned = self._kernels
+        self._kernels = None
+        logger.warning(
+            "KV is copied between GPU and DRAM without our kernel from now on, which takes longer: %s", reason
+        )
 
     def load(
         self,
@@ -164,9 +181,10 @@ class CudaMover:
         stream = self._write_stream
         self._follow_engine(stream, slots)
         with torch.cuda.stream(stream):
-            self._copy_layer(stream, slots, list(runs_of_blocks(blocks)), len(blocks), layer, place)
+            self._copy_layer(slots, Blocks(blocks, self._on_device), layer, place)
             event = torch.cuda.Event()
             event.record(stream)
+        self._count(blocks)
         self._writes.append(event)
         return self._writes_done + len(self._writes) - 1
 
@@ -186,16 +204,17 @@ class CudaMover:
     ) -> _Load:
         """Queue the copy of arena blocks to the pool, layer by layer, on a stream."""
         self._follow_engine(stream, slots)
-        runs, count = list(runs_of_blocks(blocks)), len(blocks)
+        every, count = Blocks(blocks, self._on_device), len(blocks)
         within = {layer: (parts, far) for layer, parts, far in rest_of(near, count)}
-        uploaded: dict[bytes, torch.Tensor] = {}
+        some: dict[bytes, tuple[Blocks, torch.Tensor]] = {}
 
-        def slots_at(positions: BlockIds) -> torch.Tensor:
-            """Of these blocks; layers with the same ones share an upload."""
+        def at(positions: BlockIds) -> tuple[Blocks, torch.Tensor]:
+            """These of the blocks, and their slots; layers with the same ones share an upload."""
             key = positions.tobytes()
-            if key not in uploaded:
-                uploaded[key] = of_blocks(slots, self._on_device(positions), count)
-            return uploaded[key]
+            if key not in some:
+                rows = of_blocks(slots, self._on_device(positions), count)
+                some[key] = Blocks(blocks[positions], self._on_device), rows
+            return some[key]
 
         last = self._layout.n_layers - 1
         load = _Load(0, torch.cuda.Event(enable_timing=True), [])
@@ -204,68 +223,31 @@ class CudaMover:
             for layer in range(self._layout.n_layers):
                 parts, far = within.get(layer, ((), None))
                 for part in parts:
-                    copy_within(
-                        self._planes[part.place],
-                        self._planes[layer],
-                        part.slots,
-                        slots_at(part.positions),
-                    )
+                    self._copy_within(part, layer, at(part.positions)[1])
                 if layer not in within:
-                    load.nbytes += self._copy_layer(stream, slots, runs, count, layer, layer)
+                    load.nbytes += self._copy_layer(slots, every, layer, layer)
                 elif far is not None:
-                    rest = list(runs_of_blocks(blocks[far]))
-                    load.nbytes += self._copy_layer(stream, slots_at(far), rest, len(far), layer, layer)
+                    others, rows = at(far)
+                    load.nbytes += self._copy_layer(rows, others, layer, layer)
                 event = torch.cuda.Event(enable_timing=layer == last)
                 event.record(stream)
                 load.events.append(event)
+        self._count(blocks)
         return load
 
-    def _on_device(self, positions: BlockIds) -> torch.Tensor:
+    def _copy_within(self, part: Near, layer: int, to: torch.Tensor) -> None:
+        """Queue the part of a layer that is in HBM."""
+        self._carry_out(lambda copies: copies.within(part.place, layer, part.slots, to))
+
+    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
         """Copied on the current stream. From pinned memory: from any other, the host waits for the stream."""
-        return torch.from_numpy(positions).pin_memory().to(self._device, non_blocking=True)
+        dense = np.ascontiguousarray(numbers, np.int64)
+        return torch.from_numpy(dense).pin_memory().to(self._device, non_blocking=True)
 
-    def _copy_layer(
-        self,
-        stream: torch.cuda.Stream,
-        slots: torch.Tensor,
-        runs: Sequence[tuple[int, int, int]],
-        count: int,
-        layer: int,
-        place: int,
-    ) -> int:
+    def _copy_layer(self, slots: torch.Tensor, blocks: Blocks, layer: int, place: int) -> int:
         """Queue one layer of arena blocks, to the planes of layer ``place``. Returns its bytes."""
-        size = self._layout.layer_bytes(layer)
-        # Let go at the end: the allocator gives it to later work of this stream only.
-        staging = torch.empty((count, size), dtype=torch.uint8, device=self._device)
-        for position, first, blocks in runs:
-            self._copy_layer_in(stream, staging, layer, position, first, blocks)
-        scatter_layer(self._planes[place], self._layout, staging, slots)
-        return count * size
-
-    def _copy_layer_in(
-        self,
-        stream: torch.cuda.Stream,
-        staging: torch.Tensor,
-        layer: int,
-        position: int,
-        first: int,
-        count: int,
-    ) -> None:
-        """One layer of neighbouring arena blocks: rows that lie a whole block apart."""
-        block_bytes, size = self._arena.block_bytes, self._layout.layer_bytes(layer)
-        source = self._arena.address + first * block_bytes + self._layout.layer_offsets[layer]
-        status = self._copy_2d(
-            ctypes.c_void_p(staging.data_ptr() + position * size),
-            ctypes.c_size_t(size),
-            ctypes.c_void_p(source),
-            ctypes.c_size_t(block_bytes),
-            ctypes.c_size_t(size),
-            ctypes.c_size_t(count),
-            ctypes.c_int(_HOST_TO_DEVICE),
-            ctypes.c_void_p(stream.cuda_stream),
-        )
-        if status != 0:
-            raise MoverError(f"cudaMemcpy2DAsync failed with CUDA error {status}")
+        self._carry_out(lambda copies: copies.load(slots, blocks, layer, place))
+        return len(blocks) * self._layout.layer_bytes(layer)
 
     def writes_done(self) -> int:
         while self._writes and self._writes[0].query():
@@ -312,65 +294,3 @@ class CudaMover:
             f"CudaMover(loads={self._loads_done}+{len(self._loads)}, "
             f"writes={self._writes_done}+{len(self._writes)})"
         )
-
-
-def word_of(layout: BlockLayout, block_bytes: int) -> torch.dtype:
-    """The widest type of which all rows and blocks are made: an index kernel moves one element at a time."""
-    size = math.gcd(block_bytes, *layout.row_bytes)
-    return next(word for word in _WORDS if size % word.itemsize == 0)
-
-
-def word_rows(plane: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """A plane as words, shape (slots, row bytes / word size), without a copy."""
-    return plane.view(plane.shape[0], -1).view(word)
-
-
-def gather_blocks(
-    planes: list[list[torch.Tensor]], layout: BlockLayout, slots: torch.Tensor, block_bytes: int
-) -> torch.Tensor:
-    """The tokens at ``slots`` as whole blocks in the arena's layout: bytes, shape (blocks, block bytes).
-
-    Args:
-        planes: rows of words by local layer.
-        slots: int64, ``block_tokens`` for each block.
-        block_bytes: from one block to the next; at least those of the layout.
-    """
-    blocks = len(slots) // layout.block_tokens
-    flat = [plane for layer in planes for plane in layer]
-    word = flat[0].dtype
-    staging = torch.empty((blocks, block_bytes // word.itemsize), dtype=word, device=slots.device)
-    for index, plane in enumerate(flat):
-        start, stop = (offset // word.itemsize for offset in layout.plane_offsets[index : index + 2])
-        staging[:, start:stop] = plane.index_select(0, slots).view(blocks, stop - start)
-    return staging.view(torch.uint8)
-
-
-def scatter_layer(
-    planes: list[torch.Tensor], layout: BlockLayout, staging: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Put one layer of some blocks, bytes of shape (blocks, layer bytes), into the pool at ``slots``."""
-    start, words = 0, staging.view(planes[0].dtype)
-    for plane in planes:
-        row = plane.shape[1]
-        stop = start + row * layout.block_tokens
-        plane.index_copy_(0, slots, words[:, start:stop].reshape(len(slots), row))
-        start = stop
-
-
-def copy_within(
-    source: list[torch.Tensor], target: list[torch.Tensor], slots: torch.Tensor, to: torch.Tensor
-) -> None:
-    """Copy the rows at ``slots`` of one layer's planes to the rows ``to`` of another's."""
-    for here, there in zip(source, target, strict=True):
-        there.index_copy_(0, to, here.index_select(0, slots))
-
-
-def _memcpy_2d() -> Any:
-    """``cudaMemcpy2DAsync`` of the runtime that torch has loaded; torch has no call for pitched copies."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split()[-1] for line in maps if "libcudart" in line}
-    for path in sorted(paths):
-        function = ctypes.CDLL(path).cudaMemcpy2DAsync
-        function.restype = ctypes.c_int
-        return function
-    raise MoverError("no libcudart is loaded; torch was built without CUDA")

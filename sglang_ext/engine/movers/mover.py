@@ -93,6 +93,8 @@ class Mover(Protocol):
 
     streams: bool
     """Whether ``load`` and ``write`` take a source, and ``follow`` and ``into`` work."""
+    blocks_without_kernel: int
+    """Blocks that went between a GPU and DRAM the slower way, because the kernel for it could not be used."""
 
     @property
     def load_bytes_per_second(self) -> float | None:
@@ -244,6 +246,7 @@ class ThreadMover:
     """A mover for pools in host memory: one thread that copies."""
 
     streams = True
+    blocks_without_kernel = 0
 
     def __init__(self, copier: LayerCopier, n_layers: int, *, name: str = "kv-mover") -> None:
         self._copier = copier

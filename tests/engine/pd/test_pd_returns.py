@@ -76,6 +76,39 @@ def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
         rank.check()
 
 
+@pytest.mark.parametrize("cleared", [False, True], ids=["kept", "cleared"])
+def test_a_return_is_offered_once_the_device_has_given_its_pages(
+    pair: Pair, cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, stock = threading.Event(), Blocks.reading
+
+    def late(self: Blocks, slots: Sequence[Any]) -> Any:
+        read = stock(self, slots)
+        return lambda: read() if given.is_set() else None
+
+    monkeypatch.setattr(Blocks, "reading", late)
+    sender, pool = pair.return_sender, pair.return_sender._agent.endpoint.pools[HBM_POOL]
+    pair.decode.serve(ANSWERED)
+    sender.ended(pair.request(), ANSWERED)
+    for _ in range(3):
+        sender.act(sender.propose())
+    assert pool.pinned == 0
+    assert any(node.locks for node in pair.decode.tree.nodes())
+    if cleared:
+        pair.decode.cache.settle()
+        sender.clear()
+        assert not any(node.locks for node in pair.decode.tree.nodes())
+    rung: list[None] = []
+    monkeypatch.setattr(sender._agent.alarm, "ring", lambda: rung.append(None))
+    given.set()
+    wait_until(lambda: rung, seconds=20, what="the alarm, on which the scheduler makes a pass")
+    pair.until("failed" if cleared else "returned")
+    assert pool.pinned == 0
+    assert sender._pinned == 0
+    if not cleared:
+        pair.compare(ANSWERED)
+
+
 DSA = PoolKind("dsa", 64, layers=3)
 """Pages of SGLang's kernels, larger than the prompts of the other tests."""
 

@@ -13,7 +13,7 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.movers.cuda_mover import word_rows
+from sglang_ext.engine.movers.layer_copies import word_rows
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.layer_region import LayerRegion

@@ -19,6 +19,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ import pytest
 import torch
 from stream_trace import Access, Clock, Memory, Timeline, Trace, join
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from sglang_ext.engine.movers.row_copies import Launch
 
 DEVICE = torch.device("cuda", 0)
 POISON = 0xA5
@@ -78,7 +81,11 @@ class DeviceTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        return self.cpu().numpy()
+        if not self.lives.memory.pinned:
+            return self.cpu().numpy()
+        trace = self.lives.cuda.trace
+        trace.run(trace.host, "look of the host", reads=[self.lives.cuda.access(self)])
+        return self.inner.numpy()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         devices = [a for a in (*args, kwargs.get("device")) if isinstance(a, (str, torch.device))]
@@ -173,6 +180,67 @@ class FakeEvent:
                 raise RuntimeError("device not ready")
         assert not precedes(other.clock, self.clock), "the beginning was recorded after the end"
         return 1.0
+
+
+class FakeRuntime:
+    """Calls of CUDA's runtime, of registered memory."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def mapped(self, address: int) -> int:
+        memory = self._cuda.at(address)
+        assert memory is not None, "memory that is not registered"
+        assert memory.pinned, "memory that is not pinned"
+        return address
+
+    def copy_2d(
+        self, to: int, to_pitch: int, at: int, pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        cuda = self._cuda
+        into, of = cuda.at(to), cuda.at(at)
+        assert into is not None, "a copy to memory that is not registered"
+        assert of is not None, "a copy of memory that is not registered"
+        wrote = into.at(to - into.address, (rows, width), (to_pitch, 1), 1)
+        read = of.at(at - of.address, (rows, width), (pitch, 1), 1)
+
+        def act() -> None:
+            for row in range(rows):
+                ctypes.memmove(to + row * to_pitch, at + row * pitch, width)
+
+        timeline = next(t for t in cuda.trace.timelines if t.number == stream)
+        cuda.launches.append("cudaMemcpy2DAsync")
+        cuda.trace.run(timeline, "cudaMemcpy2DAsync", reads=[(of, read)], writes=[(into, wrote)], action=act)
+
+
+def bare(of: Launch) -> Launch:
+    """The same with the memory of its tables, which it does not keep taken."""
+    source, target = (replace(side, pieces=_inner(side.pieces)) for side in (of.source, of.target))
+    units = {name: _inner(getattr(of, name)) for name in ("source_units", "target_units")}
+    return replace(of, source=source, target=target, **units)
+
+
+def moves_of(of: Launch) -> Iterator[tuple[int, int, int]]:
+    """What a launch of the kernel copies now, one row of a piece after the other: from, to, bytes."""
+    word = of.tile.word.itemsize
+    ends = [(side, side.pieces.tolist()) for side in (of.source, of.target)]
+    units = [each.tolist() for each in (of.source_units, of.target_units)]
+    for token in range(of.tokens):
+        for piece in range(len(ends[0][1])):
+            found = []
+            for (side, pieces), unit in zip(ends, units, strict=True):
+                address, _, unit_words, token_words = pieces[piece]
+                at, rest = divmod(token, side.unit_tokens)
+                found.append(address + word * (unit[at] * unit_words + rest * token_words))
+            yield found[0], found[1], word * ends[0][1][piece][1]
+
+
+def joined(accesses: Sequence[Access]) -> list[Access]:
+    """One access for each memory."""
+    by_memory: dict[int, tuple[Memory, list[np.ndarray]]] = {}
+    for memory, cells in accesses:
+        by_memory.setdefault(id(memory), (memory, []))[1].append(cells)
+    return [(memory, np.unique(np.concatenate(parts))) for memory, parts in by_memory.values()]
 
 
 def precedes(clock: Clock, other: Clock) -> bool:
@@ -336,31 +404,35 @@ class FakeCuda:
         timeline = (stream or self.current).timeline
         self.trace.run(timeline, name, reads=reads, writes=writes, action=_outside(action))
 
-    def copy_2d(self) -> Callable[..., int]:
-        """``cudaMemcpy2DAsync``, of registered memory."""
+    def runtime(self) -> FakeRuntime:
+        """In place of `CudaRuntime`."""
+        return FakeRuntime(self)
 
-        def copy(target: Any, t_pitch: Any, source: Any, s_pitch: Any, width: Any, n: Any, *rest: Any) -> int:
-            stream = rest[1].value or 0
-            to, here, bytes_, rows = target.value, source.value, width.value, n.value
-            into, of = self.at(to), self.at(here)
-            assert into is not None, "a copy to memory that is not registered"
-            assert of is not None, "a copy of memory that is not registered"
-            shape = rows, bytes_
-            wrote = into.at(to - into.address, shape, (t_pitch.value, 1), 1)
-            read = of.at(here - of.address, shape, (s_pitch.value, 1), 1)
+    def launcher(self) -> Callable[[Launch], None]:
+        """In place of `row_copies.launcher`: the kernel's copies, by the tables and units of a launch."""
+        return self._copy_rows
 
-            def act() -> None:
-                for row in range(rows):
-                    ctypes.memmove(to + row * t_pitch.value, here + row * s_pitch.value, bytes_)
+    def _copy_rows(self, asked: Launch) -> None:
+        of = bare(asked)
+        with _disable_current_modes():
+            moves = list(moves_of(of))
+            reads = [self._bytes_at(source, size) for source, _, size in moves]
+            writes = [self._bytes_at(target, size) for _, target, size in moves]
+        tables = (asked.source.pieces, asked.source_units, asked.target.pieces, asked.target_units)
+        reads += [self.access(table) for table in tables if table.numel()]
 
-            timeline = next(t for t in self.trace.timelines if t.number == stream)
-            self.launches.append("cudaMemcpy2DAsync")
-            self.trace.run(
-                timeline, "cudaMemcpy2DAsync", reads=[(of, read)], writes=[(into, wrote)], action=act
-            )
-            return 0
+        def again() -> None:
+            # Freed memory may have been in a table; the GPU would end with an error.
+            for source, target, size in moves_of(of):
+                if self.at(source) is not None and self.at(target) is not None:
+                    ctypes.memmove(target, source, size)
 
-        return copy
+        self.launch("copy_rows", again, joined(reads), joined(writes))
+
+    def _bytes_at(self, address: int, size: int) -> Access:
+        memory = self.at(address)
+        assert memory is not None, "memory that is not registered"
+        return memory, memory.at(address - memory.address, (size,), (1,), 1)
 
     def replay(self, seed: int) -> None:
         """Carry everything out again from the beginning, in another order that the clocks allow."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from fake_cuda import DEVICE, FakeCuda
-from stream_engine import BLOCK, HEADS, WIDTH, PinnedArena
+from stream_engine import BLOCK, HEADS, WIDTH, PinnedArena, on_device
 from stream_trace import join
 
 from sglang_ext.engine.forward_fence import ForwardFence
@@ -26,11 +26,14 @@ class WrongBytesError(AssertionError):
 
 
 class Drill:
-    """A pool, an arena and the mover of ``module``, and passes and the host around them."""
+    """A pool, an arena and the mover of ``module``, and passes and the host around them. kernel: whether it
+    can be compiled."""
 
-    def __init__(self, pace: float, module: Any = cuda_mover, fence_class: Any = ForwardFence) -> None:
+    def __init__(
+        self, pace: float, module: Any = cuda_mover, fence_class: Any = ForwardFence, *, kernel: bool = True
+    ) -> None:
         self.cuda = FakeCuda(1, pace)
-        self._module, self._fence_class = module, fence_class
+        self._module, self._fence_class, self._kernel = module, fence_class, kernel
 
     def run(self) -> None:
         """Raises AssertionError or whatever a mutant raises."""
@@ -43,14 +46,10 @@ class Drill:
     @contextmanager
     def started(self) -> Iterator[None]:
         """With the mover; nothing was done yet."""
-        memcpy, self._module._memcpy_2d = self._module._memcpy_2d, self.cuda.copy_2d
-        try:
-            with self.cuda.installed():
-                self._prepare()
-                self.cuda.launches.clear()
-                yield
-        finally:
-            self._module._memcpy_2d = memcpy
+        with on_device(self.cuda, self._module, kernel=self._kernel), self.cuda.installed():
+            self._prepare()
+            self.cuda.launches.clear()
+            yield
 
     def _prepare(self) -> None:
         torch.manual_seed(1)

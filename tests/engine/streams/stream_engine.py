@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from engine_pools import MHATokenToKVPool, Oracle, PoolKind, Pools, TokenToKVPoolAllocator
 from engine_pools import ReqToTokenPool as Table
@@ -35,7 +36,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from stream_trace import Access
 
 from sglang_ext.engine.forward_fence import ForwardFence
-from sglang_ext.engine.movers import cuda_mover
+from sglang_ext.engine.movers import cuda_mover, row_copies
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import BlockIds, Mover
 from sglang_ext.patches.adapter.hbm import pool_planes
@@ -323,17 +324,26 @@ def stream_rank(
     scenario = replace(
         scenario, **{"hbm_tokens": 130, "dram_blocks": 150, "memory": 30, "tenants": False, **about}
     )
-    memcpy, module._memcpy_2d = module._memcpy_2d, cuda.copy_2d
-    try:
-        with cuda.installed():
-            rank = StreamRank(scenario, copies_class=copies)
-            copies.arena = kept["arena"]
-            cuda.trace.synchronizations.clear()
-            cuda.launches.clear()
-            yield rank, cuda
-            rank.close()
-    finally:
-        module._memcpy_2d = memcpy
+    with on_device(cuda, module), cuda.installed():
+        rank = StreamRank(scenario, copies_class=copies)
+        copies.arena = kept["arena"]
+        cuda.trace.synchronizations.clear()
+        cuda.launches.clear()
+        yield rank, cuda
+        rank.close()
+
+
+@contextmanager
+def on_device(cuda: FakeCuda, module: Any, *, kernel: bool = True) -> Iterator[None]:
+    """Have the mover of ``module`` call the fake's runtime and kernel. kernel: whether it can be compiled."""
+
+    def no_launcher() -> Any:
+        raise RuntimeError("the kernel does not compile")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CudaRuntime", cuda.runtime)
+        patch.setattr(row_copies, "launcher", cuda.launcher if kernel else no_launcher)
+        yield
 
 
 def serve(rank: StreamRank, seed: int, steps: int) -> Traffic:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import DEVICE, FakeCuda, FakeEvent
+from stream_drill import LAYERS as DRILL_LAYERS
 from stream_drill import Drill
-from stream_engine import FAST, LAYERS, LOOPS, SLOW, Loop, StreamRank, serve, stream_rank
+from stream_engine import BLOCK, FAST, HEADS, LOOPS, SLOW, WIDTH, Loop, StreamRank, serve, stream_rank
 
+from sglang_ext.engine.movers import layer_copies
 from sglang_ext.engine.movers.cuda_mover import CudaMover
 from sglang_ext.engine.movers.mover import Near
+from sglang_ext.engine.pd.returns.reservations import Blocks
 from sglang_ext.radix_global import Node
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
@@ -86,7 +92,7 @@ def test_a_request_is_one_write_however_many_nodes_it_has() -> None:
         cuda.launches.clear()
         down.to_dram(end, always=True)
         assert len(rank.cache.dram.copies._writes.pending) == 1
-        assert cuda.launches.count("index_select") == 2 * LAYERS
+        assert cuda.launches.count("copy_rows") == 1
         rank.settle()
         assert all(rank.dram_holder in node.placements for node in path(end))
 
@@ -103,6 +109,26 @@ def depth(node: Node) -> int:
     return len(path(node))
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["as-built", "twin"])
+def test_the_pages_of_a_return_are_read_without_waiting(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeCuda(pace=0.0).installed() as cuda:
+        cache: Any = SimpleNamespace(hbm=None, block_size=4, page_size=2)
+        slots = [torch.arange(first, first + 8, device=DEVICE) for first in (16, 4)]
+        if not asks:
+            monkeypatch.setattr(FakeEvent, "query", lambda event: True)
+        pages = Blocks(cache).reading(slots)
+        del slots
+        if asks:
+            assert pages() is None
+            cuda.synchronize()
+            cuda.trace.synchronizations.clear()
+        found = pages()
+        assert found is not None
+        assert found.tolist() == [8, 9, 10, 11, 2, 3, 4, 5]
+        assert not cuda.trace.synchronizations
+        assert bool(cuda.trace.races) is not asks
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_layers_with_the_same_near_blocks_share_an_upload(layers: int) -> None:
     drill = Drill(1.0)
@@ -110,5 +136,69 @@ def test_layers_with_the_same_near_blocks_share_an_upload(layers: int) -> None:
         blocks, positions = np.array([3, 4, 9, 2]), np.array([0, 2])
         near = [Near(layer, 2, drill.slots(84, 2), positions) for layer in range(layers)]
         drill.mover.load(drill.slots(30, 4), blocks, near=near)
-        assert drill.cuda.launches.count("_to_copy") == 2
+        # The blocks, those that are not near, and the positions of both in the load.
+        assert drill.cuda.launches.count("_to_copy") == 4
         assert not drill.cuda.trace.synchronizations
+
+
+@pytest.mark.parametrize("blocks", [[3, 4, 5, 6, 7, 8], [3, 9, 4, 17, 2, 12]], ids=["in-order", "scattered"])
+def test_a_load_is_a_launch_for_each_layer_however_its_blocks_lie(blocks: list[int]) -> None:
+    drill = Drill(0.0)
+    with drill.started():
+        slots = drill.slots(30, 6)
+        drill.cuda.launches.clear()
+        drill.mover.load(slots, np.array(blocks))
+        assert drill.cuda.launches == ["_to_copy", *["copy_rows"] * DRILL_LAYERS]
+        drill.mover.bring(slots, np.array(blocks))
+        drill.mover.fill(slots, np.array(blocks), 1, 2)
+        assert drill.cuda.launches.count("copy_rows") == 2 * DRILL_LAYERS + 1
+        assert not drill.cuda.trace.synchronizations
+
+
+def test_a_write_gathers_all_planes_at_once_and_transfers_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_copies, "STAGING_BYTES", 4 * BLOCK * DRILL_LAYERS * 2 * HEADS * WIDTH * 4)
+    drill = Drill(0.0)
+    with drill.started():
+        slots = drill.slots(30, 6)
+        drill.cuda.launches.clear()
+        drill.mover.write(slots, np.array([3, 4, 9, 10, 12, 13]))
+        # A step has four blocks.
+        step = ["copy_rows", "copy_", "copy_"]
+        assert drill.cuda.launches == [*step, "copy_rows", "copy_"]
+        assert not drill.cuda.trace.synchronizations
+
+
+def test_staging_is_bounded_without_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = BLOCK * 2 * HEADS * WIDTH * 4
+    monkeypatch.setattr(layer_copies, "STAGING_BYTES", 2 * layer)
+    drill = Drill(0.0, kernel=False)
+    with drill.started():
+        drill.mover.load(drill.slots(30, 5), np.array([3, 9, 4, 17, 2]))
+        sizes = {memory.nbytes for memory in drill.cuda._memories if memory.name.startswith("empty")}
+        assert max(sizes) == 2 * layer
+        assert drill.mover.blocks_without_kernel == 5
+
+
+def test_a_kernel_that_fails_in_a_load_leaves_the_rest_to_plain_copies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drill = Drill(1.0)
+    with drill.started():
+        drill.compute(drill.rows(0, 6), 10.0)
+        blocks = np.array([3, 4, 9, 2, 17, 18])
+        drill.mover.write(drill.slots(0, 6), blocks)
+        drill.mover.wait_writes(1)
+        launch, left = drill.mover._kernels._launch, [2]
+
+        def fails_later(of: Any) -> None:
+            if not left[0]:
+                raise RuntimeError("out of resources")
+            left[0] -= 1
+            launch(of)
+
+        drill.mover._kernels._launch = fails_later
+        ticket = drill.mover.load(drill.slots(30, 6), blocks)
+        drill.attend(drill.rows(30, 6), 10.0, ticket)
+        assert not drill.cuda.trace.races
+        assert drill.mover.blocks_without_kernel == 6
+        assert "out of resources" in caplog.text

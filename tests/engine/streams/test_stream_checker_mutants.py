@@ -19,6 +19,8 @@ ELSEWHERE = {
     "engine/gpu_link.py": "times copies when a server starts; no cache is there yet",
     "engine/pd/granting.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
     "engine/pd/reading.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
+    "engine/pd/returns/reservations.py": "test_stream_checker_engine.py, whose twin does not ask the event",
+    "engine/pd/returns/return_sender.py": "tests/engine/pd/test_pd_returns.py, where pages come late",
     "engine/pd/returns/return_receiver.py": "tests/engine/pd/test_pd_returns.py, whose twin has no fence",
     "gpu_check/copies.py": "times copies and compares them in a process of its own; no cache is there",
 }
@@ -48,13 +50,16 @@ DRILLED = [site for site in SITES if site.path in (MOVER, FENCE)]
 
 def test_all_sites_are_known() -> None:
     assert len(DRILLED) == 18
-    assert len(SITES) == 31
+    assert len(SITES) == 34
     assert {site.path for site in SITES} == {MOVER, FENCE, *ELSEWHERE}
 
 
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
 @pytest.mark.parametrize("pace", PACES)
-def test_the_product_passes_the_drill(pace: float) -> None:
-    Drill(pace).run()
+def test_the_product_passes_the_drill(pace: float, kernel: bool) -> None:
+    drill = Drill(pace, kernel=kernel)
+    drill.run()
+    assert bool(drill.mover.blocks_without_kernel) is not kernel
 
 
 @pytest.mark.parametrize("site", DRILLED, ids=str)

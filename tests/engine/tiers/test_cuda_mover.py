@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.engine.movers.cuda_mover import (
+from sglang_ext.engine.movers.layer_copies import (
     copy_within,
     gather_blocks,
     runs_of_blocks,

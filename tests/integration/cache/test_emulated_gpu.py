@@ -108,6 +108,7 @@ def test_each_tier_gives_the_computed_answer_and_damage_is_seen(
         fill(server)
         other = damaged(server, prompt())
         assert other.dram_tokens > PROMPT_TOKENS / 2
+        assert "without our kernel" not in server.log.read_text(encoding="utf-8")
     for found in (hbm, dram):
         assert_same(cold, found, atol=1e-3)
     with pytest.raises(AssertionError):

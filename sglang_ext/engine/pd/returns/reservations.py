@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.peers.arena_leases import DRAM_POOL
@@ -45,10 +46,24 @@ class Blocks:
         self.cache.tree.unlock(node, self._hbm)
 
     def pages(self, slots: Any) -> Ids:
-        """Pages of slots, which are whole pages."""
+        """Pages of slots, which are whole pages. Waits for the device that has the slots."""
         found: Ids = np.asarray(slots.tolist() if hasattr(slots, "tolist") else slots, np.int64)
         pages: Ids = found[:: self.page] // self.page
         return pages
+
+    def reading(self, slots: Sequence[Any]) -> Callable[[], Ids | None]:
+        """Begin to read the pages of runs of slots, without waiting for the device that has them. Returns a
+        function that gives the pages, or None as long as they are on their way. From any thread.
+        """
+        if not isinstance(slots[0], torch.Tensor) or not slots[0].is_cuda:
+            found = np.concatenate([self.pages(each) for each in slots])
+            return lambda: found
+        on_device = torch.cat(list(slots))[:: self.page] // self.page
+        here = torch.empty(len(on_device), dtype=torch.int64).pin_memory()
+        here.copy_(on_device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return lambda: here.numpy() if copied.query() else None
 
     def pages_of(self, key: bytes) -> int:
         """The number of pages in the whole blocks of a prompt."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from sglang_ext.addresses import bracketed
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.forward_fence import until_passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, ReturnEnd
 from sglang_ext.engine.pd.peers import PrefillPeer
@@ -38,13 +37,17 @@ def home_of(req: Any) -> str:
 @dataclass(eq=False)
 class _Going:
     """One request on its way back, on decode. void: its blocks are not locked any more. over: it has ended on
-    this rank.
+    this rank. reading: gives the numbers of its pages, once the device has; they are offered then.
     """
 
     name: str
     address: str
     node: Node
-    pages: Ids
+    pages: int
+    reading: Callable[[], Ids | None]
+    req: Any
+    key: bytes
+    offered: bool = False
     offers: list[Offer] = field(default_factory=list)
     outcome: ReturnEnd = ReturnEnd.FAILED
     tokens: int = 0
@@ -75,6 +78,8 @@ class ReturnSender:
 
     def propose(self) -> Sequence[int]:
         """Of each return, whether it has ended on this rank. In the scheduler's thread, as `act`."""
+        for going in self._going:
+            self._try(going)
         return [int(going.over) for going in self._going]
 
     def act(self, agreed: Sequence[int]) -> None:
@@ -93,12 +98,14 @@ class ReturnSender:
         for going in self._going:
             self._withdraw(going)
             self._release(going)
+            if not going.offered:
+                going.over = True
 
     def _release(self, going: _Going) -> None:
         if not going.void:
             going.void = True
             self._blocks.unlock(going.node)
-            self._pinned -= len(going.pages)
+            self._pinned -= going.pages
 
     def _withdraw(self, going: _Going) -> None:
         for offer in going.offers:
@@ -113,20 +120,44 @@ class ReturnSender:
         node, slots, count = self._blocks.held(namespace, key)
         if not count:
             return ReturnEnd.SHORT
-        pages = np.concatenate([self._blocks.pages(each) for each in slots])
-        if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[HBM_POOL].blocks:
+        pages = count * self._blocks.step // self._blocks.page
+        if (self._pinned + pages) * BUDGET > self._agent.endpoint.pools[HBM_POOL].blocks:
             return ReturnEnd.BUDGET
         self._begun += 1
         name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
-        going = _Going(name, home_of(req), node, pages)
+        going = _Going(
+            name,
+            home_of(req),
+            node,
+            pages,
+            self._blocks.reading(slots),
+            req,
+            key[: count * cache.tree.block_bytes],
+        )
         self._blocks.lock(node)
-        self._pinned += len(pages)
+        self._pinned += pages
         self._going.append(going)
-        self._offer(going, req, key[: count * cache.tree.block_bytes])
+        if not self._try(going):
+            self._agent.start(self._ring_once_read(going))
         return None
 
-    def _offer(self, going: _Going, req: Any, key: bytes) -> None:
+    def _try(self, going: _Going) -> bool:
+        """Offer its pages if that was not done and their numbers are known; returns whether it was done."""
+        if not (going.offered or going.void):
+            pages = going.reading()
+            if pages is not None:
+                going.offered = True
+                self._offer(going, pages)
+        return going.offered
+
+    async def _ring_once_read(self, going: _Going) -> None:
+        """Have the scheduler make a pass, which offers the pages."""
+        await until_passed(lambda: going.reading() is not None)
+        self._agent.alarm.ring()
+
+    def _offer(self, going: _Going, pages: Ids) -> None:
         """Lease its pages, and send `Return`."""
+        req = going.req
         peer = self._agent.peer(going.address)
         if peer is None:
             going.outcome, going.over = ReturnEnd.PREFILL_GONE, True
@@ -134,7 +165,7 @@ class ReturnSender:
         try:
             for rank in peer.ranks:
                 going.offers.append(
-                    self._agent.endpoint.publish(HBM_POOL, "return", going.pages, LEASE_SECONDS, rank.epoch)
+                    self._agent.endpoint.publish(HBM_POOL, "return", pages, LEASE_SECONDS, rank.epoch)
                 )
         except RefusedError:
             self._withdraw(going)
@@ -146,7 +177,7 @@ class ReturnSender:
             local.ranks,
             tuple(going.offers),
             self._agent.endpoint.address,
-            key,
+            going.key,
             self._agent.weights,
             req.extra_key,
             req.cache_salt,
@@ -155,7 +186,7 @@ class ReturnSender:
 
     async def _give(self, going: _Going, message: Return, peer: PrefillPeer) -> None:
         try:
-            nbytes = len(going.pages) * self._agent.endpoint.pools[HBM_POOL].block_bytes
+            nbytes = going.pages * self._agent.endpoint.pools[HBM_POOL].block_bytes
             answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
             going.outcome, going.tokens = answer.skipped or ReturnEnd.RETURNED, answer.tokens
             if answer.skipped is None:  # else prefill has neither read nor inserted anything
