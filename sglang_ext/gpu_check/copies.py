@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ import torch
 from sglang_ext.cluster.doctor.findings import Finding, Level
 from sglang_ext.engine.gpu_link import Link, in_words
 from sglang_ext.engine.movers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.layer_copies import Blocks, HostArena
 from sglang_ext.engine.movers.mover import BlockIds
-from sglang_ext.patches.adapter.hbm import pool_geometry
+from sglang_ext.engine.movers.row_copies import RowCopies
+from sglang_ext.patches.adapter.hbm import load_by_sglang, pool_geometry
 from sglang_ext.tiered_store.dram.arena import DramArena
 
 LEAST_SHARE = 0.85
@@ -51,6 +54,26 @@ MODEL = Shape("8B", ((8, 128), (8, 128)), torch.bfloat16, layers=32)
 PAGES = (1, 16, 64)
 
 
+class SglangsKernel(RowCopies):
+    """Loads by SGLang's kernel for layouts such as the arena's: the other candidate for a server's loads. Of
+    the two, the slower one is to be removed once GPUs have measured them."""
+
+    def __init__(self, planes: list[list[torch.Tensor]], arena: HostArena, *rest: Any) -> None:
+        super().__init__(planes, arena, *rest)
+        layout = arena.layout
+        shape = arena.n_blocks, layout.n_layers, len(planes[0]), layout.block_tokens, planes[0][0].shape[1]
+        self._blocks = torch.from_numpy(arena.blocks).view(planes[0][0].dtype).view(shape)
+        self._pool = planes
+        self._of: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+
+    def load(self, slots: torch.Tensor, blocks: Blocks, layer: int, place: int) -> None:
+        if self._of[0] is not blocks.on_device:
+            first = blocks.on_device[:, None] * self._blocks.shape[3]
+            within = torch.arange(self._blocks.shape[3], device=slots.device)
+            self._of = blocks.on_device, (first + within).view(-1)
+        load_by_sglang(self._pool[place], self._blocks, self._of[1], slots, layer)
+
+
 @dataclass
 class Bench:
     """A pool, an arena beside it, and the stream of the passes."""
@@ -60,8 +83,10 @@ class Bench:
     forward: torch.cuda.Stream
     page: int
 
-    def mover(self, forward: torch.cuda.Stream | None = None) -> CudaMover:
-        return CudaMover(self.planes, self.arena, forward or self.forward)
+    def mover(
+        self, forward: torch.cuda.Stream | None = None, by_kernel: type[RowCopies] = RowCopies
+    ) -> CudaMover:
+        return CudaMover(self.planes, self.arena, forward or self.forward, by_kernel)
 
     def slots(self, tokens: int, seed: int) -> torch.Tensor:
         """Whole pages of the lower or upper half of the pool (by an even or odd seed), in any order."""
@@ -107,11 +132,18 @@ def bench(shape: Shape, tokens: int, page: int, block: int = 16) -> Iterator[Ben
         yield Bench(planes, arena, torch.cuda.Stream(), page)
 
 
-def kept(of: Bench, tokens: int, *, scattered: bool, damage: bool = False) -> bool:
+def kept(
+    of: Bench,
+    tokens: int,
+    *,
+    scattered: bool,
+    damage: bool = False,
+    by_kernel: type[RowCopies] = RowCopies,
+) -> bool:
     """Whether KV is the same after it went to DRAM, was erased, and came back to other slots, while kernels
     run on the stream of the passes. damage: change a byte in DRAM meanwhile, which has to be seen."""
-    mover, source, target = of.mover(), of.slots(tokens, 0), of.slots(tokens, 1)
-    blocks = of.blocks(tokens, scattered=scattered)
+    source, target = of.slots(tokens, 0), of.slots(tokens, 1)
+    mover, blocks = of.mover(by_kernel=by_kernel), of.blocks(tokens, scattered=scattered)
     before = of.rows(source).clone()
     with torch.cuda.stream(of.forward):
         torch.randn(512, 512, device="cuda") @ torch.randn(512, 512, device="cuda")
@@ -229,7 +261,28 @@ def speeds(link: Link, *, tokens: int = 8192, rounds: int = 5, shape: Shape = MO
                 yield _speed(f"{way} {order}", nbytes / seconds, limit, 1000 * host * 8192 / tokens)
             mover.settle()
         yield _beside(of, mover, slots, rounds)
+        if mover.blocks_without_kernel:
+            text = "our kernel could not be used here; all copies are made without it"
+            yield Finding(Level.WARNING, "speed", text, "Report this with the log and the output of --json")
         mover.close()
+        yield from _other_candidate(of, link, slots, rounds)
+
+
+def _other_candidate(of: Bench, link: Link, slots: torch.Tensor, rounds: int) -> Iterator[Finding]:
+    """The bytes and the rate of loads by SGLang's kernel."""
+    name = "load by SGLang's kernel"
+    if not kept(of, len(slots), scattered=True, by_kernel=SglangsKernel):
+        yield Finding(Level.PROBLEM, "speed", f"{name}: changes bytes", "Servers do not use it; report this")
+        return
+    mover, blocks = of.mover(by_kernel=SglangsKernel), of.blocks(len(slots), scattered=True)
+    nbytes = len(blocks) * of.arena.layout.block_bytes
+    seconds, _ = _timed(partial(mover.load, slots, blocks), rounds)
+    share = nbytes / seconds / link.to_gpu
+    text = f"{name}, scattered: {in_words(nbytes / seconds)}, {share:.2f} of a plain copy; servers use ours"
+    if mover.blocks_without_kernel:
+        text = f"{name}: cannot be used here; the log says why. Servers use ours"
+    mover.close()
+    yield Finding(Level.OK, "speed", text)
 
 
 def _speed(name: str, rate: float, limit: float, host_ms: float) -> Finding:

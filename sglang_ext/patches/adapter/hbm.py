@@ -230,3 +230,33 @@ def _plane(layer: int, kind: PlaneKind, tensor: torch.Tensor) -> Plane:
     dims = (TOKEN_DIM, HEAD_DIM, ELEMENT_DIM) if kind.has_heads else (TOKEN_DIM, ELEMENT_DIM)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Plane(layer, kind, tensor.data_ptr(), dims, tuple(rows.shape), rows.stride(), dtype)
+
+
+def load_by_sglang(
+    planes: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    layer: int,
+) -> None:
+    """Queue SGLang's kernel for host memory in blocks of all layers ("page-unified"), as ours are.
+
+    Args:
+        planes: of the layer, K and V or a latent: rows of words, shape (slots, words), dense.
+        blocks: pinned, of the same words, shape (blocks, layers, planes, tokens of a block, words).
+        tokens: int64 on the device, where each token is in ``blocks``: block times tokens of a block, and its
+            place there.
+        slots: int64 on the device, of the tokens.
+
+    Raises:
+        ValueError, RuntimeError: SGLang's kernel is not for such rows, or does not compile.
+    """
+    from sglang.kernels.ops.kvcache import hicache
+
+    rows = [plane.unsqueeze(1) for plane in planes]
+    if len(rows) == 1:
+        source = blocks.squeeze(2)
+        hicache.transfer_hicache_one_layer_mla_page_unified_lf(rows[0], source, tokens, slots, layer)
+    else:
+        source = blocks.unsqueeze(1).unsqueeze(5)
+        hicache.transfer_hicache_one_layer_page_unified_lf(*rows, source, tokens, slots, layer)

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.kernels.ops.kvcache import hicache
 
 from sglang_ext.engine.movers import layer_copies, row_copies
 from sglang_ext.engine.movers.layer_copies import Blocks, gather_blocks, word_of, word_rows
 from sglang_ext.engine.movers.row_copies import RowCopies
 from sglang_ext.geometry import BlockLayout
+from sglang_ext.gpu_check.copies import SglangsKernel
 from sglang_ext.tiered_store.dram.arena import DramArena
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -64,7 +66,10 @@ class Pool:
             [word_rows(plane, word) for plane in self.planes[ends[at] : ends[at + 1]]]
             for at in range(layout.n_layers)
         ]
-        self.copies = RowCopies(self.rows, arena, arena.address, torch.from_numpy, NO_STREAM)
+        self.copies = self.made_by(RowCopies)
+
+    def made_by(self, kind: type[RowCopies]) -> RowCopies:
+        return kind(self.rows, self.arena, self.arena.address, torch.from_numpy, NO_STREAM)
 
     def slots(self) -> torch.Tensor:
         return torch.from_numpy(self.rng.permutation(SLOTS)[: COUNT * self.layout.block_tokens])
@@ -152,6 +157,35 @@ def test_a_writes_staging_is_bounded(interpreted: Any, monkeypatch: pytest.Monke
     with pool_of(interpreted, ((256, 256),) * 3, 4) as pool:
         assert len(pool.copies._staging) == 1
         assert pool.copies._staging.nbytes == pool.arena.block_bytes > 5000
+
+
+@pytest.mark.parametrize("name", ["K and V", "latents"])
+def test_sglangs_kernel_gets_the_arguments_that_it_describes(
+    interpreted: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other candidate, which ``gpu-check`` measures: its place is taken by what its docstring says."""
+
+    def k_and_v(k: Any, v: Any, source: Any, tokens: Any, slots: Any, layer: int) -> None:
+        page, within = tokens // source.shape[4], tokens % source.shape[4]
+        for plane, rows in enumerate((k, v)):
+            rows.view(len(rows), -1)[slots] = source[page, 0, layer, plane, within].flatten(1)
+
+    def latent(rows: Any, source: Any, tokens: Any, slots: Any, layer: int) -> None:
+        page, within = tokens // source.shape[2], tokens % source.shape[2]
+        rows.view(len(rows), -1)[slots] = source[page, layer, within]
+
+    monkeypatch.setattr(hicache, "transfer_hicache_one_layer_page_unified_lf", k_and_v)
+    monkeypatch.setattr(hicache, "transfer_hicache_one_layer_mla_page_unified_lf", latent)
+    with pool_of(interpreted, *LAYOUTS[name]) as pool:
+        source, target, ids = pool.slots(), pool.slots(), np.array([7, 2, 9])
+        pool.arena.blocks[ids] = pool.copies.gather(source, COUNT).numpy()
+        before, other = pool.kv(source).clone(), pool.made_by(SglangsKernel)
+        for plane in pool.planes:
+            plane[target] = 0
+        blocks = Blocks(ids, torch.from_numpy)
+        for layer in range(pool.layout.n_layers):
+            other.load(target, blocks, layer, layer)
+        assert torch.equal(pool.kv(target), before)
 
 
 COMPILED = {
