@@ -11,7 +11,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -78,9 +79,31 @@ Upload = Callable[[np.ndarray], torch.Tensor]
 
 def launcher() -> Callable[[Launch], None]:
     """The kernel. Raises ImportError where Triton is not installed."""
-    from sglang_ext.engine.movers.row_kernel import launch
+    from sglang_ext.engine.movers import row_kernel
 
-    return launch
+    return partial(launch, row_kernel)
+
+
+def launch(kernel: Any, of: Launch) -> None:
+    """Queue one copy on the current stream, by the kernel's module. The first of each kind compiles for
+    some seconds."""
+    tile = of.tile
+    kernel.copy_rows[(of.programs,)](
+        of.source.pieces,
+        of.source_units,
+        of.target.pieces,
+        of.target_units,
+        len(of.source.pieces),
+        of.tokens,
+        WORD=kernel.WORDS[tile.word],
+        WORD_BYTES=tile.word.itemsize,
+        SOURCE_TOKENS=of.source.unit_tokens,
+        TARGET_TOKENS=of.target.unit_tokens,
+        WIDE=tile.wide,
+        ROWS=tile.rows,
+        ALIGNED=tile.aligned,
+        num_warps=kernel.WARPS,
+    )
 
 
 class RowCopies:

@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.engine.movers.row_copies import Launch
-
 WARPS: Final = 8
 WORDS: Final = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
 _NOT_SPECIALIZED: Final = ("sources", "source_units", "targets", "target_units", "pieces", "tokens")
@@ -61,24 +59,3 @@ def copy_rows(  # type: ignore[no-untyped-def]
         inside = live[:, None] & (word < width)[None, :]
         rows = tl.load(source + at[:, None] + word[None, :], inside, 0, cache_modifier=".cg")
         tl.store(target + to[:, None] + word[None, :], rows, inside)
-
-
-def launch(of: Launch) -> None:
-    """Queue one copy on the current stream. The first one of each kind compiles for some seconds."""
-    tile = of.tile
-    copy_rows[(of.programs,)](
-        of.source.pieces,
-        of.source_units,
-        of.target.pieces,
-        of.target_units,
-        len(of.source.pieces),
-        of.tokens,
-        WORD=WORDS[tile.word],
-        WORD_BYTES=tile.word.itemsize,
-        SOURCE_TOKENS=of.source.unit_tokens,
-        TARGET_TOKENS=of.target.unit_tokens,
-        WIDE=tile.wide,
-        ROWS=tile.rows,
-        ALIGNED=tile.aligned,
-        num_warps=WARPS,
-    )

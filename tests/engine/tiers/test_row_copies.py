@@ -9,6 +9,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def kernel_module(name: str) -> Any:
 def interpreted() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        yield kernel_module("interpreted_row_kernel").launch
+        yield partial(row_copies.launch, kernel_module("interpreted_row_kernel"))
 
 
 class Pool:
