@@ -4,14 +4,17 @@ Two tiny servers with HBM and DRAM stand behind a router with --record. A trace 
 divided, so that one of its blocks is 16 tokens, and each block's hash drawn as tokens. Then the recording is
 estimated: the fleet that it names, its prompts, none of its hits. The aim: a difference of at most 2 points.
 
-Traces to develop with: the first half of Mooncake's conversations, and coding agents' sessions
-(kv_cache_tester) with an even SHA-256 of their id. With --held-out, those that are read for final figures
-only: Mooncake's synthetic trace, and the sessions with an odd one.
+Traces to develop with: the first half of Mooncake's conversations, and sessions with an even SHA-256 of their
+id: coding agents' (kv_cache_tester), and texts of agents and dialogues (lmcache_agent_traces,
+tau_bench_airline). With --held-out, those that are read for final figures only: Mooncake's synthetic trace,
+and the sessions with an odd one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
 import sys
 import tempfile
@@ -38,7 +41,11 @@ from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 NAME = "estimate"
+LMCACHE = "lmcache_agent_traces"
+TAU = "tau_bench_airline/gpt-4o-airline.tasks_even.jsonl.gz"
 BLOCK = 16
+TEXT_BYTES = 256
+"""Of a text, that become one block: 64 units of 4 bytes."""
 MOST_BLOCKS = 120
 """Of a prompt; the context of the tiny model has no more."""
 HBM_TOKENS = 6144
@@ -69,8 +76,50 @@ def mooncake(folder: Path, name: str, count: int) -> list[list[int]]:
 
 
 def coding(folder: Path, count: int, *, held: bool) -> list[list[int]]:
-    """Turns of coding agents' sessions, eight sessions at a time. A block of 64 tokens becomes one of 16."""
+    """Turns of coding agents' sessions. A block of 64 tokens becomes one of 16."""
     talks = [_turns(row) for row in rows(folder, FILE) if held_out(str(row["id"])) is held]
+    return _together(talks, count)
+
+
+def recorded_texts(folder: Path, count: int, *, held: bool) -> list[list[int]]:
+    """Requests of `lmcache_agent_traces`: coding agents, and dialogues with a simulated user."""
+    talks = []
+    for path in sorted((folder / LMCACHE).glob("*/*.jsonl.gz")):
+        if held_out(path.name.partition(".")[0]) is held:
+            found = sorted(
+                rows(folder, str(path.relative_to(folder))), key=lambda row: cast(int, row["timestamp"])
+            )
+            talks.append([_of_text("lmcache", str(row["input"])) for row in found])
+    return _together(talks, count)
+
+
+def dialogues(folder: Path, count: int, *, held: bool) -> list[list[int]]:
+    """Requests of `tau_bench_airline`: for each message of the agent, all messages before it. A session is a
+    trial of a task."""
+    talks = []
+    for row in rows(folder, TAU):
+        if held_out(f"{row['task_id']}-{row['trial']}") is held:
+            talk, text = [], ""
+            for message in cast(list[dict[str, Any]], row["traj"]):
+                if message["role"] == "assistant":
+                    talk.append(_of_text("tau", text))
+                text += json.dumps(message)
+            talks.append(talk)
+    return _together(talks, count)
+
+
+def _of_text(name: str, text: str) -> list[int]:
+    """A prompt's beginning: `TEXT_BYTES` of it become a block, whose tokens all text before it decides."""
+    data, chain, found = text.encode(), hashlib.sha256(name.encode()), list[int]()
+    for start in range(0, min(len(data), MOST_BLOCKS * TEXT_BYTES), TEXT_BYTES):
+        chain.update(data[start : start + TEXT_BYTES])
+        size = max(1, len(data[start : start + TEXT_BYTES]) * BLOCK // TEXT_BYTES)
+        found += random.Random(chain.hexdigest()).choices(VOCABULARY, k=size)
+    return found if len(found) > 1 else [VOCABULARY[0], *found, VOCABULARY[1]]
+
+
+def _together(talks: list[list[list[int]]], count: int) -> list[list[int]]:
+    """Turns of sessions in a random order, eight sessions at a time."""
     random.Random(SEED).shuffle(talks)
     found: list[list[int]] = []
     open_talks = [iter(talk) for talk in talks[:8]]
@@ -147,8 +196,8 @@ async def _measure(prompts: Sequence[list[int]], folder: Path) -> Estimate:
                 for name in ("one", "two")
             ]
             for server in servers:
-                await asyncio.to_thread(server.start)
                 stack.callback(server.stop)
+            await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
             await until(lambda: sum(row.trusted for row in router.fleet.usable()) == 2, 120, "both servers")
             await _play(router, prompts)
     log = Log(lines_of(str(record)), Units())
@@ -166,6 +215,8 @@ def run(options: EstimateOptions, report: Report) -> None:
     for case, prompts in (
         (f"mooncake {name.partition('.')[0]}", mooncake(folder, name, count)),
         ("coding agents", coding(folder, count, held=held)),
+        ("lmcache_agent_traces", recorded_texts(folder, count, held=held)),
+        ("tau_bench_airline", dialogues(folder, count, held=held)),
     ):
         with tempfile.TemporaryDirectory() as scratch:
             estimate = asyncio.run(_measure(prompts, Path(scratch)))

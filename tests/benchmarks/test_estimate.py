@@ -7,7 +7,17 @@ import json
 from pathlib import Path
 
 from benchmarks.agents.recorded import FILE, held_out
-from benchmarks.estimate.__main__ import BLOCK, coding, mooncake
+from benchmarks.estimate.__main__ import (
+    BLOCK,
+    LMCACHE,
+    MOST_BLOCKS,
+    TAU,
+    TEXT_BYTES,
+    coding,
+    dialogues,
+    mooncake,
+    recorded_texts,
+)
 
 
 def written(path: Path, rows: list[dict[str, object]]) -> None:
@@ -37,3 +47,33 @@ def test_the_sessions_that_are_held_out_are_the_others(tmp_path) -> None:
     assert both == [3 * (9 - held), 3 * held]
     first, second = coding(tmp_path, 100, held=True)[:: 3 if held == 1 else held][:2]
     assert second[: len(first) - 5] == first[:-5]
+
+
+def test_texts_share_blocks_as_far_as_they_are_equal(tmp_path) -> None:
+    text = "a" * (2 * TEXT_BYTES)
+    names = [f"s{number}" for number in range(9)]
+    for name in names:
+        inputs = [text + "b" * TEXT_BYTES, text, text + "c" * 70_000]
+        found = [{"timestamp": at, "input": each} for at, each in zip((2, 1, 3), inputs, strict=True)]
+        written(tmp_path / LMCACHE / "some" / f"{name}.jsonl.gz", found)
+    held = sum(held_out(name) for name in names)
+    prompts = recorded_texts(tmp_path, 100, held=True)
+    assert len(prompts) == 3 * held
+    assert len(recorded_texts(tmp_path, 100, held=False)) == 3 * (9 - held)
+    prompts.sort(key=len)
+    short, longer, cut = prompts[0], prompts[held], prompts[-1]
+    assert (len(short), len(longer), len(cut)) == (2 * BLOCK, 3 * BLOCK, MOST_BLOCKS * BLOCK)
+    assert longer[: 2 * BLOCK] == cut[: 2 * BLOCK] == short
+    assert longer[2 * BLOCK :] != cut[2 * BLOCK : 3 * BLOCK]
+
+
+def test_a_dialogue_is_a_request_for_each_message_of_its_agent(tmp_path) -> None:
+    said = [
+        {"role": role, "content": role * 200} for role in ("system", "user", "assistant", "user", "assistant")
+    ]
+    written(tmp_path / TAU, [{"task_id": 2, "trial": trial, "traj": said} for trial in range(6)])
+    both = [dialogues(tmp_path, 100, held=held) for held in (False, True)]
+    assert sum(map(len, both)) == 6 * 2
+    first, second = sorted({tuple(prompt) for found in both for prompt in found}, key=len)
+    whole = len(first) // BLOCK * BLOCK
+    assert second[:whole] == first[:whole]
