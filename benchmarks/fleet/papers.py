@@ -36,6 +36,8 @@ from sglang_ext.simulator.workload import Session, Turn
 
 NAME = "fleet.papers"
 GB, KIB = 1e9, 1024
+NVLINK = 200 * GB
+"""Bytes a second between instances on two H800s each: half of the peak."""
 A100 = Device(312e12, 2.039e12, 25e9, 3e-3)
 """Dense operations in bfloat16 of the SXM module, by NVIDIA's data sheet, and PCIe 4."""
 LLAMA_3_8B = {
@@ -59,7 +61,10 @@ class PapersOptions(Options):
     """The flags of this benchmark."""
 
     parts: tuple[str, ...] = flag(
-        ("memserve", "symphony", "kvdirect"), "Papers.", metavar="NAME", several="append"
+        ("memserve", "symphony", "symphony-own", "kvdirect", "kvdirect-own"),
+        "Papers; -own: with the bytes or the time a token that the paper has.",
+        metavar="NAME",
+        several="append",
     )
 
 
@@ -127,15 +132,15 @@ def memserve(options: PapersOptions, report: Report) -> None:
     """Figure 15: LooGLE at share ratios, three prefill instances and one decode instance."""
     folder = data_folder()
     documents = loogle(folder, options.pick(80, quick=80, tiny=6))
-    profile = costs(LLAMA_2_13B, DEVICES["h100"], 2, 50 * GB)
+    profile = costs(LLAMA_2_13B, DEVICES["h100"], 2, NVLINK)
     hbm = int((2 * 80 * GB * 0.9 - 26 * GB) / profile.kv_bytes_per_token / BLOCK_TOKENS)
     for share in (1, 2):
-        for rate in options.pick((20.0, 60.0), quick=(40.0,), tiny=(40.0,)):
+        for rate in options.pick((60.0, 100.0), quick=(60.0,), tiny=(60.0,)):
             found = {}
-            for policy in ("session", "prompt-tree", "cost", "least-load"):
+            for policy in ("session", "prompt-tree", "cost"):
                 settings = Settings(
                     prefill=3, decode=1, instances=4, policy=policy, hbm=hbm, dram=1, fetch=False,
-                    requests=10_000, chunk=8192, layers=40, network=50 * GB,
+                    requests=10_000, chunk=8192, layers=40, network=NVLINK, pd_caching=2,
                 )  # fmt: skip
                 sessions = arriving(repeated(documents, share), rate, SEED)
                 found[policy] = _run(settings, profile, map(NamedSession, _ordered(sessions)))
@@ -240,24 +245,23 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def symphony(options: PapersOptions, report: Report) -> None:
-    """Figure 12: eight A100s, 64 to 1,024 users of ShareGPT's conversations."""
+def symphony(options: PapersOptions, report: Report, kv_bytes: int) -> None:
+    """Figure 12: eight A100s, 64 and 1,024 users of ShareGPT's conversations."""
     talks = thinking(sharegpt(data_folder(), options.pick(400, quick=100, tiny=10)))
-    for kv_bytes in (128 * KIB, SYMPHONYS_BYTES):
-        profile = msgspec.structs.replace(costs(LLAMA_3_8B, A100, 1, 3.1 * GB), kv_bytes_per_token=kv_bytes)
-        sizes = {
-            "hbm": int((80 * GB * 0.9 - 16 * GB) / kv_bytes / BLOCK_TOKENS),
-            "dram": int(256 * GB / 4 / kv_bytes / BLOCK_TOKENS),
-        }
-        for users in options.pick((64, 256, 1024), quick=(64, 256), tiny=(8,)):
-            for system, changes in SYSTEMS.items():
-                settings = Settings(
-                    **(sizes | {"instances": 8, "requests": 3 * users, "network": 3.1 * GB} | changes)
-                )
-                wrap: Callable[[Session], Session] = Recomputed if "recompute" in system else _same
-                first = (wrap(UserSession(talks, user, users)) for user in range(users))
-                outcome = closed(settings, CostModel(profile), first, wrap)
-                _symphony_row(report, kv_bytes, users, system, outcome, settings)
+    profile = msgspec.structs.replace(costs(LLAMA_3_8B, A100, 1, 3.1 * GB), kv_bytes_per_token=kv_bytes)
+    sizes = {
+        "hbm": int((80 * GB * 0.9 - 16 * GB) / kv_bytes / BLOCK_TOKENS),
+        "dram": int(256 * GB / 4 / kv_bytes / BLOCK_TOKENS),
+    }
+    for users in options.pick((64, 1024), quick=(64, 256), tiny=(8,)):
+        for system, changes in SYSTEMS.items():
+            settings = Settings(
+                **(sizes | {"instances": 8, "requests": 3 * users, "network": 3.1 * GB} | changes)
+            )
+            wrap: Callable[[Session], Session] = Recomputed if "recompute" in system else _same
+            first = (wrap(UserSession(talks, user, users)) for user in range(users))
+            outcome = closed(settings, CostModel(profile), first, wrap)
+            _symphony_row(report, kv_bytes, users, system, outcome, settings)
 
 
 def _same(session: Session) -> Session:
@@ -308,14 +312,23 @@ class OneRequest:
         yield Turn(draw.randbytes(self.tokens * TOKEN_BYTES), draw.randbytes(self.answer * TOKEN_BYTES))
 
 
+KVDIRECTS_STEP_S = 0.045
+"""Least time between two tokens in KVDirect's section 5.2.2."""
 LOADS = {"arXiv": (40_642, 241, 0.55), "ShareGPT": (20_471, 2_328, 0.24)}
 """Mean tokens of prompts and answers, and by how much KVDirect's latency is less (section 5.2.1)."""
 
 
-def kvdirect(options: PapersOptions, report: Report) -> None:
-    """Figure 13: one prefill and one decode instance beside two that do both."""
+def kvdirect(options: PapersOptions, report: Report, step_s: float = 0.0) -> None:
+    """Figure 13: one prefill and one decode instance beside two that do both.
+
+    Args:
+        step_s: of a step of generation, for one request; 0: as estimated.
+    """
     for load, (prompt, answer, papers) in LOADS.items():
         profile = costs(MISTRAL_LARGE, DEVICES["h100"], 8, 400 * GB, prompt + answer // 2)
+        if step_s and profile.decode is not None:
+            decode = msgspec.structs.replace(profile.decode, fixed_s=step_s)
+            profile = msgspec.structs.replace(profile, decode=decode)
         hbm = int((8 * 80 * GB * 0.9 - 246 * GB) / profile.kv_bytes_per_token / BLOCK_TOKENS)
         for rate in options.pick((0.1, 0.3, 0.5), quick=(0.3,), tiny=(0.3,)):
             requests = options.pick(100, quick=50, tiny=5)
@@ -333,6 +346,7 @@ def kvdirect(options: PapersOptions, report: Report) -> None:
             report.add(
                 "KVDirect, figure 13: 1P1D against two colocated, Mistral-Large at TP 8, 352 KiB a token",
                 load=load,
+                step_s=step_s,
                 requests_per_s=rate,
                 kib_a_token=profile.kv_bytes_per_token / KIB,
                 **_latencies(apart, both),
@@ -360,7 +374,13 @@ def _latencies(apart: Outcome, both: Outcome) -> dict[str, float]:
     return found | {"capacity_used": apart.capacity_used, "colocated_capacity": both.capacity_used}
 
 
-PARTS = {"memserve": memserve, "symphony": symphony, "kvdirect": kvdirect}
+PARTS: dict[str, Callable[[PapersOptions, Report], None]] = {
+    "memserve": memserve,
+    "symphony": functools.partial(symphony, kv_bytes=128 * KIB),
+    "symphony-own": functools.partial(symphony, kv_bytes=SYMPHONYS_BYTES),
+    "kvdirect": kvdirect,
+    "kvdirect-own": functools.partial(kvdirect, step_s=KVDIRECTS_STEP_S),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
