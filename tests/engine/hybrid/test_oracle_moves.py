@@ -321,6 +321,12 @@ def move_requests(pair: Pair, scenario: HybridScenario, *, seed: int, steps: int
                 owner.migration.takes_command(Unpark("move", stay=not moves), 0.0)
             owner, reader = reader, owner
             traffic.reverse()
+
+    def once() -> bool:
+        owner.rank.step()  # a request of the other may wait for its export
+        return owner.rank.scheduler.idle and reader.rank.scheduler.idle
+
+    reader.passes_until(once, "the end of all requests")
     for engine in pair:
         engine.rank.finish()
     return sum(engine.migration.counts["arrived"] for engine in pair)
