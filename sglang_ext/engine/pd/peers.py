@@ -92,6 +92,12 @@ class PrefillPeer:
         """Whether the connection is gone, and has to be made again."""
         return self.instance.gone
 
+    def gives(self, offer: Offer, pool: str) -> bool:
+        """Whether this rank reads an offer's bytes into a pool of its own: a rank offers blocks of all pools,
+        also of one that another rank has just as well."""
+        parts = self.instance.plan(pool, offer.pool).ranks
+        return any(self.instance.links[part.rank].who.rank == offer.rank for part in parts)
+
     async def join(self, handover: int, epoch: bytes, weights: Weights) -> list[Ready]:
         """Take part in a hand-over at every rank; returns when all have computed it, with our `weights`.
 

@@ -73,7 +73,9 @@ class Reading:
             async with self._landing.filling(wanted) as (pool, blocks):
                 reads = [*beside, (pages, PoolRows(pool, blocks))] if blocks.size and pages else beside
                 await self._moved(handover, peer, reads, self._landing.nbytes(wanted))
-            read = {(offer.rank, offer.lease) for of, _ in reads for offer in of}
+            read = {
+                (offer.rank, offer.lease) for of, to in reads for offer in of if peer.gives(offer, to.pool)
+            }
         handover.logprobs = self._landing.keep(wanted, ready[0])
         # COMPLETE of all of a rank's leases says the same.
         rest = [

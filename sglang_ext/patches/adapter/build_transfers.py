@@ -38,7 +38,8 @@ from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.admission import BACKEND, HYBRID_POOLS
 from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
 from sglang_ext.patches.adapter.hybrid.handed_over import handed_over_pools
-from sglang_ext.patches.adapter.hybrid.pools import ComponentPool
+from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, ShareStates
+from sglang_ext.patches.adapter.hybrid.sharing import convolution_of, of_states
 from sglang_ext.patches.adapter.pd.pd_setup import keys_of, on_all_ranks
 from sglang_ext.patches.process import PROCESS
 
@@ -176,7 +177,13 @@ def components_of(scheduler: Any, page_tokens: int) -> dict[str, ComponentPool]:
         page_size=page_tokens,
         req_to_token_pool=scheduler.req_to_token_pool,
     )
-    return handed_over_pools(params, scheduler.sliding_window_size, Drafts(PROCESS.drafts))
+    states = states_shared(scheduler.model_config)
+    return handed_over_pools(params, scheduler.sliding_window_size, Drafts(PROCESS.drafts), states)
+
+
+def states_shared(model_config: Any) -> ShareStates:
+    """How the ranks of this server share states."""
+    return lambda mamba_pool: of_states(mamba_pool, convolution_of(model_config), engine_ranks())
 
 
 def specs_of(components: Mapping[str, ComponentPool]) -> list[PoolSpec]:

@@ -34,6 +34,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     rank_on_server,
     returns_by_name,
     specs_of,
+    states_shared,
 )
 from sglang_ext.patches.adapter.building import least_over, uses_adapters
 from sglang_ext.patches.adapter.hbm import Drafts
@@ -166,7 +167,8 @@ class _Building:
         """The memory that a prefill server hands over by the same thread."""
         if not hands_over(self.ctx.server_args):
             return []
-        return specs_of(handed_over_pools(self.ctx.params, self.window_tokens, self.drafts))
+        states = states_shared(self.ctx.model_config)
+        return specs_of(handed_over_pools(self.ctx.params, self.window_tokens, self.drafts, states))
 
     def _part(self, pool: ComponentPool, memory: ComponentMemory) -> StoredComponent:
         copies = Copies(self._mover(pool, memory.arena), Ranks())

@@ -14,24 +14,31 @@ import torch
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.patches.adapter.hbm import Drafts
-from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools, rows_of_bytes
+from sglang_ext.patches.adapter.hybrid.pools import (
+    ComponentPool,
+    ShareStates,
+    component_pools,
+    rows_of_bytes,
+)
 
 REQUEST = "request"
 """Name of the pool of what SGLang keeps by request."""
 
 
-def handed_over_pools(params: Any, window_tokens: int | None, drafts: Drafts) -> dict[str, ComponentPool]:
+def handed_over_pools(
+    params: Any, window_tokens: int | None, drafts: Drafts, states: ShareStates = lambda mamba_pool: None
+) -> dict[str, ComponentPool]:
     """The pools by the names that endpoints have for them.
 
     Args:
-        params, window_tokens, drafts: see `component_pools`.
+        params, window_tokens, drafts, states: see `component_pools`.
 
     Raises:
         ConfigError: see `component_pools`.
     """
     found = {
         HBM_POOL if pool.component is FULL else str(pool.component): pool
-        for pool in component_pools(params, window_tokens, drafts)
+        for pool in component_pools(params, window_tokens, drafts, states)
     }
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     planes = [plane for pool in (kvcache, *drafts.pools) for plane in _unfinished_groups(pool)]

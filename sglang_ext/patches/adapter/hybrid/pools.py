@@ -11,7 +11,7 @@ by whose slots they are indexed, so that a page brings its draft KV with it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from sglang_ext.disagg.tensors import TensorMeta
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, LastWindow
 from sglang_ext.errors import ConfigError
-from sglang_ext.geometry import ELEMENT_DIM, TOKEN_DIM, BlockLayout, PlaneKind, Shard
+from sglang_ext.geometry import ELEMENT_DIM, HEAD_DIM, TOKEN_DIM, BlockLayout, PlaneKind, Shard
 from sglang_ext.patches.adapter.admission import FLAG
 from sglang_ext.patches.adapter.hbm import Drafts, pool_planes
+from sglang_ext.patches.adapter.hybrid.sharing import Part, Sharing, of_attention
 
 STATE = Component("state", AtSnapshot())
 WINDOW = "window"
@@ -49,6 +50,8 @@ class ComponentPool:
     block_rows: rows of each plane in a block.
     row_slots: slots of SGLang's allocator in a row: 1, or those of a page.
     facts: further properties that the bytes depend on.
+    sharing: how ranks share the rows; None where each has rows of its own, which another number of ranks
+        cannot read.
     """
 
     component: Component
@@ -56,6 +59,7 @@ class ComponentPool:
     block_rows: int
     row_slots: int = 1
     facts: str = ""
+    sharing: Sharing | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -85,29 +89,29 @@ class ComponentPool:
         Args:
             ranks: of the instance, each of which has a part of the model.
         """
-        text = f"{self.layout.facts()};{self.facts};{self.component.coverage}"
+        if self.sharing is None:
+            rows, size, whose = self.layout.facts(), self.layout.block_bytes, f"those of one of {ranks} ranks"
+        else:
+            parts = [part.of_all(ranks) for part in self.sharing]
+            rows, whose = f"{self.block_rows} rows of {parts}", "of all ranks"
+            size = self.block_rows * sum(max(1, heads) * width for _, heads, width in parts)
+        text = f"{rows};{self.facts};{self.component.coverage}"
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        size = f"{len(self.planes)} planes, blocks of {self.layout.block_bytes} bytes"
-        return f"{size}, those of one of {ranks} ranks ({digest})"
+        return f"{len(self.planes)} planes, blocks of {size} bytes, {whose} ({digest})"
 
     def spec(self, name: str, rank: int, ranks: int) -> PoolSpec:
         """As an endpoint's pool of blocks. Every block may be leased; the caller that offers it holds it.
 
-        Each of the ranks has its own bytes, which are described as one head of so many: a rank's blocks come
-        from the same rank of a peer, and a peer with another number of ranks is refused.
+        Each part of a row is described as a layer. Where each of the ranks has rows of its own, such a row is
+        one head of so many: a rank's blocks come from the same rank of a peer, and a peer with another number
+        of ranks is refused.
         """
-        tensors = tuple(
-            TensorMeta(
-                number,
-                PlaneKind.K,
-                plane.address,
-                (TOKEN_DIM, ELEMENT_DIM),
-                (self.slots, plane.row_bytes),
-                (plane.slot_stride, 1),
-                "uint8",
-            )
-            for number, plane in enumerate(self.planes)
+        planes = self.planes
+        whole = tuple(
+            Part(number, 0, 1, plane.row_bytes, plane.row_bytes) for number, plane in enumerate(planes)
         )
+        parts = whole if self.sharing is None else self.sharing
+        tensors = tuple(self._tensor(number, planes[part.plane], part) for number, part in enumerate(parts))
         kind = MemoryKind.HOST if self.device.type == "cpu" else MemoryKind.CUDA
         memory = tuple(
             MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane)
@@ -115,8 +119,22 @@ class ComponentPool:
             for plane in layer
         )
         blocks = self.slots // self.block_rows
-        shard = Shard(0, len(tensors), rank, 1, len(tensors), ranks)
+        # Heads are counted as those of the first part; ranks share those of all parts alike.
+        heads = next((part.heads for part in parts if part.heads), 0)
+        of_ranks = (rank * heads, heads, len(tensors), ranks * heads) if heads else (0, 1, len(tensors), 1)
+        shard = Shard(0, len(tensors), *of_ranks)
         return PoolSpec(name, blocks, self.block_rows, tensors, shard, memory, blocks, borrowed=True)
+
+    def _tensor(self, number: int, plane: PlaneRows, part: Part) -> TensorMeta:
+        return TensorMeta(
+            number,
+            PlaneKind.K if part.heads else PlaneKind.LATENT,
+            plane.address + part.offset,
+            (TOKEN_DIM, HEAD_DIM, ELEMENT_DIM),
+            (self.slots, max(1, part.heads), part.width),
+            (plane.slot_stride, part.stride, 1),
+            "uint8",
+        )
 
     def rows(self, slots: torch.Tensor) -> Any:
         """Rows of slots that are whole blocks: an array where the pool is in host memory, else a tensor."""
@@ -125,6 +143,7 @@ class ComponentPool:
 
 
 Layers = list[list[torch.Tensor]]
+ShareStates = Callable[[Any], Sharing | None]
 
 
 def has_components(ctx: Any) -> bool:
@@ -140,13 +159,17 @@ def has_components(ctx: Any) -> bool:
 
 
 def component_pools(
-    params: Any, window_tokens: int | None, drafts: Drafts = _NO_DRAFTS
+    params: Any,
+    window_tokens: int | None,
+    drafts: Drafts = _NO_DRAFTS,
+    states: ShareStates = lambda mamba_pool: None,
 ) -> list[ComponentPool]:
     """The pools of a model's components, `FULL` first, with the layers of its draft models.
 
     Args:
         params: SGLang's ``CacheInitParams``.
         window_tokens: tokens of the sliding window that SGLang's tree keeps; None without one.
+        states: how ranks share the rows of SGLang's pool of states.
 
     Raises:
         ConfigError: a pool is of a kind whose rows do not hold everything that SGLang reads.
@@ -171,19 +194,21 @@ def component_pools(
     else:
         raise _unsupported(f"KV pools of the kind {type(pool).__name__}")
     if hasattr(params.req_to_token_pool, "mamba_pool"):
-        found.append(_state(params.req_to_token_pool))
+        found.append(_state(params.req_to_token_pool, states))
     return found
 
 
 def _layers(pool: Any) -> Layers:
-    return [[rows_of_bytes(plane) for plane in layer] for layer in pool_planes(pool, by_page=True)]
+    return pool_planes(pool, by_page=True)
 
 
 def _kv(component: Component, layers: Layers, of_drafts: Layers, page: int) -> ComponentPool:
-    rows = len(layers[0][0])
-    if any(len(plane) < rows for layer in of_drafts for plane in layer):
+    slots = len(layers[0][0])
+    if any(len(plane) < slots for layer in of_drafts for plane in layer):
         raise _unsupported("draft models that have fewer slots than the model")
-    return ComponentPool(component, layers + of_drafts, page)
+    planes = layers + of_drafts
+    rows = [[rows_of_bytes(plane) for plane in layer] for layer in planes]
+    return ComponentPool(component, rows, page, sharing=of_attention(planes))
 
 
 @dataclass(frozen=True)
@@ -237,7 +262,7 @@ def _has_windows_slots(pool: Any, params: Any) -> bool:
     return mapping is not None and pool.full_to_swa_index_mapping is mapping
 
 
-def _state(req_to_token_pool: Any) -> ComponentPool:
+def _state(req_to_token_pool: Any, states: ShareStates) -> ComponentPool:
     """The convolution windows and the recurrent states of all layers, by slot."""
     for name, present in (
         ("int8 checkpoints of states", req_to_token_pool.mamba_ckpt_pool is not None),
@@ -248,7 +273,13 @@ def _state(req_to_token_pool: Any) -> ComponentPool:
     (info,) = req_to_token_pool.mamba_pool.get_device_pool_infos()
     buffers = [each for each in (info.buffer_info.temporal, *info.buffer_info.conv) if each.numel()]
     layers = [[rows_of_bytes(buffer[layer]) for buffer in buffers] for layer in range(len(info.layer_ids))]
-    return ComponentPool(STATE, layers, 1, facts=",".join(str(buffer.dtype) for buffer in buffers))
+    return ComponentPool(
+        STATE,
+        layers,
+        1,
+        facts=",".join(str(buffer.dtype) for buffer in buffers),
+        sharing=states(req_to_token_pool.mamba_pool),
+    )
 
 
 def _has_side_states(req_to_token_pool: Any) -> bool:
@@ -283,7 +314,7 @@ def _compressed_pools(
         raise _unsupported(f"this form of the pool of DeepSeek V4 ({error})") from None
     if of_drafts.full:
         raise _unsupported("draft models of DeepSeek V4 that attend to every token")
-    of_windows = [plane for layer in of_drafts.window for plane in layer]
+    of_windows = [rows_of_bytes(plane) for layer in of_drafts.window for plane in layer]
     return [
         _pages(
             component,
