@@ -361,8 +361,8 @@ def require_fit(ranks: Sequence[RankInfo], local: Local) -> None:
         values = in_words(differing, "there", "here")
         raise RefusedError(
             "components",
-            f"the memory of windows or states differs: {values}; start both with one model, one --page-size "
-            "and one --tp-size",
+            f"the memory of windows or states differs: {values}; start both with one model and one "
+            "--page-size, and with one --tp-size where ranks do not share all of it by heads",
         )
     if first.metadata_bytes != local.metadata_bytes:
         raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")

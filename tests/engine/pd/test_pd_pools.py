@@ -158,14 +158,15 @@ OTHERS = [
     (HybridKind(window=100, page=16), HybridKind(window=80, page=16), r"window \("),
     (HybridKind(window=100, page=16), HybridKind(window=100, page=16, latents=True), r"hbm \("),
     (HybridKind(states=9, page=1), HybridKind(window=100, page=1), r"state \(.* there, none here"),
-    (KINDS[0], KINDS[0], "of 1 ranks .* there, .* of 2 ranks"),
+    (KINDS[0], KINDS[0], "2048 bytes, of all ranks .* there, .* 4096 bytes, of all ranks"),
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "word"), OTHERS, ids=["window", "latents", "state", "ranks"])
+@pytest.mark.parametrize(("ours", "theirs", "word"), OTHERS, ids=["window", "latents", "state", "heads"])
 def test_unequal_windows_or_states_are_refused_at_the_join(
     ours: HybridKind, theirs: HybridKind, word: str
 ) -> None:
+    """The last: with two ranks that have as many heads each, a model has twice as many."""
     sides = [hybrid(kind)[1] for kind in (ours, theirs)]
     ranks = (1, 2) if ours is theirs else (1, 1)
     specs = [[pool.spec(name, 0, 1) for name, pool in side.items()] for side in sides]
