@@ -7,7 +7,7 @@ the wire. So the router's index lags behind, and heals a gap with a snapshot, as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from sglang_ext.engine.peers.fetch_results import FetchResult
@@ -189,12 +189,19 @@ class Channels(AgentChannels):
     # -- instances ----------------------------------------------------------------------------------
 
     def connect(
-        self, name: str, registration: Registration, role: Role, agent: Agent, offset_s: float
+        self,
+        name: str,
+        registration: Registration,
+        role: Role,
+        agent: Agent,
+        offset_s: float,
+        reports: Sequence[float] | None = None,
     ) -> None:
         """Follow an instance from now on.
 
         Args:
             offset_s: until its first heartbeat.
+            reports: when its heartbeats are taken, in the place of every second.
         """
         channel = self._channels[name] = Channel(registration)
         channel.agent = agent
@@ -202,7 +209,12 @@ class Channels(AgentChannels):
         self._index.on_heartbeat(name, alive=True)
         channel.alive = True
         agent.hello(Hello(READER.decode()))
-        channel.beats = self._loop.call_later(offset_s, self._beat, channel, agent)
+        if reports is None:
+            channel.beats = self._loop.call_later(offset_s, self._beat, channel, agent)
+            return
+        for at in reports:
+            # A message is under way for this long.
+            self._loop.call_at(max(self._loop.time(), at - self._lag_s), self._report, channel, agent)
 
     def disconnect(self, name: str) -> None:
         """An instance is gone."""
@@ -219,9 +231,12 @@ class Channels(AgentChannels):
             self.disconnect(name)
 
     def _beat(self, channel: Channel, agent: Agent) -> None:
+        self._report(channel, agent)
+        channel.beats = self._loop.call_later(HEARTBEAT_S, self._beat, channel, agent)
+
+    def _report(self, channel: Channel, agent: Agent) -> None:
         if channel.agent is agent:
             agent.beat()
-            channel.beats = self._loop.call_later(HEARTBEAT_S, self._beat, channel, agent)
 
     def sender(self, name: str) -> tuple[Callable[[bytes], None], Callable[[Agent], None]]:
         """Two functions: the first takes an agent's messages to here, the second names the agent to it."""

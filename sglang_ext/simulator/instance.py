@@ -300,11 +300,16 @@ class Instance:
             heapq.heappush(self._running, entry)
 
     def load(self) -> Load:
-        """As heartbeats report it."""
+        """As heartbeats report it: prompts in a pass neither wait nor run."""
         queued = [*self._waiting, *([self._cut] if self._cut is not None else ())]
-        queued += [job for job in self._replaying if not job.first.done()]
+        running, now = len(self._running), self._loop.time()
+        for job in self._replaying:
+            assert job.observed is not None
+            if now < job.arrived + job.observed.began_s:
+                queued.append(job)
+            elif now >= job.arrived + job.observed.computed_s:
+                running += 1
         tokens = sum(job.tokens - job.computed for job in queued)
-        running = len(self._running) + sum(job.first.done() for job in self._replaying)
         return Load(running, len(queued), tokens)
 
     def die(self) -> list[Job]:

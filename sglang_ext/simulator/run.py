@@ -83,6 +83,8 @@ def simulate(
         if trace is not None:
             run.announcements = trace.announcements
             run.kinds = trace.kinds
+            if settings.observed:
+                run.reports = trace.reports
         run.progress = progress
         loop.run_until_complete(run.run())
         if trace is not None and trace.decided:
@@ -121,6 +123,8 @@ class Simulation:
         """Returns the session that an agent begins when one has ended."""
         self.kinds: Mapping[str, str] = {}
         """See `Trace`."""
+        self.reports: Mapping[str, Sequence[float]] = {}
+        """By instance, the times of its load reports; every second without any."""
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
@@ -286,7 +290,7 @@ class Simulation:
         fleet.join(name, registration)
         fleet.learnt(name, facts)
         offset_s = HEARTBEAT_S * (number % 1000) / 1000
-        self.router.channels.connect(name, registration, role, agent, offset_s)
+        self.router.channels.connect(name, registration, role, agent, offset_s, self.reports.get(name))
 
     async def _fail(self) -> None:
         """Instances die at random, and start anew."""

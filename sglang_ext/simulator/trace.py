@@ -20,6 +20,7 @@ from sglang_ext.protocol.recording import (
     Blocks,
     Head,
     HintLine,
+    Loaded,
     Member,
     Request,
     is_recording,
@@ -44,8 +45,6 @@ _SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "exec-weight": ("exec_weight", float),
     "--max-running-per-instance": ("most_running", int),
 }
-CHOICE_S = 0.001
-"""That choosing an instance takes at most."""
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
 
@@ -95,6 +94,8 @@ class Trace:
     sessions: list[TracedSession] = field(default_factory=list)
     announcements: list[Announcement] = field(default_factory=list)
     decided: dict[str, Decided] = field(default_factory=dict)
+    reports: dict[str, list[float]] = field(default_factory=dict)
+    """By instance, the moments at which another load than before was reported; some are before the start."""
 
     def load(self, *, observed: bool, closed: bool) -> Iterator[Session]:
         """Its requests, in the order of their arrivals or of the beginnings of their sessions.
@@ -148,6 +149,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
     tenants: dict[str, int] = {}
     requests: list[Request] = []
     hints: list[HintLine] = []
+    reports: list[Loaded] = []
     for line in read_recording(lines):
         if isinstance(line, Head):
             if line.block_size != BLOCK_TOKENS:
@@ -162,6 +164,8 @@ def _recording(lines: Iterator[bytes]) -> Trace:
             requests.append(line)
         elif isinstance(line, HintLine):
             hints.append(line)
+        elif isinstance(line, Loaded):
+            reports.append(line)
     requests.sort(key=lambda line: line.at)
     zero = min((line.at for line in (*requests, *hints)), default=0.0)
     for number, line in enumerate(requests):
@@ -173,6 +177,8 @@ def _recording(lines: Iterator[bytes]) -> Trace:
         if line.choices:
             hits = {tier: tokens for tier, tokens in line.tiers.items() if tokens}
             trace.decided[turn.id] = Decided(line.choices[-1].instance, hits, _stages(line))
+    for report in reports:
+        trace.reports.setdefault(report.instance, []).append(report.at - zero)
     for hint in hints:
         tenant = tenants.setdefault(hint.tenant, len(tenants))
         key = _tokens(names_of(hint.prompt.names), hint.prompt.tokens, "hint")
@@ -230,9 +236,8 @@ def _observed(line: Request) -> Observed | None:
         way_s = max(0.0, first_s - line.routed_s - queue_s - prefill_s) / 2
         began_s = min(first_s, line.routed_s + way_s + queue_s)
         computed_s = min(first_s, began_s + prefill_s)
-    # The last of the router's stages has the choice, and behind it the wait until a fetch is acknowledged.
-    route_s = line.stages.get("route", 0.0)
-    decided_s = min(began_s, max(0.0, line.routed_s - line.queued_s - max(0.0, route_s - CHOICE_S)))
+    chosen_s = line.routed_s if line.decided_s is None else line.decided_s
+    decided_s = min(began_s, max(0.0, chosen_s - line.queued_s))
     fetch_s = math.inf if line.fetch_s is not None and line.fetch_s < 0 else line.fetch_s
     return Observed(decided_s, began_s, computed_s, first_s, max(first_s, line.ended_s), fetch_s)
 

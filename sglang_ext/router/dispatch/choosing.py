@@ -142,7 +142,7 @@ class Chooser:
         placed = place(prompt, fleet, matches, self._costs, self._routing.placing, announced)
         record.fetch = fetch = self._fetching.carry_out(placed.plan, flight.prompts)
         record.estimate = placed.estimate if fetch is not None and fetch.is_under_way else placed.alone
-        record.instance, record.reason = placed.instance, placed.reason
+        record.instance, record.reason, record.decided = placed.instance, placed.reason, self._costs.now()
         self._guess(flight, placed.instance, matches)
         self._metrics.decided(self._routing.name, record.reason)
         choice = Choice(

@@ -118,6 +118,7 @@ class Recorder:
                 tiers=tiers,
                 queued_s=record.queued_s,
                 routed_s=_until_routed(record),
+                decided_s=None if record.decided is None else record.decided - record.started,
                 first_byte_s=None if record.first_byte is None else record.first_byte - record.started,
                 ended_s=ended_s,
                 stages=stages,

@@ -103,6 +103,8 @@ class Record:
     durability: str | None = None
     """The durability reported with the end of the answer, if the end waited for the instance's disk."""
     queued_s: float = 0.0
+    decided: float | None = None
+    """When the instance of the last attempt was chosen."""
     first_byte: float | None = None
     error: str | None = None
     trace_id: str | None = None
