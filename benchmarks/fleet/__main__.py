@@ -87,22 +87,27 @@ def thousand(options: FleetOptions, report: Report) -> None:
     _draw(options, "fleet-thousand", "A thousand instances: P99 TTFT and share reused", found)
 
 
-def policies(options: FleetOptions, report: Report, rate: float) -> None:
-    """A tenth as many for longer, so that memory is full."""
+def policies(options: FleetOptions, report: Report, rate: float, instances: int) -> None:
+    """Fewer for longer, so that memory is full."""
     for seed in range(options.pick(options.seeds, quick=1, tiny=1)):
         found = {
             policy: measured(
                 Cell(
-                    f"100, {policy}, {rate}/s, seed {seed}",
-                    fleet(options, 100, 50, rate, seed, f"policy={policy}"),
+                    f"{instances}, {policy}, {rate}/s, seed {seed}",
+                    fleet(options, instances, 50, rate, seed, f"policy={policy}"),
                 ),
                 options.results,
             )
             for policy in POLICIES
         }
-        _add(report, f"100 instances, {rate:g} requests/s each, seed {seed}", found, "prompt-tree")
+        _add(report, f"{instances} instances, {rate:g} requests/s each, seed {seed}", found, "prompt-tree")
         if seed == 0:
-            _draw(options, f"fleet-policies-{rate:g}", f"100 instances at {rate:g} requests/s each", found)
+            _draw(
+                options,
+                f"fleet-policies-{rate:g}",
+                f"{instances} instances at {rate:g} requests/s each",
+                found,
+            )
 
 
 def mechanisms(options: FleetOptions, report: Report) -> None:
@@ -180,10 +185,10 @@ def _draw(options: FleetOptions, name: str, title: str, found: Mapping[str, Figu
 
 PARTS: dict[str, Callable[[FleetOptions, Report], None]] = {
     "thousand": thousand,
-    "busy": functools.partial(policies, rate=BUSY),
+    "busy": functools.partial(policies, rate=BUSY, instances=100),
     "mechanisms": mechanisms,
     "deaths": deaths,
-    "quiet": functools.partial(policies, rate=QUIET),
+    "quiet": functools.partial(policies, rate=QUIET, instances=50),
 }
 
 
